@@ -1,0 +1,151 @@
+"""msgpack frames <-> message dataclasses.
+
+A frame is the msgpack array `[PROTOCOL_VERSION, tag, field, field, ...]` in the order of the dataclass, so names are
+never repeated on the wire. `decode` raises `FrameError` and nothing else, whatever the bytes are.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from common.fields import Checker, FieldError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 32 * 2**20
+
+
+class FrameError(ValueError):
+    """A frame that is refused. `cause` is a short name for counting, `field` names the offending field where one is
+    to blame, and `rid` is the request that the frame spoke of where it could be read (so that its sender can be told).
+    """
+
+    def __init__(self, cause: str, problem: str, field: str = "", rid: int | None = None):
+        super().__init__(f"{cause}: {problem}")
+        self.cause = cause
+        self.problem = problem
+        self.field = field
+        self.rid = rid
+
+
+class Message(Protocol):
+    TAG: ClassVar[int]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+_BY_TAG: dict[int, type[Message]] = {}
+_CHECKERS: dict[type, tuple[tuple[str, Checker], ...]] = {}
+_M = TypeVar("_M", bound=type)
+
+
+def schema_of(cls: type) -> tuple[tuple[str, Checker], ...]:
+    """The (name, checker) pairs of a dataclass whose fields are all `Annotated[type, checker]`."""
+    known = _CHECKERS.get(cls)
+    if known is None:
+        hints = get_type_hints(cls, include_extras=True)
+        known = tuple((f.name, _checker_of(cls, f.name, hints[f.name])) for f in fields(cls))
+        _CHECKERS[cls] = known
+    return known
+
+
+def _checker_of(cls: type, name: str, hint: Any) -> Checker:
+    if get_origin(hint) is not Annotated:
+        raise TypeError(f"{cls.__name__}.{name} must be declared as Annotated[type, checker]")
+    checker: Checker = get_args(hint)[1]
+    return checker
+
+
+def message(cls: _M) -> _M:
+    """Register a dataclass as a message; its `TAG` is its name on the wire."""
+    tag = cls.TAG  # type: ignore[attr-defined]
+    if tag in _BY_TAG:
+        raise TypeError(f"tag {tag} is taken by {_BY_TAG[tag].__name__}")
+    _BY_TAG[tag] = cls
+    return cls
+
+
+def message_types() -> tuple[type[Message], ...]:
+    return tuple(_BY_TAG.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Struct:
+    """A checker for a nested dataclass, packed as a list of its fields."""
+
+    cls: type
+
+    def pack(self, value: Any) -> list[Any]:
+        return [checker.pack(getattr(value, name)) for name, checker in schema_of(self.cls)]
+
+    def unpack(self, wire: Any, field: str) -> Any:
+        if type(wire) is not list:
+            raise FieldError(field, f"must be a {self.cls.__name__}, not {type(wire).__name__}")
+        return _build(self.cls, wire, f"{field}.")
+
+
+def _build(cls: type, values: list[Any], prefix: str) -> Any:
+    schema = schema_of(cls)
+    if len(values) != len(schema):
+        raise FieldError(prefix + cls.__name__, f"must have {len(schema)} fields, got {len(values)}")
+    return cls(*[checker.unpack(v, prefix + name) for (name, checker), v in zip(schema, values, strict=True)])
+
+
+def encode(msg: Message) -> bytes:
+    """One frame. Raises FrameError when the message is larger than any receiver accepts."""
+    body: list[Any] = [PROTOCOL_VERSION, msg.TAG]
+    body += [checker.pack(getattr(msg, name)) for name, checker in schema_of(type(msg))]
+    frame: bytes = msgpack.packb(body, use_bin_type=True)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise FrameError("oversized", f"{len(frame)} bytes, the limit is {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes, allowed: Collection[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Any:
+    """The message in a frame, which must be one of the `allowed` types. Raises FrameError only."""
+    if len(frame) > max_bytes:
+        raise FrameError("oversized", f"{len(frame)} bytes, the limit is {max_bytes}")
+    try:
+        body = msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True, max_ext_len=0)
+    except Exception as error:  # msgpack raises many kinds: truncated, extra data, bad UTF-8, nesting, key types
+        raise FrameError("malformed", f"not a msgpack frame ({type(error).__name__})") from None
+    if type(body) is not list or len(body) < 2:
+        raise FrameError("malformed", "a frame is a list of version, tag and fields")
+    version, tag, *values = body
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise FrameError("version", f"this side speaks protocol version {PROTOCOL_VERSION}")
+    cls = _BY_TAG.get(tag) if type(tag) is int else None
+    if cls is None or cls not in allowed:
+        raise FrameError("unknown", "this socket does not take such a message")
+    try:
+        return _build(cls, values, "")
+    except FieldError as error:
+        raise FrameError("invalid", error.problem, error.field, _readable_rid(cls, values)) from None
+    except ValueError as error:  # a message's own check across fields
+        raise FrameError("invalid", str(error), cls.__name__, _readable_rid(cls, values)) from None
+
+
+def _readable_rid(cls: type, values: list[Any]) -> int | None:
+    name, checker = schema_of(cls)[0] if schema_of(cls) else ("", None)
+    if name != "rid" or checker is None or not values:
+        return None
+    try:
+        rid: int = checker.unpack(values[0], name)
+    except FieldError:
+        return None
+    return rid
+
+
+class RefusedFrames:
+    """Counts refused frames by cause."""
+
+    def __init__(self) -> None:
+        self.by_cause: Counter[str] = Counter()
+
+    def count(self, error: FrameError) -> None:
+        self.by_cause[error.cause] += 1
+
+    @property
+    def total(self) -> int:
+        return self.by_cause.total()

@@ -1,0 +1,123 @@
+"""The configuration of a cluster: built once by launch.py, written to `config.json` in the run directory, read by
+every process, never changed."""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.json"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """An option is wrong; the text names it and its limit."""
+
+
+def _check(ok: bool, field: str, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{field.replace('_', '-')} must be {rule}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank."""
+
+    path: str
+    dtype: str = "auto"
+    device: str = "auto"
+    context_len: int | None = None
+    tp: int = 1
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        _check(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
+        _check(1 <= self.tp <= 64, "tp", "between 1 and 64")
+        _check(self.context_len is None or self.context_len >= 2, "context_len", "at least 2")
+        _check(self.threads is None or 1 <= self.threads <= 1024, "threads", "between 1 and 1024")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache: `kv_tokens` when given, else as many tokens as fit in `kv_bytes` per rank."""
+
+    page_size: int = 16
+    kv_tokens: int | None = None
+    kv_bytes: int | None = None
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.page_size <= 4096, "page_size", "between 1 and 4096 tokens")
+        _check(self.kv_tokens is None or self.kv_tokens >= self.page_size, "kv_tokens", "at least one page")
+        _check(self.kv_bytes is None or self.kv_bytes > 0, "kv_memory", "more than 0 bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`max_running` requests at once, `max_batch_tokens` per step, `chunk_tokens` of prefill beside running decodes,
+    `max_waiting` requests in the queue, `steps_in_flight` plans sent before the first one's tokens are back."""
+
+    max_running: int = 256
+    max_batch_tokens: int = 2048
+    chunk_tokens: int = 256
+    max_waiting: int = 10_000
+    steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.max_running <= 4096, "max_running", "between 1 and 4096")
+        _check(
+            self.max_running <= self.max_batch_tokens <= 2**20,
+            "max_batch_tokens",
+            f"between max_running ({self.max_running}) and {2**20}",
+        )
+        _check(1 <= self.chunk_tokens <= self.max_batch_tokens, "chunk_tokens", "between 1 and max_batch_tokens")
+        _check(1 <= self.max_waiting <= 10**6, "max_waiting", "between 1 and 1000000")
+        _check(1 <= self.steps_in_flight <= 2, "steps_in_flight", "1 or 2")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """All of it. `listen` is an extra tcp address for clients, loopback only, beside the ipc socket."""
+
+    run_dir: str
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    listen: str | None = None
+    log_level: str = "info"
+    start_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _check(self.log_level in ("debug", "info", "warning", "error"), "log_level", "debug, info, warning or error")
+        _check(0 < self.start_timeout_s <= 86400, "start_timeout", "more than 0 and at most 86400 seconds")
+
+    def save(self) -> None:
+        path = Path(self.run_dir) / CONFIG_FILE
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "ClusterConfig":
+        """Raises ConfigError when the file does not describe a cluster."""
+        config = _build(cls, json.loads((run_dir / CONFIG_FILE).read_text()), "config")
+        assert isinstance(config, ClusterConfig)
+        return config
+
+
+def _build(cls: type, values: Any, where: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    if not isinstance(values, dict) or set(values) != set(hints):
+        raise ConfigError(f"{where}: fields must be exactly {sorted(hints)}")
+    built = {}
+    for name, hint in hints.items():
+        if dataclasses.is_dataclass(hint):
+            built[name] = _build(typing.cast(type, hint), values[name], name)
+            continue
+        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if type(values[name]) not in allowed and not (float in allowed and type(values[name]) is int):
+            raise ConfigError(f"{where}.{name}: must be {hint}, got {values[name]!r}")
+        built[name] = values[name]
+    return cls(**built)

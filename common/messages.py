@@ -1,0 +1,328 @@
+"""The whole wire schema: every message between two processes, in the order of a request's way.
+
+    client ── Generate, Abort, GetStats ──► tokenizer        tokenizer ── AddRequest, Abort, GetStats ──► scheduler
+                                                             tokenizer ── OpenStream ──► detokenizer
+    scheduler ── StepPlan ──► every worker rank              worker rank 0 ── StepResult ──► scheduler
+    scheduler ── TokenBatch, RequestError, Stats ──► detokenizer
+    detokenizer ── TextBatch, RequestError, Stats ──► tokenizer ── the same, and Beat ──► client
+    every process ── Ready, Fatal ──► launcher ── Go ──► every process
+
+Request ids (`rid`) are int32. A client chooses its own, unique among its live requests on one connection; the
+tokenizer replaces it by one that is unique in the cluster. Every request ends with exactly one terminal row: a batch
+row whose finish code is not NONE, or a RequestError. Times are CLOCK_MONOTONIC nanoseconds, comparable between the
+processes of one machine.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Annotated, ClassVar
+
+from common.codec import Struct, message
+from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, Ints, ListOf, MapOf, Maybe, Str
+from common.sampling_params import DRAW_PARAMS, MAX_TOKEN_ID, SAMPLING_PARAMS, DrawParams, SamplingParams
+
+MAX_RID = 2**31 - 1
+MAX_SLOTS = 2**14
+MAX_BATCH_TOKENS = 2**22
+MAX_PROMPT_CHARS = 2**24
+MAX_CHAT_MESSAGES = 4096
+_COUNT = 2**62
+
+Rid = Annotated[int, Int(0, MAX_RID)]
+Rids = Annotated[IntArray, Ints(MAX_SLOTS)]
+TokenIds = Annotated[IntArray, Ints(MAX_BATCH_TOKENS, 0, MAX_TOKEN_ID)]
+Counts = Annotated[IntArray, Ints(MAX_SLOTS)]
+Times = Annotated[IntArray, Ints(16, 0, 2**63 - 1, "q")]
+
+
+class Finish(IntEnum):
+    """Why a request ended, as a code in a batch's `finish` column."""
+
+    NONE = 0  # it goes on
+    STOP = 1  # end-of-sequence token, stop token or stop string
+    LENGTH = 2  # max_tokens, or the context window or KV cache is full
+    ABORT = 3  # the client asked for it or went away
+
+
+class ErrorCode(IntEnum):
+    """What kind of refusal a RequestError is; names are those that a gateway turns into HTTP statuses."""
+
+    INVALID = 1  # a field is wrong: the client's mistake
+    TOO_LONG = 2  # prompt does not fit the context window or the KV cache
+    OVERLOADED = 3  # a queue limit was reached, try again
+    SHUTTING_DOWN = 4  # the cluster is stopping
+    INTERNAL = 5  # our mistake
+
+
+def ints(*values: int) -> IntArray:
+    return array("i", values)
+
+
+# ---- client -> tokenizer ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: Annotated[str, Str(64, 1)]
+    content: Annotated[str, Str(MAX_PROMPT_CHARS)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Generate from exactly one of `text`, `token_ids` (used as they are) or `chat` (through the chat template).
+
+    The answer is a stream of TextBatch rows, one per step when `stream`, else one row at the end.
+    """
+
+    TAG: ClassVar[int] = 1
+    rid: Rid
+    text: Annotated[str | None, Maybe(Str(MAX_PROMPT_CHARS))]
+    token_ids: Annotated[IntArray | None, Maybe(Ints(MAX_BATCH_TOKENS, 0, MAX_TOKEN_ID))]
+    chat: Annotated[tuple[ChatMessage, ...] | None, Maybe(ListOf(Struct(ChatMessage), MAX_CHAT_MESSAGES, 1))]
+    params: Annotated[SamplingParams, SAMPLING_PARAMS]
+    stream: Annotated[bool, Bool()] = True
+
+    def __post_init__(self) -> None:
+        if sum(x is not None for x in (self.text, self.token_ids, self.chat)) != 1:
+            raise FieldError("prompt", "exactly one of text, token_ids and chat must be given")
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request now. Unknown ids are ignored: the request may have just finished."""
+
+    TAG: ClassVar[int] = 2
+    rid: Rid
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class GetStats:
+    """Ask for a Stats answer with the same `query` number; it passes through every process on the way."""
+
+    TAG: ClassVar[int] = 3
+    query: Rid
+
+
+# ---- tokenizer -> scheduler, tokenizer -> detokenizer --------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included)."""
+
+    TAG: ClassVar[int] = 4
+    rid: Rid
+    prompt: TokenIds
+    max_tokens: Annotated[int, Int(1, MAX_BATCH_TOKENS)]
+    stop_token_ids: Annotated[IntArray, Ints(1024, 0, MAX_TOKEN_ID)]
+    draw: Annotated[DrawParams, DRAW_PARAMS]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """What the detokenizer must know of a request; may arrive before or after its first tokens."""
+
+    TAG: ClassVar[int] = 5
+    rid: Rid
+    stop: Annotated[tuple[str, ...], ListOf(Str(512, 1), 16)]
+    skip_special_tokens: Annotated[bool, Bool()]
+
+
+# ---- scheduler <-> workers -----------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step for the workers of `group`, as the difference to what they know. Applied in the order of the fields.
+
+    `leave`          slots that are free now
+    `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw
+    `page_*`         pages appended to slots' page tables (entering ones start empty): slot, how many, the page ids
+    `copies`         page pairs src, dst, src, dst, ...: whole-page copies before anything is computed (copy-on-write)
+    `chunk_*`        prefill chunks: slot, length, and 1 where the chunk ends at the last known token, so that the next
+                     one is sampled; `chunk_tokens` are all their tokens, one after another
+    `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
+    """
+
+    TAG: ClassVar[int] = 6
+    step_id: Annotated[int, Int(0, _COUNT)]
+    epoch: Annotated[int, Int(0, MAX_RID)]
+    group: Annotated[str, Str(64)]
+    leave: Counts
+    enter_slots: Counts
+    enter_lens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_BATCH_TOKENS)]
+    enter_draw: Annotated[tuple[DrawParams, ...], ListOf(DRAW_PARAMS, MAX_SLOTS)]
+    page_slots: Counts
+    page_counts: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
+    pages: Annotated[IntArray, Ints(MAX_BATCH_TOKENS)]
+    copies: Annotated[IntArray, Ints(2 * MAX_SLOTS)]
+    chunk_slots: Counts
+    chunk_lens: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
+    chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)]
+    chunk_tokens: TokenIds
+    decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)]
+
+    def __post_init__(self) -> None:
+        _same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
+        _same_length("page", self.page_slots, self.page_counts)
+        _same_length("chunk", self.chunk_slots, self.chunk_lens, self.chunk_samples)
+        if sum(self.page_counts) != len(self.pages):
+            raise FieldError("pages", "as many as page_counts say")
+        if sum(self.chunk_lens) != len(self.chunk_tokens):
+            raise FieldError("chunk_tokens", "as many as chunk_lens say")
+        if len(self.copies) % 2:
+            raise FieldError("copies", "pairs of source and destination")
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The sampled tokens of a step: first the sampling chunks in plan order, then the decoding slots in slot order.
+
+    `times`: plan received, forward started, tokens ready.
+    """
+
+    TAG: ClassVar[int] = 7
+    step_id: Annotated[int, Int(0, _COUNT)]
+    epoch: Annotated[int, Int(0, MAX_RID)]
+    group: Annotated[str, Str(64)]
+    tokens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_TOKEN_ID)]
+    times: Times
+
+
+# ---- scheduler -> detokenizer -> tokenizer -> client ---------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """New tokens of a step, a row per request. `times`: planned, then StepResult.times, then committed."""
+
+    TAG: ClassVar[int] = 8
+    rids: Rids
+    counts: Counts
+    token_ids: TokenIds
+    finish: Annotated[bytes, Bytes(MAX_SLOTS)]
+    cached: Annotated[IntArray, Ints(MAX_SLOTS)]  # prompt tokens that came from the prefix cache
+    times: Times
+
+    def __post_init__(self) -> None:
+        _same_length("rids", self.rids, self.counts, self.finish, self.cached)
+        if sum(self.counts) != len(self.token_ids):
+            raise FieldError("token_ids", "as many as counts say")
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """New text of a step, a row per request. A stop string's text is never in `texts`; its tokens are in `token_ids`.
+
+    `times`: TokenBatch.times, then received and sent by the detokenizer, then sent by the tokenizer.
+    """
+
+    TAG: ClassVar[int] = 9
+    rids: Rids
+    counts: Counts
+    token_ids: TokenIds
+    texts: Annotated[tuple[str, ...], ListOf(Str(MAX_PROMPT_CHARS), MAX_SLOTS)]
+    finish: Annotated[bytes, Bytes(MAX_SLOTS)]
+    prompt_tokens: Counts
+    cached: Counts
+    times: Times
+
+    def __post_init__(self) -> None:
+        _same_length("rids", self.rids, self.counts, self.texts, self.finish, self.prompt_tokens, self.cached)
+        if sum(self.counts) != len(self.token_ids):
+            raise FieldError("token_ids", "as many as counts say")
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """The request ended without a result. `field` and `limit` name what was wrong where something was."""
+
+    TAG: ClassVar[int] = 10
+    rid: Rid
+    code: Annotated[int, Int(1, 5)]
+    problem: Annotated[str, Str(4096)]
+    field: Annotated[str, Str(256)] = ""
+    limit: Annotated[int, Int(0, _COUNT)] = 0
+    retry_after_s: Annotated[float, Float(0.0, 1e6)] = 0.0
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters and gauges by name, such as `scheduler.free_pages`; each process on the way adds its own."""
+
+    TAG: ClassVar[int] = 11
+    query: Rid
+    values: Annotated[dict[str, int], MapOf(Int(-_COUNT, _COUNT), 256)] = field(default_factory=dict)
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Sent to a client whose requests have been silent for a moment: the cluster lives. Also finds dead clients."""
+
+    TAG: ClassVar[int] = 12
+
+
+# ---- every process <-> launcher ------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A process has loaded all it needs. `info` holds what others must know of it (a worker: its pages, limits)."""
+
+    TAG: ClassVar[int] = 13
+    name: Annotated[str, Str(64, 1)]
+    pid: Annotated[int, Int(1, 2**31)]
+    info: Annotated[dict[str, int], MapOf(Int(0, _COUNT), 64)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """A process ends because of `problem`, in words that a user understands."""
+
+    TAG: ClassVar[int] = 14
+    name: Annotated[str, Str(64, 1)]
+    problem: Annotated[str, Str(8192)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Go:
+    """All processes are ready: serve within these limits."""
+
+    TAG: ClassVar[int] = 15
+    num_pages: Annotated[int, Int(1, MAX_RID)]
+    page_size: Annotated[int, Int(1, 4096)]
+    context_len: Annotated[int, Int(2, MAX_BATCH_TOKENS)]
+    vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
+    eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a process has come with loading, in units of its own (bytes of weights)."""
+
+    TAG: ClassVar[int] = 16
+    name: Annotated[str, Str(64, 1)]
+    done: Annotated[int, Int(0, _COUNT)]
+    total: Annotated[int, Int(0, _COUNT)]
+
+
+def _same_length(what: str, *columns: IntArray | bytes | tuple[object, ...]) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise FieldError(what, f"columns must have the same length, got {[len(c) for c in columns]}")

@@ -1,0 +1,49 @@
+"""What one step of the model looks like to attention."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from worker_proc.kv_cache import KVCache
+
+
+# eq=False: batches are compared by identity (comparing tensors element by element is never what is meant)
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """One step of B rows (requests) and T tokens, flattened row after row.
+
+    The first `num_prefill_rows` rows are prefill chunks, the others decode one token each.
+    """
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]; page * page_size + offset, where each token's K/V is written
+    page_table: Tensor  # int64 [B, P]; padded with page 0
+    kv_lens: Tensor  # int64 [B]; tokens of the row in the cache after this step's writes
+    q_lens: list[int]  # tokens of each row in this step (1 for decode rows)
+    kv_lens_host: list[int]  # the values of kv_lens
+    num_prefill_rows: int
+    logit_rows: Tensor  # int64 [S]; indices into T whose hidden state gets logits
+
+
+class AttentionBackend(Protocol):
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Write `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the cache, then let `q` `[T, Hq, Dk]` attend causally to
+        its own row; returns `[T, Hq, Dv]`. Query head h reads KV head `h // (Hq // Hkv)`.
+
+        `window` w: a query at position p sees keys at positions > p - w. `softcap` c: scores become c * tanh(s / c).
+        """
+        ...

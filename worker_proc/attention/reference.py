@@ -1,0 +1,161 @@
+"""Attention in plain PyTorch: the definition of right for every other backend, and still batched."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Which cached tokens a group of rows reads: slots `[R * L]`, and which of them a query may see.
+
+    Columns are aligned to the right, so that the last one is each row's newest token. Columns before a row's first
+    token repeat the row's own first slot and are masked: a row never reads memory of another one, where a stale NaN
+    would spread through 0 * NaN.
+    """
+
+    slots: Tensor
+    mask: Tensor | None  # bool, broadcastable to [R, Hkv, queries, L]; None when everything is visible
+
+
+class ReferenceAttention:
+    """Grouped-query attention with optional sliding window and soft cap, softmax in float32.
+
+    Decode rows are one batched computation; prefill rows are computed one by one. Index tensors are the same for all
+    layers of a step with the same window, so they are kept until another batch arrives.
+    """
+
+    def __init__(self) -> None:
+        self._batch: ForwardBatch | None = None
+        self._decode: dict[int | None, _Keys] = {}
+        self._prefill: dict[tuple[int, int | None], _Keys] = {}
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        if batch is not self._batch:
+            self._batch, self._decode, self._prefill = batch, {}, {}
+        cache.write(layer, k, v, batch.slot_mapping)
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        start = 0
+        for row in range(batch.num_prefill_rows):
+            stop = start + batch.q_lens[row]
+            if batch.kv_lens_host[row] == batch.q_lens[row] and not _cuts(window, batch.kv_lens_host[row]):
+                # A whole prompt in one chunk: its keys are at hand, and the plain causal kernel needs no mask.
+                out[start:stop] = _causal(q[start:stop], k[start:stop], v[start:stop], scale, softcap)
+            else:
+                out[start:stop] = self._attend_prefill(layer, row, q[start:stop], batch, cache, scale, window, softcap)
+            start = stop
+        if batch.num_prefill_rows < len(batch.q_lens):
+            out[start:] = self._attend_decode(layer, q[start:], batch, cache, scale, window, softcap)
+        return out
+
+    def _attend_prefill(
+        self, layer: int, row: int, q: Tensor, batch: ForwardBatch, cache: KVCache,
+        scale: float, window: int | None, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        keys = self._prefill.get((row, window))
+        if keys is None:
+            keys = self._prefill[row, window] = _prefill_keys(batch, row, cache.page_size, window)
+        k_slots, v_slots = cache.slots(layer)
+        k = k_slots.index_select(0, keys.slots).transpose(0, 1)[None]
+        v = v_slots.index_select(0, keys.slots).transpose(0, 1)[None]
+        out = _attend(q.transpose(0, 1)[None], k, v, keys.mask, scale, softcap)
+        return out[0].transpose(0, 1)
+
+    def _attend_decode(
+        self, layer: int, q: Tensor, batch: ForwardBatch, cache: KVCache,
+        scale: float, window: int | None, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        keys = self._decode.get(window)
+        if keys is None:
+            keys = self._decode[window] = _decode_keys(batch, cache.page_size, window)
+        k_slots, v_slots = cache.slots(layer)
+        rows, heads, dim = q.shape
+        kv_heads = k_slots.shape[1]
+        k = k_slots.index_select(0, keys.slots).view(rows, -1, kv_heads, dim).transpose(1, 2)
+        v = v_slots.index_select(0, keys.slots).view(rows, -1, kv_heads, v_slots.shape[2]).transpose(1, 2)
+        # The query heads of one KV head stand in for several query tokens: K and V need not be repeated.
+        grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
+        return _attend(grouped, k, v, keys.mask, scale, softcap).reshape(rows, heads, -1)
+
+
+def _cuts(window: int | None, kv_len: int) -> bool:
+    """Whether a sliding window hides any key from a row of `kv_len` tokens."""
+    return window is not None and window < kv_len
+
+
+def _decode_keys(batch: ForwardBatch, page_size: int, window: int | None) -> _Keys:
+    first = batch.num_prefill_rows
+    longest = max(batch.kv_lens_host[first:])
+    width = min(longest, window) if window is not None else longest
+    kv_lens = batch.kv_lens[first:, None]
+    positions = kv_lens - width + torch.arange(width, device=kv_lens.device)
+    table = batch.page_table[first:]
+    clamped = positions.clamp_min(0)
+    slots = table.gather(1, clamped // page_size) * page_size + clamped % page_size
+    full = min(batch.kv_lens_host[first:]) >= width
+    return _Keys(slots.view(-1), None if full else (positions >= 0)[:, None, None])
+
+
+def _prefill_keys(batch: ForwardBatch, row: int, page_size: int, window: int | None) -> _Keys:
+    queries, kv_len = batch.q_lens[row], batch.kv_lens_host[row]
+    first_query = kv_len - queries
+    first_key = max(0, first_query - window + 1) if window is not None else 0
+    device = batch.page_table.device
+    positions = torch.arange(first_key, kv_len, device=device)
+    slots = batch.page_table[row].index_select(0, positions // page_size) * page_size + positions % page_size
+    asking = torch.arange(first_query, kv_len, device=device)[:, None]
+    mask = positions <= asking
+    if window is not None:
+        mask &= positions > asking - window
+    return _Keys(slots, mask)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Causal attention of `q` `[T, Hq, D]` over the `k`, `v` of the same T tokens; returns `[T, Hq, Dv]`."""
+    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    if softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        tokens = torch.arange(q.shape[2], device=q.device)
+        out = _attend_softcap(q, k, v, tokens <= tokens[:, None], scale, softcap)
+    return out[0].transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """`q` `[R, Hq, N, Dk]`, `k` `[R, Hkv, L, Dk]`, `v` `[R, Hkv, L, Dv]` to `[R, Hq, N, Dv]`."""
+    if softcap is not None:
+        return _attend_softcap(q, k, v, mask, scale, softcap)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _attend_softcap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """As `_attend`, with scores squashed to (-softcap, softcap) before the mask (Gemma 2)."""
+    rows, heads, queries, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.float().reshape(rows, kv_heads, heads // kv_heads * queries, dim)
+    scores = torch.matmul(grouped, k.float().transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = scores.view(rows, heads, queries, -1)
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    weights = scores.softmax(-1).view(rows, kv_heads, heads // kv_heads * queries, -1)
+    return torch.matmul(weights, v.float()).view(rows, heads, queries, -1).to(q.dtype)

@@ -1,0 +1,76 @@
+"""The paged K/V tensors of one rank. Which page belongs to whom is the scheduler's business, not decided here."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one token costs in the cache of one rank."""
+
+    num_layers: int
+    num_kv_heads: int  # local to the rank
+    k_head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers, on one rank."""
+        return self.num_layers * self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
+class KVCache:
+    """K and V of every layer, `[num_pages + 1, page_size, num_kv_heads, head_dim]` each, in pages as in vLLM's
+    PagedAttention (Kwon et al., 2023).
+
+    Pages `0 .. num_pages - 1` belong to the block pool. Page `num_pages` (`scratch_page`) takes the writes of padding
+    tokens and is never read for a result. A slot is `page * page_size + offset`.
+    """
+
+    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages = {num_pages}: at least one page is needed")
+        if page_size < 1:
+            raise ValueError(f"page_size = {page_size}: a page holds at least one token")
+        self.spec = spec
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.scratch_page = num_pages
+        k_shape = (num_pages + 1, page_size, spec.num_kv_heads, spec.k_head_dim)
+        v_shape = (num_pages + 1, page_size, spec.num_kv_heads, spec.v_head_dim)
+        self.k = [torch.zeros(k_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
+        self.v = [torch.zeros(v_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
+        self._k_slots = [k.view(-1, spec.num_kv_heads, spec.k_head_dim) for k in self.k]
+        self._v_slots = [v.view(-1, spec.num_kv_heads, spec.v_head_dim) for v in self.v]
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer as views `[(num_pages + 1) * page_size, num_kv_heads, head_dim]`, indexed by slot."""
+        return self._k_slots[layer], self._v_slots[layer]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Store `k`, `v` `[T, num_kv_heads, head_dim]` at `slot_mapping` (int64 `[T]`)."""
+        self._k_slots[layer].index_copy_(0, slot_mapping, k)
+        self._v_slots[layer].index_copy_(0, slot_mapping, v)
+
+    @torch.inference_mode()
+    def copy_pages(self, src: list[int], dst: list[int]) -> None:
+        """Copy page `src[i]` to page `dst[i]` in every layer (copy-on-write). All sources are read before any write.
+
+        Raises ValueError if the lists differ in length, a page is outside the pool or a destination repeats.
+        """
+        if len(src) != len(dst):
+            raise ValueError(f"copy_pages: {len(src)} sources but {len(dst)} destinations")
+        if not src:
+            return
+        if min(*src, *dst) < 0 or max(*src, *dst) >= self.num_pages:
+            raise ValueError(f"copy_pages: a page is outside 0..{self.num_pages - 1}")
+        if len(set(dst)) != len(dst):
+            raise ValueError("copy_pages: a destination page repeats")
+        device = self.k[0].device
+        source = torch.tensor(src, dtype=torch.int64, device=device)
+        target = torch.tensor(dst, dtype=torch.int64, device=device)
+        for pages in (*self.k, *self.v):
+            pages.index_copy_(0, target, pages.index_select(0, source))

@@ -1,0 +1,116 @@
+"""Collectives between the tensor-parallel ranks of one machine.
+
+Nothing here may be reached from another machine: the rendezvous is a file, and the sockets that gloo and NCCL open
+between the ranks are bound to the loopback interface.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker_proc.errors import ModelError
+
+_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class TensorParallel:
+    """A rank and the group that it computes with. Every collective must be called by all ranks in the same order.
+
+    A dead or silent peer makes a collective raise RuntimeError, at the latest after `timeout` seconds.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        """Use `TensorParallel()` for a single rank and `connect` for several. `group` is a torch c10d backend."""
+        if not 0 <= rank < size:
+            raise ModelError("rank", rank, f"must be in 0..{size - 1} for {size} ranks")
+        if size > 1 and group is None:
+            raise ValueError("a group of several ranks needs a process group: use TensorParallel.connect")
+        self.rank = rank
+        self.size = size
+        self.group = group
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        store_path: str | Path,
+        device: torch.device | str = "cpu",
+        timeout: float = 60.0,
+    ) -> "TensorParallel":
+        """Join `size` ranks that meet in the file `store_path` (fresh for each group; made by whoever comes first).
+
+        gloo on a CPU, NCCL on a CUDA device. Raises RuntimeError if the others are not there within `timeout` s.
+        """
+        if size == 1:
+            return cls(rank, size)
+        if not 0 <= rank < size:
+            raise ModelError("rank", rank, f"must be in 0..{size - 1} for {size} ranks")
+        device = torch.device(device)
+        store = dist.FileStore(str(store_path), size)
+        patience = timedelta(seconds=timeout)
+        store.set_timeout(patience)
+        if device.type == "cuda":
+            return cls(rank, size, _nccl_group(store, rank, size, device, patience))
+        return cls(rank, size, _gloo_group(store, rank, size, patience))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Replace `tensor` (contiguous) on every rank by the sum over ranks, and return it."""
+        if self.size > 1:
+            self.group.allreduce([tensor]).wait()
+        return tensor
+
+    def gather_to_rank0(self, shard: Tensor) -> Tensor:
+        """Join shards `[S, n]` of the last dimension: rank 0 gets `[S, n * size]` in rank order, others `[0, n]`."""
+        if self.size == 1:
+            return shard
+        shard = shard.contiguous()
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        if self.rank != 0:
+            self.group.gather([], [shard], options).wait()
+            return shard[:0]
+        parts = [torch.empty_like(shard) for _ in range(self.size)]
+        self.group.gather([parts], [shard], options).wait()
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` (contiguous) on every rank with that of rank 0, and return it."""
+        if self.size > 1:
+            self.group.broadcast(tensor, 0).wait()
+        return tensor
+
+    def min(self, value: int) -> int:
+        """The smallest `value` that any rank passes, e.g. the number of pages that fits everywhere."""
+        if self.size == 1:
+            return value
+        cuda = self.group.name() == "nccl"
+        tensor = torch.tensor([value], dtype=torch.int64, device="cuda" if cuda else "cpu")
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self.group.allreduce([tensor], options).wait()
+        return int(tensor.item())
+
+
+def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    # Built directly, because init_process_group leaves gloo to pick an interface from the host's name; the explicit
+    # device pins it to loopback without touching the environment. torch's stubs do not know these names.
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    # NCCL takes the interface of its bootstrap sockets from the environment only.
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={_LOOPBACK_INTERFACE}"
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    return dist.group.WORLD
