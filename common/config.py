@@ -3,6 +3,7 @@ every process, never changed."""
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
+_LOOPBACK = re.compile(r"tcp://127(\.[0-9]{1,3}){3}:([0-9]{1,5}|\*)")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -93,6 +95,11 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _check(self.log_level in ("debug", "info", "warning", "error"), "log_level", "debug, info, warning or error")
+        _check(
+            self.listen is None or _LOOPBACK.fullmatch(self.listen) is not None,
+            "listen",
+            f"a loopback address such as tcp://127.0.0.1:5555, got {self.listen!r}",
+        )
         _check(0 < self.start_timeout_s <= 86400, "start_timeout", "more than 0 and at most 86400 seconds")
 
     def save(self) -> None:
@@ -102,7 +109,11 @@ class ClusterConfig:
     @classmethod
     def load(cls, run_dir: Path) -> "ClusterConfig":
         """Raises ConfigError when the file does not describe a cluster."""
-        config = _build(cls, json.loads((run_dir / CONFIG_FILE).read_text()), "config")
+        try:
+            values = json.loads((run_dir / CONFIG_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{run_dir / CONFIG_FILE} cannot be read: {error}") from None
+        config = _build(cls, values, "config")
         assert isinstance(config, ClusterConfig)
         return config
 
@@ -118,6 +129,6 @@ def _build(cls: type, values: Any, where: str) -> Any:
             continue
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(values[name]) not in allowed and not (float in allowed and type(values[name]) is int):
-            raise ConfigError(f"{where}.{name}: must be {hint}, got {values[name]!r}")
+            raise ConfigError(f"{where}.{name}: must be {getattr(hint, "__name__", hint)}, got {values[name]!r}")
         built[name] = values[name]
     return cls(**built)

@@ -131,6 +131,8 @@ class Ints:
     typecode: str = "i"
 
     def pack(self, value: IntArray) -> bytes:
+        if value.typecode != self.typecode:  # would be silently misread by the receiver
+            raise TypeError(f"an array of typecode {self.typecode!r} expected, not {value.typecode!r}")
         if _LITTLE_ENDIAN:
             return value.tobytes()
         swapped = array(self.typecode, value)

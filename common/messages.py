@@ -215,6 +215,7 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         _same_length("rids", self.rids, self.counts, self.finish, self.cached)
+        _known_finish(self.finish)
         if sum(self.counts) != len(self.token_ids):
             raise FieldError("token_ids", "as many as counts say")
 
@@ -239,6 +240,7 @@ class TextBatch:
 
     def __post_init__(self) -> None:
         _same_length("rids", self.rids, self.counts, self.texts, self.finish, self.prompt_tokens, self.cached)
+        _known_finish(self.finish)
         if sum(self.counts) != len(self.token_ids):
             raise FieldError("token_ids", "as many as counts say")
 
@@ -321,6 +323,11 @@ class Progress:
     name: Annotated[str, Str(64, 1)]
     done: Annotated[int, Int(0, _COUNT)]
     total: Annotated[int, Int(0, _COUNT)]
+
+
+def _known_finish(codes: bytes) -> None:
+    if codes and max(codes) > max(Finish):
+        raise FieldError("finish", f"codes must be at most {max(Finish)}, got {max(codes)}")
 
 
 def _same_length(what: str, *columns: IntArray | bytes | tuple[object, ...]) -> None:

@@ -9,12 +9,13 @@ import json
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 LOCK_FILE = "lock"
 CLUSTER_FILE = "cluster.json"
-_OWN_FILES = ("cluster.json", "config.json", "store", LOCK_FILE)
+_OWN_FILES = (CLUSTER_FILE, "cluster.json.tmp", "config.json", "store", LOCK_FILE)
 
 
 class RunDirError(RuntimeError):
@@ -33,18 +34,15 @@ class RunDir:
     """A run directory held by this process. Raises RunDirError when it is another's or a living cluster's."""
 
     def __init__(self, path: Path | None = None):
+        named = path is not None
         if path is None:
             path = base_dir() / str(os.getpid())
             _make_private(path.parent)
+            _remove_dead(path.parent)
         self.path = path.absolute()
-        self._made = _make_private(self.path)
-        self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise RunDirError(f"a living cluster uses {self.path}") from None
-        self._remove_own_files(keep=LOCK_FILE)
+        made, self._lock = _lock_directory(self.path)
+        self._made = made or not named
+        _remove_own_files(self.path, keep=LOCK_FILE)
 
     def write_cluster(self, info: dict[str, Any]) -> None:
         """Replace cluster.json in one step, so that readers see the old or the new one."""
@@ -54,7 +52,7 @@ class RunDir:
 
     def close(self) -> None:
         """Remove what the cluster made, and the directory when it was made for it."""
-        self._remove_own_files(keep="")
+        _remove_own_files(self.path, keep="")
         if self._made:
             try:
                 self.path.rmdir()
@@ -62,12 +60,50 @@ class RunDir:
                 pass  # somebody else put a file there: leave it
         os.close(self._lock)
 
-    def _remove_own_files(self, keep: str) -> None:
-        for entry in self.path.iterdir():
-            if entry.name == keep:
-                continue
-            if entry.name in _OWN_FILES or entry.suffix == ".sock" or entry.name == "cluster.json.tmp":
-                entry.unlink(missing_ok=True)
+
+def _lock_directory(path: Path) -> tuple[bool, int]:
+    """Whether the directory was made, and the descriptor of its exclusive lock."""
+    deadline = time.monotonic() + 0.5
+    made = False
+    while True:
+        made = _make_private(path) or made
+        try:
+            handle = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # a cluster that ended, or a clean-up, removed the directory just now
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_nlink:
+                return made, handle
+        except OSError:  # held by a cluster, or for an instant by somebody in `is_alive`
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise RunDirError(f"a living cluster uses {path}") from None
+            time.sleep(0.01)
+        os.close(handle)
+
+
+def _remove_dead(base: Path) -> None:
+    """Remove the directories that clusters left in `base` when they were killed."""
+    for path in base.iterdir():
+        try:
+            handle = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # not a run directory, or one that is being made or removed
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_own_files(path, keep="")
+            path.rmdir()
+        except OSError:
+            pass  # it lives, or holds files of somebody else
+        finally:
+            os.close(handle)
+
+
+def _remove_own_files(path: Path, keep: str) -> None:
+    for entry in path.iterdir():
+        if entry.name != keep and (entry.name in _OWN_FILES or entry.suffix == ".sock"):
+            entry.unlink(missing_ok=True)
 
 
 def _make_private(path: Path) -> bool:
@@ -83,6 +119,14 @@ def _make_private(path: Path) -> bool:
     if info.st_mode & 0o077:
         raise RunDirError(f"{path} is open to other users (mode {stat.S_IMODE(info.st_mode):04o}, must be 0700)")
     return False
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        info = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
 
 
 def is_alive(path: Path) -> bool:
@@ -106,7 +150,7 @@ def find_cluster(path: Path | None = None) -> dict[str, Any]:
         candidates = [path]
     else:
         base = base_dir()
-        candidates = sorted(base.iterdir()) if base.is_dir() and base.stat().st_uid == os.getuid() else []
+        candidates = sorted(base.iterdir()) if _is_private(base) else []
     living = [c for c in candidates if is_alive(c)]
     ready = [c for c in living if (c / CLUSTER_FILE).is_file()]
     if not ready:
@@ -118,7 +162,9 @@ def find_cluster(path: Path | None = None) -> dict[str, Any]:
         names = "\n  ".join(str(c) for c in ready)
         raise RunDirError(f"several clusters are running; choose one with --run-dir:\n  {names}")
     try:
-        info: dict[str, Any] = json.loads((ready[0] / CLUSTER_FILE).read_text())
+        info = json.loads((ready[0] / CLUSTER_FILE).read_text())
     except (OSError, ValueError) as error:
         raise RunDirError(f"{ready[0] / CLUSTER_FILE} cannot be read: {error}") from None
+    if not isinstance(info, dict):
+        raise RunDirError(f"{ready[0] / CLUSTER_FILE} does not describe a cluster")
     return info

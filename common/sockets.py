@@ -4,6 +4,7 @@
 take is kept, in order, up to a limit, and passing the limit raises `PeerStalled`.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,10 @@ class Endpoints:
 
     def __init__(self, run_dir: Path):
         self._dir = run_dir
-        longest = self.plan(9999)
-        if len(longest) - len("ipc://") > MAX_IPC_PATH:
-            raise ValueError(f"run directory {run_dir} is too long for Unix sockets (limit {MAX_IPC_PATH} characters)")
+        longest = max(len(os.fsencode(a)) for a in (self.detokenizer, self.plan(9999))) - len("ipc://")
+        if longest > MAX_IPC_PATH:
+            limit = MAX_IPC_PATH - (longest - len(os.fsencode(run_dir)))
+            raise ValueError(f"run directory {run_dir} is too long for Unix sockets (limit {limit} bytes)")
 
     def _ipc(self, name: str) -> str:
         return f"ipc://{self._dir}/{name}.sock"

@@ -25,7 +25,9 @@ class TensorParallel:
     A dead or silent peer makes a collective raise RuntimeError, at the latest after `timeout` seconds.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | str = "cpu"
+    ) -> None:
         """Use `TensorParallel()` for a single rank and `connect` for several. `group` is a torch c10d backend."""
         if not 0 <= rank < size:
             raise ModelError("rank", rank, f"must be in 0..{size - 1} for {size} ranks")
@@ -34,6 +36,7 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self.group = group
+        self.device = torch.device(device)
 
     @classmethod
     def connect(
@@ -49,7 +52,7 @@ class TensorParallel:
         gloo on a CPU, NCCL on a CUDA device. Raises RuntimeError if the others are not there within `timeout` s.
         """
         if size == 1:
-            return cls(rank, size)
+            return cls(rank, size, None, device)
         if not 0 <= rank < size:
             raise ModelError("rank", rank, f"must be in 0..{size - 1} for {size} ranks")
         device = torch.device(device)
@@ -57,8 +60,8 @@ class TensorParallel:
         patience = timedelta(seconds=timeout)
         store.set_timeout(patience)
         if device.type == "cuda":
-            return cls(rank, size, _nccl_group(store, rank, size, device, patience))
-        return cls(rank, size, _gloo_group(store, rank, size, patience))
+            return cls(rank, size, _nccl_group(store, rank, size, device, patience), device)
+        return cls(rank, size, _gloo_group(store, rank, size, patience), device)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` (contiguous) on every rank by the sum over ranks, and return it."""
@@ -90,8 +93,7 @@ class TensorParallel:
         """The smallest `value` that any rank passes, e.g. the number of pages that fits everywhere."""
         if self.size == 1:
             return value
-        cuda = self.group.name() == "nccl"
-        tensor = torch.tensor([value], dtype=torch.int64, device="cuda" if cuda else "cpu")
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         self.group.allreduce([tensor], options).wait()

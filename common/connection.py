@@ -1,0 +1,243 @@
+"""A synchronous connection to a cluster: what the thin client, benchmarks and tests speak through.
+
+It submits requests and hands out their rows one by one. One thread uses one connection.
+"""
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import cast
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from common.messages import (
+    MAX_RID,
+    Abort,
+    Beat,
+    ChatMessage,
+    Finish,
+    Generate,
+    GetStats,
+    RequestError,
+    Stats,
+    TextBatch,
+)
+from common.sampling_params import SamplingParams
+from common.sockets import Inbox, Outbox, open_socket
+
+SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
+_ENDINGS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ConnectionLost(RuntimeError):
+    """The cluster went away, cannot be reached, or stopped answering."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """New output of one request. `finish` is not NONE in its last row. `times` is TextBatch.times (nanoseconds),
+    `received_ns` the CLOCK_MONOTONIC time when the row arrived here."""
+
+    rid: int
+    text: str
+    token_ids: Sequence[int]
+    finish: Finish
+    prompt_tokens: int
+    cached_tokens: int
+    times: Sequence[int]
+    received_ns: int
+
+
+class Connection:
+    """A DEALER connection to the address of a cluster's frontend.
+
+    `poll`, `stats` and `submit` raise ConnectionLost when the connection breaks, and `poll` also when the cluster has
+    sent nothing for `silence_limit_s` of polling while a request is live. Use it in a `with` statement.
+    """
+
+    def __init__(self, address: str, *, silence_limit_s: float = SILENCE_LIMIT_S):
+        self._address = address
+        self._silence_limit_s = silence_limit_s
+        self._silent_s = 0.0
+        self._live: set[int] = set()
+        self._numbers = count()
+        self._rows: deque[Row | RequestError] = deque()
+        self._stats: dict[int, dict[str, int]] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        socket = open_socket(self._context, zmq.DEALER)
+        self._monitor = socket.get_monitor_socket(_ENDINGS)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConnectionLost(f"{address}: {error}") from None
+        self._inbox = Inbox(socket, TextBatch, RequestError, Stats, Beat)
+        self._outbox = Outbox(socket, address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def live(self) -> int:
+        """How many submitted requests have not ended."""
+        return len(self._live)
+
+    @property
+    def refused(self) -> int:
+        """How many received frames were refused."""
+        return self._inbox.refused.total
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[ChatMessage],
+        params: SamplingParams,
+        *,
+        stream: bool = True,
+    ) -> int:
+        """Send a request and return its id. The prompt is text, token ids (used as they are) or chat messages."""
+        rid = next(self._numbers) & MAX_RID
+        text, token_ids, chat = None, None, None
+        if isinstance(prompt, str):
+            text = prompt
+        elif prompt and isinstance(prompt[0], ChatMessage):
+            chat = tuple(cast(Sequence[ChatMessage], prompt))
+        else:
+            token_ids = array("i", cast(Sequence[int], prompt))
+        self._outbox.send(Generate(rid, text, token_ids, chat, params, stream))
+        if not self._live:
+            self._silent_s = 0.0
+        self._live.add(rid)
+        return rid
+
+    def abort(self, rid: int) -> None:
+        """Ask the cluster to end a request; its last row (finish ABORT) still comes."""
+        if rid in self._live:
+            self._outbox.send(Abort(rid))
+
+    def abort_all(self) -> None:
+        for rid in self._live:
+            self._outbox.send(Abort(rid))
+
+    def poll(self, timeout_s: float) -> list[Row | RequestError]:
+        """What arrived for live requests, waiting at most `timeout_s` when nothing is there yet."""
+        if not self._rows:
+            self._receive(timeout_s)
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
+
+    def stats(self, timeout_s: float = SILENCE_LIMIT_S) -> dict[str, int]:
+        """The cluster's counters and gauges by name. Raises ConnectionLost when no answer comes in time."""
+        query = next(self._numbers) & MAX_RID
+        self._outbox.send(GetStats(query))
+        deadline = time.monotonic() + timeout_s
+        while query not in self._stats:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ConnectionLost(f"the cluster did not answer within {timeout_s:g} s")
+            self._receive(left)
+        return self._stats.pop(query)
+
+    def close(self) -> None:
+        """Close at once; messages that were sent, such as aborts, get half a second to leave."""
+        self._inbox.socket.disable_monitor()
+        self._context.destroy(linger=500)
+
+    def _receive(self, timeout_s: float) -> None:
+        wanted = zmq.POLLIN | (zmq.POLLOUT if self._outbox.backlog else 0)
+        self._poller.register(self._inbox.socket, wanted)
+        started = time.monotonic()
+        # A frozen or suspended client must not blame the cluster: only time spent listening counts as silence.
+        ready = dict(self._poller.poll(max(0.0, timeout_s) * 1000))
+        self._outbox.flush()
+        messages = list(self._inbox.drain())
+        for msg in messages:
+            self._take(msg, time.monotonic_ns())
+        if messages:
+            self._silent_s = 0.0
+            return
+        if self._monitor in ready:
+            recv_monitor_message(self._monitor)
+            raise ConnectionLost(f"the connection to {self._address} is broken: the cluster has ended")
+        self._silent_s += min(time.monotonic() - started, timeout_s)
+        if self._live and self._silent_s >= self._silence_limit_s:
+            raise ConnectionLost(f"the cluster stopped answering: nothing came for {self._silence_limit_s:g} s")
+
+    def _take(self, msg: object, now_ns: int) -> None:
+        if isinstance(msg, Stats):
+            self._stats[msg.query] = msg.values
+        elif isinstance(msg, RequestError):
+            if msg.rid in self._live:
+                self._live.remove(msg.rid)
+                self._rows.append(msg)
+        elif isinstance(msg, TextBatch):
+            self._take_batch(msg, now_ns)
+
+    def _take_batch(self, batch: TextBatch, now_ns: int) -> None:
+        start = 0
+        for i, rid in enumerate(batch.rids):
+            tokens = batch.token_ids[start : start + batch.counts[i]]
+            start += batch.counts[i]
+            if rid not in self._live:
+                continue
+            finish = Finish(batch.finish[i])
+            if finish is not Finish.NONE:
+                self._live.remove(rid)
+            row = Row(
+                rid, batch.texts[i], tokens, finish, batch.prompt_tokens[i], batch.cached[i], batch.times, now_ns
+            )
+            self._rows.append(row)
+
+
+@dataclass(slots=True)
+class Answer:
+    """The rows of one request, put together, and their timing as the client saw it."""
+
+    sent_ns: int = field(default_factory=time.monotonic_ns)
+    first_ns: int = 0
+    last_ns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finish: Finish = Finish.NONE
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        if row.token_ids and not self.first_ns:
+            self.first_ns = row.received_ns
+        self.last_ns = row.received_ns
+        self.texts.append(row.text)
+        self.token_ids.extend(row.token_ids)
+        self.prompt_tokens, self.cached_tokens, self.finish = row.prompt_tokens, row.cached_tokens, row.finish
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens."""
+        tokens = len(self.token_ids)
+        ttft_ms = (self.first_ns - self.sent_ns) / 1e6 if self.first_ns else None
+        itl_ms = (self.last_ns - self.first_ns) / 1e6 / (tokens - 1) if tokens > 1 else None
+        return {
+            "text": "".join(self.texts),
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": tokens,
+            "cached_tokens": self.cached_tokens,
+            "finish_reason": self.finish.name.lower(),
+            "ttft_ms": None if ttft_ms is None else round(ttft_ms, 3),
+            "itl_ms": None if itl_ms is None else round(itl_ms, 3),
+            "e2e_ms": round((self.last_ns - self.sent_ns) / 1e6, 3),
+        }

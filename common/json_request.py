@@ -1,0 +1,74 @@
+"""Requests as JSON-like values, as the client's files and flags give them: checked against the wire schema."""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from common.codec import schema_of
+from common.fields import FieldError, Ints
+from common.messages import ChatMessage, Generate
+from common.sampling_params import MAX_TOKEN_ID, SamplingParams
+
+PROMPT_FIELDS = ("prompt", "token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRequest:
+    """A checked request: the prompt is text, token ids or chat messages."""
+
+    prompt: str | list[int] | list[ChatMessage]
+    params: SamplingParams
+
+
+def parse_request(values: dict[str, Any]) -> JsonRequest:
+    """Check a request given as JSON-like values: one of prompt, token_ids and messages, and sampling fields.
+
+    Raises FieldError, which names the field, for anything unknown, missing or outside its range.
+    """
+    sampling = dict(schema_of(SamplingParams))
+    for name in values:
+        if name not in sampling and name not in PROMPT_FIELDS:
+            raise FieldError(name, f"is not known; known are {', '.join((*PROMPT_FIELDS, *sampling))}")
+    given = [name for name in PROMPT_FIELDS if values.get(name) is not None]
+    if len(given) != 1:
+        raise FieldError("prompt", f"exactly one of {', '.join(PROMPT_FIELDS)} must be given")
+    prompts = dict(schema_of(Generate))
+    value = values[given[0]]
+    prompt: Any
+    if given[0] == "prompt":
+        prompt = prompts["text"].unpack(value, "prompt")
+    elif given[0] == "token_ids":
+        prompt = list(prompts["token_ids"].unpack(_int_bytes(value, "token_ids"), "token_ids"))
+    else:
+        prompt = list(prompts["chat"].unpack(_chat_wire(value), "messages"))
+    params = {}
+    for name, checker in sampling.items():
+        if name in values:
+            value = values[name]
+            if name == "stop" and isinstance(value, str):
+                value = [value]
+            wire = _int_bytes(value, name) if name == "stop_token_ids" else value
+            params[name] = checker.unpack(wire, name)
+    return JsonRequest(prompt, SamplingParams(**params))
+
+
+def _int_bytes(value: Any, field: str) -> bytes:
+    """A JSON list of integers as the wire carries it."""
+    if type(value) is not list or any(type(v) is not int for v in value):
+        raise FieldError(field, "must be a list of integers")
+    try:
+        return Ints(len(value)).pack(array("i", value))
+    except OverflowError:
+        raise FieldError(field, f"entries must be between 0 and {MAX_TOKEN_ID}") from None
+
+
+def _chat_wire(value: Any) -> list[list[Any]]:
+    """JSON chat messages as the wire carries them."""
+    if type(value) is not list:
+        raise FieldError("messages", "must be a list")
+    wire = []
+    for i, item in enumerate(value):
+        if type(item) is not dict or set(item) != {"role", "content"}:
+            raise FieldError(f"messages[{i}]", "must be an object with role and content and nothing else")
+        wire.append([item["role"], item["content"]])
+    return wire

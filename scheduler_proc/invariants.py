@@ -1,0 +1,108 @@
+"""The invariant checker: recomputes from scratch who owns every page and compares it with what the parts believe.
+
+Called after every event in tests and at idle in debug logging; it walks everything, so not in a running step.
+"""
+
+from collections import Counter
+
+from scheduler_proc.request import Request, Status
+from scheduler_proc.scheduler import Scheduler
+
+
+class InvariantViolation(AssertionError):
+    """Two parts of the scheduler disagree."""
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises InvariantViolation with the first disagreement found."""
+    live = [r for r in scheduler.slots if r is not None]
+    _check_pages(scheduler, live)
+    _check_tree(scheduler, live)
+    _check_requests(scheduler, live)
+    _check_promises(scheduler, live)
+
+
+def _require(ok: bool, what: str) -> None:
+    if not ok:
+        raise InvariantViolation(what)
+
+
+def _check_pages(scheduler: Scheduler, live: list[Request]) -> None:
+    """Every page has exactly the owners that its reference count says, and a free page has none."""
+    pool, tree = scheduler.kv.pool, scheduler.kv.tree
+    in_tree = [page for node in tree.nodes() for page in node.pages]
+    owners = Counter(in_tree)
+    _require(len(owners) == len(in_tree), "a page is in the tree twice")
+    for request in live:
+        _require(len(set(request.pages)) == len(request.pages), f"request {request.rid} holds a page twice")
+        owners.update(request.pages)
+    free = pool.free_pages()
+    _require(len(set(free)) == len(free), "a page is in the free list twice")
+    free_set = set(free)
+    for page in range(pool.num_pages):
+        _require(
+            pool.references(page) == owners[page],
+            f"page {page} has {owners[page]} owners, its reference count says {pool.references(page)}",
+        )
+        _require((page in free_set) == (owners[page] == 0), f"page {page}: free list and owners disagree")
+    evictable = sum(len(n.pages) for n in tree.nodes() if n.locks == 0)
+    held = len(set(owners) - set(in_tree))
+    _require(
+        len(free) + evictable + (len(in_tree) - evictable) + held == pool.num_pages,
+        "free + evictable + locked + held pages are not the total",
+    )
+    _require(evictable == tree.evictable, f"{evictable} pages are evictable, the tree says {tree.evictable}")
+    _require(len(in_tree) == tree.num_pages, f"{len(in_tree)} pages are in the tree, it says {tree.num_pages}")
+
+
+def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
+    """Edges are whole pages under the right key, locks are what the running requests hold, leaves can be evicted."""
+    tree, page_bytes = scheduler.kv.tree, scheduler.kv.page_size * 4
+    locks: Counter[int] = Counter()
+    for request in live:
+        node = request.node
+        while node is not None and node.parent is not None:
+            locks[id(node)] += 1
+            node = node.parent
+    for node in tree.nodes():
+        _require(bool(node.pages), "a node without pages")
+        _require(len(node.key) == len(node.pages) * page_bytes, "a node's key and pages differ in length")
+        _require(
+            node.parent is not None and node.parent.children.get(node.key[:page_bytes]) is node,
+            "a node is not where its first page says",
+        )
+        _require(node.locks == locks[id(node)], f"a node has {node.locks} locks, requests hold {locks[id(node)]}")
+        if not node.children and not node.locks:
+            _require(node.in_heap, "an unlocked leaf cannot be found for eviction")
+
+
+def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
+    """Slots, states, lengths and page tables fit together."""
+    size = scheduler.kv.page_size
+    for slot, holder in enumerate(scheduler.slots):
+        _require(holder is None or holder.slot == slot, f"slot {slot} is held by a request that says otherwise")
+    in_steps = Counter(id(r) for step in scheduler.in_flight for r in step.rows)
+    sampled = Counter(id(r) for step in scheduler.in_flight for r in step.sampled)
+    for request in live:
+        name = f"request {request.rid}"
+        _require(request.status in (Status.PREFILLING, Status.DECODING) or request.ended, f"{name}: {request.status}")
+        _require(not request.ended or request.steps_in_flight > 0, f"{name} has ended but holds a slot")
+        _require(request.steps_in_flight == in_steps[id(request)], f"{name}: steps in flight")
+        _require(request.pending == sampled[id(request)], f"{name}: pending tokens")
+        _require(0 <= request.cached_len <= request.device_len, f"{name}: cached_len out of range")
+        _require(request.cached_len <= len(request.pages) * size, f"{name}: pages do not hold what is computed")
+        _require(request.shared_pages <= len(request.pages), f"{name}: shared pages")
+        _require(request.generated <= request.max_tokens, f"{name}: more tokens than asked for")
+    for rid, request in scheduler.requests.items():
+        _require(request.rid == rid and not request.ended, f"request {rid} is answered but still listed")
+        waiting = request.status is Status.WAITING
+        _require((request.slot < 0) == waiting, f"request {rid}: slot and status disagree")
+        _require(not waiting or not request.pages, f"request {rid} waits and holds pages")
+
+
+def _check_promises(scheduler: Scheduler, live: list[Request]) -> None:
+    """What admission promised is what running requests may still take, and it can be had."""
+    kv = scheduler.kv
+    promised = sum(kv.pages_for(r.kv_len_at_end) - len(r.pages) for r in live)
+    _require(promised == scheduler.admission.promised, f"promised {scheduler.admission.promised}, should be {promised}")
+    _require(promised <= kv.available, f"{promised} pages are promised, {kv.available} can be had")

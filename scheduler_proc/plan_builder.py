@@ -1,0 +1,85 @@
+"""Collects one step's differences and turns them into a StepPlan."""
+
+from collections.abc import Sequence
+
+from common.fields import IntArray
+from common.messages import StepPlan, ints
+from common.sampling_params import DrawParams
+from scheduler_proc.request import Request
+
+
+class PlanBuilder:
+    """The columns of a StepPlan under construction, and the requests behind its rows."""
+
+    def __init__(self, max_slots: int):
+        self._leave = ints()
+        self._enter_slots, self._enter_lens = ints(), ints()
+        self._enter_draw: list[DrawParams] = []
+        self._page_slots, self._page_counts, self._pages = ints(), ints(), ints()
+        self._chunk_slots, self._chunk_lens, self._chunk_samples, self._chunk_tokens = ints(), ints(), ints(), ints()
+        self._decode = bytearray((max_slots + 7) // 8)
+        self._decoding: list[Request] = []
+        self._sampling_chunks: list[Request] = []
+        self._other_chunks: list[Request] = []
+        self.num_tokens = 0
+
+    @property
+    def rows(self) -> list[Request]:
+        """Every request that computes something in this step."""
+        return self._sampling_chunks + self._other_chunks + self._decoding
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token, in the order of StepResult.tokens."""
+        return self._sampling_chunks + self._decoding
+
+    def leave(self, slots: Sequence[int]) -> None:
+        self._leave.extend(slots)
+
+    def enter(self, request: Request) -> None:
+        """The request takes its slot, with the cached prefix that it holds already."""
+        self._enter_slots.append(request.slot)
+        self._enter_lens.append(request.cached_len)
+        self._enter_draw.append(request.draw)
+        self.append_pages(request, request.pages)
+
+    def append_pages(self, request: Request, pages: Sequence[int]) -> None:
+        if pages:
+            self._page_slots.append(request.slot)
+            self._page_counts.append(len(pages))
+            self._pages.extend(pages)
+
+    def chunk(self, request: Request, tokens: IntArray, *, samples: bool) -> None:
+        self._chunk_slots.append(request.slot)
+        self._chunk_lens.append(len(tokens))
+        self._chunk_samples.append(samples)
+        self._chunk_tokens.extend(tokens)
+        (self._sampling_chunks if samples else self._other_chunks).append(request)
+        self.num_tokens += len(tokens)
+
+    def decode(self, request: Request) -> None:
+        """Rows must come in ascending order of slots, which is the order of the result."""
+        assert not self._decoding or self._decoding[-1].slot < request.slot
+        self._decode[request.slot >> 3] |= 1 << (request.slot & 7)
+        self._decoding.append(request)
+        self.num_tokens += 1
+
+    def build(self, step_id: int, epoch: int, group: str) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            epoch=epoch,
+            group=group,
+            leave=self._leave,
+            enter_slots=self._enter_slots,
+            enter_lens=self._enter_lens,
+            enter_draw=tuple(self._enter_draw),
+            page_slots=self._page_slots,
+            page_counts=self._page_counts,
+            pages=self._pages,
+            copies=ints(),
+            chunk_slots=self._chunk_slots,
+            chunk_lens=self._chunk_lens,
+            chunk_samples=self._chunk_samples,
+            chunk_tokens=self._chunk_tokens,
+            decode=bytes(self._decode) if self._decoding else b"",
+        )

@@ -1,0 +1,116 @@
+"""A request and its states, events and transitions. Every change of state goes through the table below."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from common.fields import IntArray
+from common.sampling_params import DrawParams
+
+if TYPE_CHECKING:
+    from scheduler_proc.radix_tree import Node
+
+
+class Status(Enum):
+    WAITING = auto()  # in the queue: owns no page, no slot
+    PREFILLING = auto()  # owns a slot and pages; some of its known tokens are not in any plan yet
+    DECODING = auto()  # all known tokens are planned; one new token a step
+    PREEMPTED = auto()  # gave its slot and pages back under pressure; goes to the queue again
+    FINISHED = auto()  # its last token is known; kept only while steps with it are in flight
+    ABORTED = auto()  # ended from outside; kept only while steps with it are in flight
+
+
+class Event(Enum):
+    ADMIT = auto()
+    PREFILL_PLANNED = auto()  # the last chunk is in a plan
+    FINISH = auto()  # stop token or length limit
+    ABORT = auto()  # by the client, or because it went away
+    PREEMPT = auto()
+    REQUEUE = auto()
+
+
+TRANSITIONS: dict[tuple[Status, Event], Status] = {
+    (Status.WAITING, Event.ADMIT): Status.PREFILLING,
+    (Status.PREFILLING, Event.PREFILL_PLANNED): Status.DECODING,
+    (Status.DECODING, Event.FINISH): Status.FINISHED,
+    # an abort may come in every state in which the request still lives
+    (Status.WAITING, Event.ABORT): Status.ABORTED,
+    (Status.PREFILLING, Event.ABORT): Status.ABORTED,
+    (Status.DECODING, Event.ABORT): Status.ABORTED,
+    (Status.PREEMPTED, Event.ABORT): Status.ABORTED,
+    # a preempted request keeps its tokens, so its next prefill recomputes what the cache has lost, and no more
+    (Status.PREFILLING, Event.PREEMPT): Status.PREEMPTED,
+    (Status.DECODING, Event.PREEMPT): Status.PREEMPTED,
+    (Status.PREEMPTED, Event.REQUEUE): Status.WAITING,
+}
+
+ENDED = frozenset({Status.FINISHED, Status.ABORTED})
+
+
+class IllegalTransition(RuntimeError):
+    """An event came in a state that does not allow it: a bug in the scheduler."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request.
+
+    Lengths, in tokens, always cached_len <= device_len:
+
+        0          cached_prompt           cached_len        len(tokens)     device_len
+        |-- from the --|-- computed, or in ----|-- known, not ---|-- sampled by ---|
+        |  prefix cache|   a plan in flight    |   planned yet   |  plans in flight|
+    """
+
+    rid: int
+    tokens: IntArray  # prompt, then every committed output token
+    prompt_len: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    draw: DrawParams
+    status: Status = Status.WAITING
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)  # page table: pages[i] holds tokens [i * page_size, ...)
+    node: "Node | None" = None  # deepest locked radix tree node
+    shared_pages: int = 0  # how many leading entries of `pages` belong to the tree too
+    cached_prompt: int = 0
+    cached_len: int = 0
+    pending: int = 0  # sampled by plans in flight, not yet known
+    steps_in_flight: int = 0
+
+    def on(self, event: Event) -> None:
+        """Apply an event. Raises IllegalTransition when the table does not have it."""
+        try:
+            self.status = TRANSITIONS[self.status, event]
+        except KeyError:
+            raise IllegalTransition(f"request {self.rid}: {event.name} in {self.status.name}") from None
+
+    @property
+    def device_len(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens that the next forward passes have to compute."""
+        return len(self.tokens) + self.pending - self.cached_len
+
+    @property
+    def generated(self) -> int:
+        """Output tokens, those in flight included."""
+        return len(self.tokens) + self.pending - self.prompt_len
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    @property
+    def kv_len_at_end(self) -> int:
+        """Tokens in the KV cache at its longest: the last output token is never an input."""
+        return self.prompt_len + self.max_tokens - 1
+
+
+def new_request(
+    rid: int, prompt: IntArray, max_tokens: int, stop_token_ids: frozenset[int], draw: DrawParams
+) -> Request:
+    return Request(rid, array("i", prompt), len(prompt), max_tokens, stop_token_ids, draw)

@@ -1,0 +1,86 @@
+"""Greedy generation through `LanguageModel.forward` over shuffled pages: a scheduler in a few lines, for tests."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.interface import LanguageModel
+
+
+@dataclass
+class Row:
+    """A request: known tokens, how many of them are in the cache, and its pages in order."""
+
+    tokens: list[int]
+    pages: list[int]
+    cached: int = 0
+    output: list[int] = field(default_factory=list)
+
+
+def make_batch(rows: list[Row], q_lens: list[int], page_size: int) -> ForwardBatch:
+    """A step that computes the next `q_lens[i]` tokens of each row and asks for the logits of the last of them."""
+    order = sorted(range(len(rows)), key=lambda i: q_lens[i] == 1)  # chunks first, then decodes
+    rows, q_lens = [rows[i] for i in order], [q_lens[i] for i in order]
+    token_ids, positions, slots, last = [], [], [], []
+    for row, count in zip(rows, q_lens, strict=True):
+        for position in range(row.cached, row.cached + count):
+            token_ids.append(row.tokens[position])
+            positions.append(position)
+            slots.append(row.pages[position // page_size] * page_size + position % page_size)
+        last.append(len(token_ids) - 1)
+    kv_lens = [row.cached + count for row, count in zip(rows, q_lens, strict=True)]
+    width = max(-(-length // page_size) for length in kv_lens)
+    table = [(row.pages[:width] + [0] * width)[:width] for row in rows]
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        page_table=torch.tensor(table),
+        kv_lens=torch.tensor(kv_lens),
+        q_lens=q_lens,
+        kv_lens_host=kv_lens,
+        num_prefill_rows=sum(count > 1 for count in q_lens),
+        logit_rows=torch.tensor(last),
+    )
+
+
+def generate(
+    model: LanguageModel,
+    prompts: list[list[int]],
+    new_tokens: int,
+    *,
+    page_size: int = 16,
+    chunk: int = 10_000,
+    seed: int = 0,
+    poison: bool = True,
+) -> list[list[int]]:
+    """Greedy continuations of all prompts, run together: prefills in chunks of at most `chunk` tokens beside decodes.
+
+    Pages are handed out in random order; with `poison`, every slot that was not written holds NaN.
+    """
+    need = [-(-(len(prompt) + new_tokens) // page_size) for prompt in prompts]
+    cache = KVCache(model.kv_spec, sum(need) + 3, page_size)
+    if poison:
+        for pages in (*cache.k, *cache.v):
+            pages.fill_(float("nan"))
+    free = list(range(cache.num_pages))
+    random.Random(seed).shuffle(free)
+    rows = [Row(list(prompt), [free.pop() for _ in range(n)]) for prompt, n in zip(prompts, need, strict=True)]
+    while running := [row for row in rows if len(row.output) < new_tokens]:
+        q_lens = [min(chunk, len(row.tokens) - row.cached) for row in running]
+        batch = make_batch(running, q_lens, page_size)
+        order = sorted(range(len(running)), key=lambda i: q_lens[i] == 1)
+        logits = model.forward(batch, cache)
+        for index, i in enumerate(order):
+            row = running[i]
+            row.cached += q_lens[i]
+            if row.cached < len(row.tokens):
+                continue
+            # ranks other than 0 get no logits; they follow with a placeholder that rank 0 overwrites
+            token = int(logits[index].argmax()) if logits.shape[0] else 0
+            row.tokens.append(token)
+            row.output.append(token)
+    return [row.output for row in rows]

@@ -1,0 +1,299 @@
+"""The scheduler's rules one by one, with the paper worker in place of a model."""
+
+from array import array
+from itertools import product
+
+import pytest
+
+from common.config import SchedulerConfig
+from common.messages import Abort, AddRequest, ErrorCode, Finish, GetStats, StepResult, ints
+from common.sampling_params import DrawParams
+from scheduler_proc.invariants import InvariantViolation, check
+from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.request import TRANSITIONS, Event, IllegalTransition, Status, new_request
+from scheduler_proc.scheduler import ProtocolError, Scheduler
+from tests.paper_worker import PaperWorker, solo_output
+
+
+class Rig:
+    """A scheduler with a paper worker, stepped by the test."""
+
+    def __init__(self, pages=100, page_size=4, context=200, **config):
+        settings = {"max_running": 8, "max_batch_tokens": 64, "chunk_tokens": 8} | config
+        self.scheduler = Scheduler(SchedulerConfig(**settings), KVManager(pages, page_size), context)
+        self.worker = PaperWorker(page_size)
+        self.out: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.finish: dict[int, Finish] = {}
+
+    def add(self, rid, prompt, max_tokens=5, stop=()):
+        return self.scheduler.handle(AddRequest(rid, ints(*prompt), max_tokens, ints(*stop), DrawParams()))
+
+    def take(self, messages):
+        for batch in messages:
+            at = 0
+            for i, rid in enumerate(batch.rids):
+                self.out.setdefault(rid, []).extend(batch.token_ids[at : at + batch.counts[i]])
+                at += batch.counts[i]
+                self.cached[rid] = batch.cached[i]
+                if batch.finish[i]:
+                    self.finish[rid] = Finish(batch.finish[i])
+
+    def step(self):
+        plan = self.scheduler.plan(0)
+        if plan is not None:
+            self.take(self.scheduler.commit(self.worker.execute(plan), 0))
+            check(self.scheduler)
+        return plan
+
+    def run(self):
+        plans = []
+        while (plan := self.step()) is not None:
+            plans.append(plan)
+        return plans
+
+
+def test_only_the_transitions_of_the_table_are_legal():
+    for status, event in product(Status, Event):
+        request = new_request(1, ints(1), 1, frozenset(), DrawParams())
+        request.status = status
+        if (status, event) in TRANSITIONS:
+            request.on(event)
+            assert request.status is TRANSITIONS[status, event]
+        else:
+            with pytest.raises(IllegalTransition, match=f"{event.name} in {status.name}"):
+                request.on(event)
+    assert not any(status in (Status.FINISHED, Status.ABORTED) for status, _ in TRANSITIONS), "the ends are ends"
+
+
+def test_decodes_and_a_prefill_chunk_share_one_step():
+    rig = Rig()
+    rig.add(1, range(10), 20)
+    rig.step()
+    rig.add(2, range(30, 60), 3)
+    plan = rig.step()
+    assert plan.decode[0] == 1 and list(plan.chunk_lens) == [8] and list(plan.chunk_samples) == [0]
+    rig.run()
+    assert rig.out[1] == solo_output(list(range(10)), 20)
+    assert rig.out[2] == solo_output(list(range(30, 60)), 3)
+
+
+def test_without_decodes_a_prompt_is_cut_only_at_the_budget():
+    rig = Rig(max_batch_tokens=64, chunk_tokens=8)
+    rig.add(1, range(100))
+    assert list(rig.step().chunk_lens) == [64]
+    assert list(rig.step().chunk_lens) == [36]
+
+
+def test_the_budget_bounds_every_step():
+    rig = Rig(max_batch_tokens=16, chunk_tokens=4)
+    for rid in range(6):
+        rig.add(rid, range(rid * 20, rid * 20 + 15), 6)
+    for plan in rig.run():
+        tokens = len(plan.chunk_tokens) + sum(byte.bit_count() for byte in plan.decode)
+        assert tokens <= 16
+        if any(plan.decode):
+            assert len(plan.chunk_tokens) <= 4
+    assert sorted(rig.finish) == list(range(6))
+
+
+def test_a_second_request_takes_whole_pages_from_the_cache_and_computes_at_least_one_token():
+    rig = Rig(page_size=4)
+    rig.add(1, range(16), 5)
+    rig.run()
+    rig.add(2, range(16), 5)
+    plans = rig.run()
+    assert rig.cached == {1: 0, 2: 12}, "the last prompt token is computed, so its page is too"
+    assert list(plans[0].enter_lens) == [12] and list(plans[0].chunk_lens) == [4]
+    rig.add(3, [*range(16), *rig.out[1][:4], 7], 5)  # the next turn: the answer is in the tree too
+    rig.run()
+    assert rig.cached[3] == 20
+    assert rig.out[1] == rig.out[2] == solo_output(list(range(16)), 5)
+
+
+def test_a_running_prompt_is_shared_before_its_request_ends():
+    rig = Rig(page_size=4)
+    rig.add(1, range(16), 50)
+    rig.step()
+    rig.add(2, [*range(16), 99], 2)
+    rig.step()
+    assert rig.scheduler.stats()["cached_tokens"] == 16
+
+
+def test_eos_and_length_end_requests():
+    alone = solo_output([1, 2, 3], 20)
+    rig = Rig()
+    rig.add(1, [1, 2, 3], 20, stop=[alone[4]])
+    rig.add(2, [1, 2, 3], 4)
+    rig.run()
+    assert rig.out[1] == alone[: alone.index(alone[4]) + 1] and rig.finish[1] is Finish.STOP
+    assert rig.out[2] == alone[:4] and rig.finish[2] is Finish.LENGTH
+
+
+def test_the_context_window_and_the_pool_cut_max_tokens():
+    rig = Rig(context=10)
+    rig.add(1, [1, 2, 3], 100)
+    small = Rig(pages=2, page_size=4)
+    small.add(1, [1, 2, 3], 100)
+    rig.run(), small.run()
+    assert len(rig.out[1]) == 7 and len(small.out[1]) == 5
+    assert rig.finish[1] is small.finish[1] is Finish.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("pages", "context", "prompt", "words", "limit"),
+    [
+        (100, 10, range(10), "context window holds 10", 10),
+        (2, 100, range(8), "KV cache holds 8", 8),
+        (2, 100, [], "empty", 1),
+    ],
+)
+def test_what_can_never_fit_is_refused_at_once_with_the_limit(pages, context, prompt, words, limit):
+    rig = Rig(pages=pages, context=context)
+    (error,) = rig.add(1, prompt)
+    assert words in error.problem and error.limit == limit and error.field == "prompt"
+    assert not rig.scheduler.has_work
+    rig.add(2, [1, 2], 2)
+    rig.run()
+    assert rig.out == {2: solo_output([1, 2], 2)}
+
+
+def test_a_full_queue_answers_with_retry_after():
+    rig = Rig(max_waiting=2)
+    answers = [rig.add(rid, [rid, 1]) for rid in range(4)]
+    assert answers[:2] == [[], []]
+    assert [a[0].code for a in answers[2:]] == [ErrorCode.OVERLOADED] * 2
+    assert answers[2][0].retry_after_s > 0 and answers[2][0].limit == 2
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
+    rig = Rig()
+    rig.add(1, [1, 2], 3)
+    assert rig.add(1, [3, 4], 3)[0].code == ErrorCode.INTERNAL
+    rig.run()
+    assert rig.out[1] == solo_output([1, 2], 3)
+
+
+def test_abort_in_every_state_answers_once_and_frees_everything():
+    rig = Rig(max_running=1, pages=20, max_batch_tokens=16)
+    rig.add(1, range(60), 5)  # four chunks: stays in PREFILLING after the first
+    rig.add(2, [5, 6], 3)
+    rig.take(rig.scheduler.handle(Abort(2)))  # WAITING
+    rig.step()
+    rig.take(rig.scheduler.handle(Abort(1)))  # PREFILLING
+    rig.add(3, [7, 8, 9], 30)
+    rig.step(), rig.step()
+    rig.take(rig.scheduler.handle(Abort(3)))  # DECODING
+    assert rig.scheduler.handle(Abort(3)) == []
+    check(rig.scheduler)
+    assert rig.finish == {1: Finish.ABORT, 2: Finish.ABORT, 3: Finish.ABORT}
+    stats = rig.scheduler.stats()
+    assert stats["free_pages"] + stats["evictable_pages"] == 20 and stats["running"] == 0
+
+
+def test_an_abort_while_a_step_is_in_flight_keeps_the_pages_until_it_returns():
+    rig = Rig(page_size=1)
+    rig.add(1, range(10), 9)
+    plan = rig.scheduler.plan(0)
+    rig.take(rig.scheduler.handle(Abort(1)))
+    check(rig.scheduler)
+    assert rig.scheduler.stats()["held_pages"] == 10
+    assert rig.scheduler.commit(rig.worker.execute(plan), 0) == [], "the token of an aborted request is for nobody"
+    assert rig.scheduler.stats()["held_pages"] == 0
+    check(rig.scheduler)
+
+
+def test_two_steps_in_flight_discard_the_token_after_the_end():
+    alone = solo_output([4, 4], 30)
+    rig = Rig(steps_in_flight=2)
+    rig.add(1, [4, 4], 30, stop=[alone[3]])
+    waiting = [rig.scheduler.plan(0), rig.scheduler.plan(0)]
+    assert rig.scheduler.plan(0) is None
+    while waiting:
+        rig.take(rig.scheduler.commit(rig.worker.execute(waiting.pop(0)), 0))
+        check(rig.scheduler)
+        if (plan := rig.scheduler.plan(0)) is not None:
+            waiting.append(plan)
+    assert rig.out[1] == alone[: alone.index(alone[3]) + 1]
+    assert not rig.scheduler.has_work
+
+
+def test_a_crowd_waits_for_pages_and_all_finish_as_if_alone():
+    rig = Rig(pages=8, page_size=2)
+    prompts = {rid: [rid % 3, rid % 2, rid] for rid in range(20)}
+    for rid, prompt in prompts.items():
+        rig.add(rid, prompt, 6)
+    rig.run()
+    assert rig.out == {rid: solo_output(prompt, 6) for rid, prompt in prompts.items()}
+    assert rig.scheduler.stats()["evicted_pages"] > 0
+
+
+def test_a_result_that_was_not_asked_for_is_a_protocol_error():
+    rig = Rig()
+    with pytest.raises(ProtocolError, match="was not awaited"):
+        rig.scheduler.commit(StepResult(0, 0, "0", ints(), array("q")), 0)
+    rig.add(1, [1, 2])
+    plan = rig.scheduler.plan(0)
+    with pytest.raises(ProtocolError, match="was not awaited"):
+        rig.scheduler.commit(StepResult(plan.step_id + 1, 0, "0", ints(1), array("q")), 0)
+    with pytest.raises(ProtocolError, match="1 rows, got 0 tokens"):
+        rig.scheduler.commit(StepResult(plan.step_id, 0, "0", ints(), array("q")), 0)
+
+
+def test_stats_sum_to_the_total():
+    rig = Rig()
+    rig.add(1, range(20), 30)
+    rig.step()
+    (answer,) = rig.scheduler.handle(GetStats(7))
+    pages = {k: answer.values[f"scheduler.{k}_pages"] for k in ("free", "evictable", "locked", "held", "total")}
+    assert answer.query == 7 and answer.values["scheduler.running"] == 1
+    assert pages["free"] + pages["evictable"] + pages["locked"] + pages["held"] == pages["total"] == 100
+    assert pages["locked"] == 5 and pages["held"] == 0
+
+
+def test_a_steady_decode_of_256_requests_is_a_small_frame():
+    rig = Rig(pages=4096, page_size=16, max_running=256, max_batch_tokens=4096, context=4096)
+    for rid in range(256):
+        rig.add(rid, [rid, *range(rid % 16)], 100)
+    for _ in range(3):
+        rig.step()
+    rig.worker.largest_frame = 0
+    for _ in range(20):
+        rig.step()
+    assert 0 < rig.worker.largest_frame < 400
+
+
+def running_rig():
+    rig = Rig()
+    rig.add(1, range(20), 30)
+    rig.step()
+    check(rig.scheduler)
+    return rig
+
+
+def test_a_planted_leak_is_caught():
+    rig = running_rig()
+    rig.scheduler.kv.pool.allocate(1)
+    with pytest.raises(InvariantViolation, match="has 0 owners, its reference count says 1"):
+        check(rig.scheduler)
+
+
+def test_a_planted_double_free_is_caught():
+    rig = running_rig()
+    rig.scheduler.kv.pool.release(rig.scheduler.requests[1].pages[:1])
+    with pytest.raises(InvariantViolation, match="has 2 owners, its reference count says 1"):
+        check(rig.scheduler)
+
+
+def test_a_planted_lost_lock_is_caught():
+    rig = running_rig()
+    rig.scheduler.kv.tree.unlock(rig.scheduler.requests[1].node)
+    with pytest.raises(InvariantViolation, match="0 locks, requests hold 1"):
+        check(rig.scheduler)
+
+
+def test_a_planted_overcommitment_is_caught():
+    rig = running_rig()
+    rig.scheduler.admission.promised += 1
+    with pytest.raises(InvariantViolation, match="promised"):
+        check(rig.scheduler)

@@ -1,0 +1,107 @@
+"""The native decoder: one forward pass for every `DecoderSpec`."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker_proc.attention.interface import AttentionBackend, ForwardBatch
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights, Shard
+from worker_proc.models.layers import ACTIVATION_FUNCTIONS
+from worker_proc.models.rope import Rope, rotate
+from worker_proc.models.spec import DecoderSpec
+from worker_proc.parallel import TensorParallel
+
+Angles = tuple[Tensor, Tensor]
+
+
+class Decoder:
+    """One rank's share of a model. Implements `LanguageModel`."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        shard: Shard,
+        weights: DecoderWeights,
+        tp: TensorParallel,
+        attention: AttentionBackend,
+    ) -> None:
+        self.spec = spec
+        self.shard = shard
+        self.weights = weights
+        self.tp = tp
+        self.attention = attention
+        self.heads = shard.heads[1] - shard.heads[0]
+        self.kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
+        self.dtype = weights.embedding.dtype
+        self.rope = Rope(spec.rope, weights.embedding.device) if spec.rope is not None else None
+        self.activation = ACTIVATION_FUNCTIONS[spec.activation]
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """See `LanguageModel`."""
+        return KVSpec(self.spec.num_layers, self.kv_heads, self.spec.head_dim, self.spec.head_dim, self.dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, without padding."""
+        return self.spec.vocab_size
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `LanguageModel`."""
+        x = self._embed(batch)
+        angles = self.rope.angles(batch.positions, self.dtype) if self.rope is not None else None
+        for index, layer in enumerate(self.weights.layers):
+            x += self._attend(index, layer, layer.input_norm(x), angles, batch, cache)
+            x += self._mlp(layer, layer.post_norm(x))
+        hidden = self.weights.norm(x.index_select(0, batch.logit_rows))
+        logits = self.tp.gather_to_rank0(F.linear(hidden, self.weights.head))
+        return logits[:, : self.spec.vocab_size].float()
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        if self.shard.size == 1:
+            x = F.embedding(batch.token_ids, self.weights.embedding)
+        else:
+            first, last = self.shard.vocab
+            elsewhere = (batch.token_ids < first) | (batch.token_ids >= last)
+            local = (batch.token_ids - first).masked_fill_(elsewhere, 0)
+            x = F.embedding(local, self.weights.embedding).masked_fill_(elsewhere[:, None], 0)
+            self.tp.all_reduce(x)
+        if self.weights.positions is not None:
+            x += F.embedding(batch.positions, self.weights.positions)
+        return x
+
+    def _attend(
+        self, index: int, layer: LayerWeights, x: Tensor, angles: Angles | None, batch: ForwardBatch, cache: KVCache
+    ) -> Tensor:
+        tokens = x.shape[0]
+        qkv = layer.qkv(x).view(tokens, -1, self.spec.head_dim)
+        rotated = self.heads + self.kv_heads
+        v = qkv[:, rotated:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk = torch.cat((layer.q_norm(qkv[:, : self.heads]), layer.k_norm(qkv[:, self.heads : rotated])), dim=1)
+        else:
+            qk = qkv[:, :rotated]
+        if angles is not None:
+            qk = rotate(qk, *angles)
+        out = self.attention.forward(
+            index,
+            qk[:, : self.heads],
+            qk[:, self.heads :],
+            v,
+            batch,
+            cache,
+            scale=self.spec.scales[index],
+            window=self.spec.windows[index],
+        )
+        return self.tp.all_reduce(layer.o(out.reshape(tokens, -1)))
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        up = layer.up(x)
+        if self.spec.gated_mlp:
+            gate, up = up.chunk(2, dim=-1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(up)
+        return self.tp.all_reduce(layer.down(inner))

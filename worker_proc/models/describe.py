@@ -1,0 +1,105 @@
+"""Reads what a checkpoint's config files say, without torch and, for most models, without transformers."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from worker_proc.errors import ModelError
+from worker_proc.models.interface import ModelInfo
+from worker_proc.models.spec import Config, check_servable, is_native, parse_spec, positive_int
+from worker_proc.weights import Checkpoint, read_json
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def describe(path: str | Path) -> ModelInfo:
+    """Raises ModelError naming the config key, file or tensor that is missing, malformed or not supported."""
+    directory = Path(path)
+    checkpoint = Checkpoint.open(directory)
+    config = read_config(directory)
+    native = is_native(config)
+    if native:
+        spec = parse_spec(config)
+        vocab_size, context_length = spec.vocab_size, spec.context_length
+    else:
+        check_servable(config)
+        if "vocab_size" not in config or not any(key in config for key in _CONTEXT_KEYS):
+            config = _with_defaults(directory, config)
+        vocab_size, context_length = positive_int(config, "vocab_size"), context_limit(config)
+    return ModelInfo(
+        architecture=_architecture(config),
+        model_type=str(config.get("model_type")),
+        backend="native" if native else "transformers",
+        vocab_size=vocab_size,
+        context_length=context_length,
+        eos_token_ids=_eos_token_ids(directory, config),
+        parameter_bytes=checkpoint.nbytes,
+        dtype=_dtype(checkpoint),
+    )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The directory's config.json; raises ModelError if it is not there or names no model type."""
+    config = read_json(directory / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError("model_type", config.get("model_type"), "config.json must name the model type")
+    return config
+
+
+def context_limit(config: Config) -> int:
+    """Positions that a model outside the native set may be run at.
+
+    Rotary variants that depend on the length of the longest sequence in the batch (longrope, dynamic) are limited to
+    the lengths at which they do not.
+    """
+    limit = next((positive_int(config, key) for key in _CONTEXT_KEYS if config.get(key) is not None), None)
+    if limit is None:
+        raise ModelError("max_position_embeddings", None, "the context length is not known")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    variants = [rope, *(value for value in rope.values() if isinstance(value, dict))] if isinstance(rope, dict) else []
+    for variant in variants:
+        if variant.get("rope_type", variant.get("type")) in ("longrope", "su"):
+            key = "original_max_position_embeddings"
+            original = config.get(key) or variant.get(key)
+            if original is not None:
+                limit = min(limit, positive_int({key: original}, key))
+    return limit
+
+
+def _with_defaults(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    from transformers import AutoConfig  # a second or more, so only for configs that leave keys to their class
+
+    try:
+        known = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError("model_type", config["model_type"], f"transformers cannot read the config: {error}") from None
+    keys = ("vocab_size", *_CONTEXT_KEYS)
+    return {key: getattr(known, key) for key in keys if getattr(known, key, None) is not None} | config
+
+
+def _architecture(config: Config) -> str:
+    names = config.get("architectures")
+    if names is None:
+        return str(config.get("model_type"))
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ModelError("architectures", names, "must be a list of one name")
+    return names[0]
+
+
+def _eos_token_ids(directory: Path, config: Config) -> tuple[int, ...]:
+    """generation_config.json is what generation follows in transformers; config.json is the older place."""
+    file = directory / "generation_config.json"
+    value = read_json(file).get("eos_token_id") if file.is_file() else None
+    value = config.get("eos_token_id") if value is None else value
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise ModelError("eos_token_id", value, "must be a token id or a list of them")
+    return tuple(ids)
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    sizes: Counter[str] = Counter()
+    for entry in checkpoint.tensors.values():
+        sizes[_DTYPES.get(entry.dtype, "float32")] += entry.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "float32"

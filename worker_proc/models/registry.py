@@ -1,0 +1,47 @@
+"""Picks the backend for a checkpoint and loads it."""
+
+from pathlib import Path
+
+import torch
+
+from worker_proc.attention.interface import AttentionBackend
+from worker_proc.models.decoder import Decoder
+from worker_proc.models.decoder_weights import DecoderWeightPlan, Shard
+from worker_proc.models.describe import read_config
+from worker_proc.models.interface import LanguageModel
+from worker_proc.models.loading import Progress, WeightLoader
+from worker_proc.models.spec import is_native, parse_spec
+from worker_proc.parallel import TensorParallel
+from worker_proc.weights import Checkpoint
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tp: TensorParallel,
+    attention: AttentionBackend,
+    progress: Progress | None = None,
+) -> LanguageModel:
+    """Load this rank's share of a Hugging Face checkpoint directory.
+
+    `progress(done_bytes, total_bytes)` counts the bytes that this rank reads. Raises ModelError naming the config
+    key, tensor, file or argument that stands in the way.
+    """
+    directory, device = Path(path), torch.device(device)
+    config = read_config(directory)
+    if not is_native(config):
+        # Importing transformers takes longer than loading a small model, and the native decoder needs none of it.
+        from worker_proc.models.transformers_backend import load_transformers_model
+
+        return load_transformers_model(
+            directory, config, dtype=dtype, device=device, tp=tp, attention=attention, progress=progress
+        )
+    spec = parse_spec(config)
+    shard = Shard.of(spec, tp.rank, tp.size)
+    with torch.inference_mode():
+        loader = WeightLoader(Checkpoint.open(directory), dtype, device)
+        plan = DecoderWeightPlan(spec, shard, loader)
+        loader.run(progress)
+        return Decoder(spec, shard, plan.finish(), tp, attention)

@@ -1,0 +1,263 @@
+"""Decoder-only models that the native decoder does not know, computed by `transformers` with our paged attention.
+
+transformers lets a model's attention be replaced by a registered function (its AttentionInterface). Ours takes the
+step and the cache as a keyword argument of the model's `forward`, so there is no global state, and since no mask
+function is registered under the same name, transformers builds no masks.
+
+Models differ in what they hand to that function and in what they do around it. Rather than trusting a list, loading
+ends with a check (`backend_check`) of the loaded weights against the model's own attention.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from worker_proc.attention.interface import AttentionBackend, ForwardBatch
+from worker_proc.errors import ModelError
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.loading import Progress
+from worker_proc.models.spec import check_servable
+from worker_proc.parallel import TensorParallel
+from worker_proc.weights import Checkpoint
+
+ATTENTION_NAME = "rhizome_paged"
+
+# Keyword arguments that models pass along to attention and that do not change its result.
+_HARMLESS = {"position_ids", "position_embeddings", "cache_position", "use_cache", "return_dict"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asked of attention."""
+
+    layer: int
+    kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedStep:
+    """Travels from `TransformersModel.forward` through the model to `paged_attention`.
+
+    Without a cache nothing is computed, and calls are only noted down.
+    """
+
+    batch: ForwardBatch | None
+    cache: KVCache | None
+    attention: AttentionBackend
+    calls: list[AttentionCall] = field(default_factory=list)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    rhizome_step: PagedStep | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers. `query` `[1, Hq, T, Dk]`, `key` and `value` `[1, Hkv, T, D]` to
+    `[1, T, Hq, Dv]`. Raises ModelError naming an argument that it cannot honour."""
+    who = type(module).__name__
+    if rhizome_step is None:
+        raise ModelError("attention", who, "the model does not pass keyword arguments through to its attention")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelError("layer_idx", layer, f"{who} does not know its layer")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    unsupported = {**others, "attention_mask": attention_mask, "dropout": dropout, "is_causal": not causal}
+    for name, given in unsupported.items():
+        if name not in _HARMLESS and not _is_neutral(given):
+            shown = list(given.shape) if isinstance(given, Tensor) else given
+            raise ModelError(name, shown, f"{who} asks for something that paged attention does not do")
+    if rhizome_step.batch is None or rhizome_step.cache is None:
+        call = AttentionCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window)
+        rhizome_step.calls.append(call)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    out = rhizome_step.attention.forward(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        rhizome_step.batch,
+        rhizome_step.cache,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def _is_neutral(value: object) -> bool:
+    """None, False and 0 ask for nothing."""
+    return value is None or (isinstance(value, bool | int | float) and not value)
+
+
+class TransformersModel:
+    """A transformers model as a `LanguageModel`."""
+
+    def __init__(self, model: Any, attention: AttentionBackend) -> None:
+        """`model` is a `PreTrainedModel` for causal language modelling that uses `ATTENTION_NAME`. Raises ModelError
+        if one of its layers does not go through the attention interface, or not as its config says."""
+        self.model = model
+        self.attention = attention
+        self.config = model.config
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._kv_spec = self._probe()
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """See `LanguageModel`."""
+        return self._kv_spec
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary."""
+        return int(self.config.vocab_size)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `LanguageModel`."""
+        step = PagedStep(batch, cache, self.attention)
+        return self._run(batch.token_ids, batch.positions, batch.logit_rows, rhizome_step=step)
+
+    @torch.inference_mode()
+    def forward_plain(self, token_ids: Tensor) -> Tensor:
+        """Float32 logits `[T, vocab]` of one sequence from its start, by the model's own unpaged attention."""
+        positions = torch.arange(token_ids.shape[0], device=token_ids.device)
+        self.model.set_attn_implementation("eager")
+        try:
+            return self._run(token_ids, positions, positions)
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def _run(self, token_ids: Tensor, positions: Tensor, rows: Tensor, **extra: Any) -> Tensor:
+        if self._keeps_logits:
+            extra["logits_to_keep"] = rows
+        output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
+        logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, rows)
+        return logits[:, : self.vocab_size].float()  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _probe(self) -> KVSpec:
+        """Run two tokens to see which attention calls the layers make."""
+        tokens = torch.arange(2, device=self.model.device)
+        step = PagedStep(None, None, self.attention)
+        self._run(tokens, tokens, tokens, rhizome_step=step)
+        layers = int(self.config.num_hidden_layers)
+        if sorted(call.layer for call in step.calls) != list(range(layers)):
+            called = sorted({call.layer for call in step.calls})
+            raise ModelError("num_hidden_layers", layers, f"only layers {called} go through the attention interface")
+        shapes = {(call.kv_heads, call.k_head_dim, call.v_head_dim) for call in step.calls}
+        if len(shapes) != 1:
+            raise ModelError("head_dim", sorted(shapes), "KV heads differ between layers")
+        for call in step.calls:
+            _check_window(self.config, call)
+        (shape,) = shapes
+        return KVSpec(layers, *shape, dtype=self.model.dtype)
+
+
+def _check_window(config: Any, call: AttentionCall) -> None:
+    """Some models express a sliding window only in the mask, which paged attention does not see."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    sliding = kinds[call.layer] == "sliding_attention" if kinds else window is not None
+    expected = window if sliding else None
+    if call.window != expected and not (kinds is None and call.window is not None):
+        raise ModelError("sliding_window", expected, f"layer {call.layer} asks attention for {call.window} instead")
+
+
+def load_transformers_model(
+    directory: Path,
+    raw_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel,
+    attention: AttentionBackend,
+    progress: Progress | None = None,
+) -> TransformersModel:
+    """See `registry.load_model`. `progress` is called at the start and at the end only."""
+    from worker_proc.models.backend_check import check_against_plain_attention
+
+    check_servable(raw_config)
+    model_type = raw_config["model_type"]
+    if tp.size > 1:
+        reason = f"{model_type} runs through transformers, which is not split over ranks here: use tp = 1"
+        raise ModelError("tp", tp.size, reason)
+    total = Checkpoint.open(directory).nbytes
+    if progress is not None:
+        progress(0, total)
+    model = _read_model(directory, str(model_type), dtype).eval().to(device)
+    if progress is not None:
+        progress(total, total)
+    served = TransformersModel(model, attention)
+    check_against_plain_attention(served, device)
+    return served
+
+
+def _read_model(directory: Path, model_type: str, dtype: torch.dtype) -> Any:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(directory, **local)
+        _check_config(config, model_type)
+        # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
+        # not stored, such as rotary frequencies.
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            output_loading_info=True,
+            **local,
+        )
+    except ModelError:
+        raise
+    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError("model_type", model_type, f"transformers cannot load the model: {error}") from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        names = sorted(str(name) for name in found.get(problem) or ())
+        if names:
+            raise ModelError(names[0], problem, f"{len(names)} tensors do not fit the model")
+    return model
+
+
+def _check_config(config: Any, model_type: str) -> None:
+    """Refuse by name what cannot be right, before any weight is read."""
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
+        raise ModelError("model_type", model_type, "transformers has no causal language model of this type")
+    if not getattr(known[type(config)], "_supports_attention_backend", False):
+        raise ModelError("model_type", model_type, "its layers do not go through transformers' attention interface")
+    if config.is_encoder_decoder:
+        raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError("layer_types", kind, "only full_attention and sliding_attention layers are served")
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if getattr(config, key, causal) not in (causal, None):
+            raise ModelError(key, getattr(config, key), "only causal attention is served")

@@ -1,0 +1,131 @@
+"""From logits to tokens, for a whole batch at once.
+
+One token is drawn by inversion of the cumulative distribution: it needs one random number per token, where the Gumbel
+trick needs one per vocabulary entry (39 million for 256 rows of 151,936, each ten Philox rounds).
+
+Probabilities are held as weights relative to the likeliest token and rounded to multiples of 2**-34, scaled to whole
+numbers. Sums of up to 2**19 of them are exact in float64, so they do not depend on the order of the additions: a row
+of logits draws the same token alone and in any batch, however a kernel splits the work. What rounding can move is
+less than 2**-35 of the likeliest token's probability per token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.sampling_params import DrawParams
+from worker_proc.random import uniforms
+
+_UNIT = float(2**34)
+_FIRST_CANDIDATES = 256  # a nucleus is searched among so many tokens first: nearly always enough, and cheap
+_MAX_ELEMENTS = 2**24  # weights that are worked on at once, which bounds the memory of a step
+_COLDEST = 1e-30  # lower temperatures, which float32 cannot divide by, leave no token but the likeliest either
+
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(4)
+
+
+class Sampler:
+    """The draw parameters of every slot, and the draw itself.
+
+    Parameters are on the device, where they are used, and on the host, where they say which rows need which work:
+    greedy rows cost one maximum, and only rows with a filter pay for it.
+    """
+
+    def __init__(self, max_slots: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._host = torch.zeros(4, max_slots, dtype=torch.float64)
+        self._params = self._host.to(self.device)
+        self._seeds = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
+
+    def set_params(self, slots: Sequence[int], draws: Sequence[DrawParams]) -> None:
+        """From now on slot `slots[i]` draws as `draws[i]` says."""
+        if not slots:
+            return
+        rows = [
+            (max(d.temperature, _COLDEST) if d.temperature else 0.0, d.top_k, d.top_p, d.min_p) for d in draws
+        ]
+        params = torch.tensor(rows, dtype=torch.float64).T
+        index = torch.tensor(slots, dtype=torch.int64)
+        self._host[:, index] = params
+        index = index.to(self.device)
+        self._params[:, index] = params.to(self.device)
+        self._seeds[index] = torch.tensor([d.seed for d in draws], dtype=torch.int64, device=self.device)
+
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """One token per row, int64 `[S]` on the device.
+
+        `logits` is float32 `[S, vocab]` on the device and is not changed. `slots` (int64 `[S]`, host) says whose
+        parameters a row has, `positions` (int64 `[S]`, host) is the number of tokens before the drawn one. A row
+        that holds NaN gets some token of the vocabulary.
+        """
+        best, tokens = logits.max(dim=-1)
+        params = self._host[:, slots]
+        drawing = params[_TEMPERATURE].nonzero().squeeze(1)
+        if not len(drawing):
+            return tokens
+        index = torch.stack((drawing, slots[drawing], positions[drawing])).to(self.device)
+        numbers = uniforms(self._seeds[index[1]], index[2])
+        step = max(1, _MAX_ELEMENTS // logits.shape[1])
+        for start in range(0, len(drawing), step):
+            part = slice(start, start + step)
+            rows = index[0, part]
+            on_host, on_device = params[:, drawing[part]], self._params[:, index[1, part]]
+            weights = _weights(logits.index_select(0, rows), best[rows], on_device[_TEMPERATURE].float())
+            _filter(weights, on_host, on_device)
+            tokens[rows] = _draw(weights, numbers[part])
+        return tokens
+
+
+def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """Whole numbers in proportion to `softmax(logits / temperature)`, 2**34 for the likeliest; overwrites `logits`."""
+    return logits.sub_(best[:, None]).div_(temperature[:, None]).exp_().mul_(_UNIT).round_()
+
+
+def _filter(weights: Tensor, host: Tensor, device: Tensor) -> None:
+    """Set what top_k, top_p and min_p exclude to 0, in this order. `host` and `device` hold the rows' parameters.
+
+    Each filter keeps the tokens above a threshold, so tokens of equal probability are kept or excluded together.
+    """
+    vocab = weights.shape[1]
+    rows = ((host[_TOP_K] > 0) & (host[_TOP_K] < vocab)).nonzero().squeeze(1)
+    if len(rows):
+        most = int(host[_TOP_K, rows].max())
+        rows = rows.to(weights.device)
+        part = weights.index_select(0, rows)
+        last = device[_TOP_K, rows].to(torch.int64)[:, None] - 1
+        least = part.topk(most).values.gather(1, last)
+        weights.index_copy_(0, rows, part.masked_fill_(part < least, 0))
+    rows = (host[_TOP_P] < 1).nonzero().squeeze(1)
+    if len(rows):
+        rows = rows.to(weights.device)
+        part = weights.index_select(0, rows)
+        wanted = device[_TOP_P, rows, None] * part.sum(1, keepdim=True, dtype=torch.float64)
+        edge = _nucleus_edge(part, wanted, _FIRST_CANDIDATES)
+        weights.index_copy_(0, rows, part.masked_fill_(part < edge, 0))
+    if bool((host[_MIN_P] > 0).any()):
+        weights.masked_fill_(weights < (device[_MIN_P] * _UNIT).float()[:, None], 0)
+
+
+def _nucleus_edge(weights: Tensor, wanted: Tensor, candidates: int) -> Tensor:
+    """The smallest weight `[R, 1]` in the smallest set of tokens whose weights add up to at least `wanted` `[R, 1]`.
+
+    Only the `candidates` largest weights are sorted; rows that need more are searched again among eight times more.
+    """
+    top = weights.topk(min(candidates, weights.shape[1])).values
+    sums = top.cumsum(1, dtype=torch.float64)
+    size = (sums - top < wanted).sum(1, keepdim=True).clamp_min_(1)
+    edge = top.gather(1, size - 1)
+    if candidates < weights.shape[1]:
+        short = (sums[:, -1:] < wanted).squeeze(1).nonzero().squeeze(1)
+        if len(short):
+            edge[short] = _nucleus_edge(weights[short], wanted[short], 8 * candidates)
+    return edge
+
+
+def _draw(weights: Tensor, numbers: Tensor) -> Tensor:
+    """The tokens at `numbers` (float64 `[R]` in [0, 1)) of the cumulative distributions of `weights` `[R, vocab]`."""
+    sums = weights.cumsum(1, dtype=torch.float64)
+    # A number below 1 times a whole number below 2**53 rounds to less than that number, so there is a larger sum.
+    chosen = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True).squeeze(1)
+    return chosen.clamp_max_(weights.shape[1] - 1)
