@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 ABORT_WAIT_S = 1.0
-EXIT_NO_CLUSTER = 2
-EXIT_USAGE = 2  # as click's own usage errors
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class ClientError(click.ClickException):
-    """Ends the program with a message and an exit code."""
+    """A request was refused or failed."""
 
-    def __init__(self, message: str, exit_code: int = 1):
-        super().__init__(message)
-        self.exit_code = exit_code
+
+class NoClusterError(click.ClickException):
+    """There is no cluster to talk to."""
+
+    exit_code = 2
 
 
 def read_jsonl(source: TextIO, defaults: dict[str, Any]) -> "list[JsonRequest]":
@@ -45,20 +45,20 @@ def read_jsonl(source: TextIO, defaults: dict[str, Any]) -> "list[JsonRequest]":
     try:
         lines = source.readlines()
     except UnicodeDecodeError as error:
-        raise ClientError(f"{source.name}: not UTF-8: {error}", EXIT_USAGE) from None
+        raise click.UsageError(f"{source.name}: not UTF-8: {error}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ClientError(f"{source.name}, line {number}: not JSON: {error}", EXIT_USAGE) from None
+            raise click.UsageError(f"{source.name}, line {number}: not JSON: {error}") from None
         if type(values) is not dict:
-            raise ClientError(f"{source.name}, line {number}: must be a JSON object", EXIT_USAGE)
+            raise click.UsageError(f"{source.name}, line {number}: must be a JSON object")
         try:
             requests.append(parse_request({**defaults, **values}))
         except FieldError as error:
-            raise ClientError(f"{source.name}, line {number}: {error}", EXIT_USAGE) from None
+            raise click.UsageError(f"{source.name}, line {number}: {error}") from None
     return requests
 
 
@@ -75,9 +75,9 @@ def find_address(run_dir: Path | None, address: str | None, wait_s: float) -> st
             return str(found)
         except RunDirError as error:
             if time.monotonic() >= deadline:
-                raise ClientError(str(error), EXIT_NO_CLUSTER) from None
+                raise NoClusterError(str(error)) from None
         except (KeyError, TypeError):
-            raise ClientError("cluster.json is of another version than this client", EXIT_NO_CLUSTER) from None
+            raise NoClusterError("cluster.json is of another version than this client") from None
         time.sleep(0.05)
 
 
@@ -104,12 +104,14 @@ def connected(address: str) -> Iterator["Connection"]:
 
 def abort_and_wait(connection: "Connection") -> None:
     """Abort all live requests and give their last rows a moment to come; a second Ctrl-C ends the wait."""
+    from common.connection import ConnectionLost
+
     deadline = time.monotonic() + ABORT_WAIT_S
     try:
         connection.abort_all()
         while connection.live and time.monotonic() < deadline:
             connection.poll(deadline - time.monotonic())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ConnectionLost):
         pass
 
 

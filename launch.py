@@ -92,7 +92,7 @@ class Cluster:
             "TOKENIZERS_PARALLELISM": "false",
         }
         for name, module, arguments in _process_table(self.config):
-            command = [sys.executable, "-m", module, "--run-dir", self.config.run_dir, "--life-fd", str(life_read)]
+            command = [sys.executable, "-P", "-m", module, "--run-dir", self.config.run_dir, "--life-fd", str(life_read)]
             popen = subprocess.Popen(
                 [*command, *arguments], env=env, pass_fds=[life_read], stdin=subprocess.DEVNULL, cwd=self.config.run_dir
             )
@@ -127,7 +127,7 @@ class Cluster:
                 self._check_failures("and took the cluster down")
 
     def _poll(self, timeout_s: float | None) -> None:
-        self._poller.poll(None if timeout_s is None else timeout_s * 1000)
+        self._poller.poll(None if timeout_s is None else int(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
         while True:
@@ -271,11 +271,13 @@ def _panel(info: dict[str, object], go: Go) -> str:
     return "\n".join(["─" * width, *lines, "─" * width])
 
 
-class Size(click.ParamType):
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+class Size(click.ParamType[int]):
     """Bytes, such as 512MiB, 2G or 1000000."""
 
     name = "size"
-    _units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
@@ -283,13 +285,18 @@ class Size(click.ParamType):
         text = str(value).strip().lower().removesuffix("b").removesuffix("i")
         number, unit = (text[:-1], text[-1]) if text and text[-1].isalpha() else (text, "")
         try:
-            return int(float(number) * self._units[unit])
+            return int(float(number) * UNITS[unit])
         except (ValueError, KeyError, OverflowError):
             self.fail(f"{value!r} is not a size such as 512MiB or 2G", param, ctx)
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option("--model", default=str(ROOT / "demo_model"), help="Directory of a Hugging Face checkpoint.")
+@click.option(
+    "--model",
+    default=str(ROOT / "demo_model"),
+    show_default="the demo model",
+    help="Directory of a Hugging Face checkpoint.",
+)
 @click.option("--dtype", default="auto", help="auto, float32, bfloat16 or float16.")
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option("--tp", type=int, default=1, help="Tensor parallel worker ranks.")

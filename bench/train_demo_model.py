@@ -166,7 +166,9 @@ def save_model(model: LlamaForCausalLM, out: Path) -> None:
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = model.generation_config
     rounded.to(torch.bfloat16).save_pretrained(out)
-    size = (out / "model.safetensors").stat().st_size
+    weights = out / "model.safetensors"
+    weights.chmod(0o644)  # safetensors leaves it private
+    size = weights.stat().st_size
     if size > CHECKPOINT_MB * 1_000_000:
         raise click.ClickException(f"model.safetensors has {size} bytes, the limit is {CHECKPOINT_MB} MB")
 
@@ -193,19 +195,21 @@ def report(out: Path, tokenizer: Tokenizer, corpus: Corpus) -> None:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("demo_model"), show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=3000, show_default=True)
-@click.option("--batch-tokens", type=click.IntRange(min=CONTEXT), default=8192, show_default=True)
+@click.option("--batch-tokens", type=click.IntRange(min=CONTEXT), default=4096, show_default=True)
 @click.option("--learning-rate", default=3e-3, show_default=True)
 @click.option("--weight-decay", default=0.1, show_default=True)
 @click.option("--dropout", default=0.1, show_default=True)
 @click.option("--eval-every", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--compile/--no-compile", "compiled", default=False, help="torch.compile: faster, needs a C++ compiler.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 def main(
     out: Path, seed: int, steps: int, batch_tokens: int, learning_rate: float, weight_decay: float, dropout: float,
-    eval_every: int, threads: int,
+    eval_every: int, compiled: bool, threads: int,
 ) -> None:  # fmt: skip
     """Train the demo model and write its checkpoint to OUT."""
     if batch_tokens % CONTEXT:
         raise click.BadParameter(f"must be a multiple of {CONTEXT}, got {batch_tokens}", param_hint="--batch-tokens")
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -234,6 +238,7 @@ def main(
         optimizer, lambda step: learning_rate_factor(step, steps, warm_up=min(200, max(1, steps // 10)))
     )
 
+    training_loss = torch.compile(loss_sum) if compiled else loss_sum
     started = time.monotonic()
     best = math.inf
     stream = batches(train_documents, batch_tokens, torch.Generator().manual_seed(seed))
@@ -241,7 +246,7 @@ def main(
     model.train()
     for step in progress:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_sum(model, next(stream)) / batch_tokens
+            loss = training_loss(model, next(stream)) / batch_tokens
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -129,6 +129,6 @@ def _build(cls: type, values: Any, where: str) -> Any:
             continue
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(values[name]) not in allowed and not (float in allowed and type(values[name]) is int):
-            raise ConfigError(f"{where}.{name}: must be {getattr(hint, "__name__", hint)}, got {values[name]!r}")
+            raise ConfigError(f"{where}.{name}: must be {getattr(hint, '__name__', hint)}, got {values[name]!r}")
         built[name] = values[name]
     return cls(**built)

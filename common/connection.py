@@ -3,6 +3,7 @@
 It submits requests and hands out their rows one by one. One thread uses one connection.
 """
 
+import math
 import time
 from array import array
 from collections import deque
@@ -163,7 +164,7 @@ class Connection:
         self._poller.register(self._inbox.socket, wanted)
         started = time.monotonic()
         # A frozen or suspended client must not blame the cluster: only time spent listening counts as silence.
-        ready = dict(self._poller.poll(max(0.0, timeout_s) * 1000))
+        ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
         self._outbox.flush()
         messages = list(self._inbox.drain())
         for msg in messages:
@@ -198,9 +199,7 @@ class Connection:
             finish = Finish(batch.finish[i])
             if finish is not Finish.NONE:
                 self._live.remove(rid)
-            row = Row(
-                rid, batch.texts[i], tokens, finish, batch.prompt_tokens[i], batch.cached[i], batch.times, now_ns
-            )
+            row = Row(rid, batch.texts[i], tokens, finish, batch.prompt_tokens[i], batch.cached[i], batch.times, now_ns)
             self._rows.append(row)
 
 

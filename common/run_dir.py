@@ -15,7 +15,7 @@ from typing import Any
 
 LOCK_FILE = "lock"
 CLUSTER_FILE = "cluster.json"
-_OWN_FILES = (CLUSTER_FILE, "cluster.json.tmp", "config.json", "store", LOCK_FILE)
+_OWN_FILES = (CLUSTER_FILE, "cluster.json.tmp", "config.json", "store")
 
 
 class RunDirError(RuntimeError):
@@ -42,7 +42,7 @@ class RunDir:
         self.path = path.absolute()
         made, self._lock = _lock_directory(self.path)
         self._made = made or not named
-        _remove_own_files(self.path, keep=LOCK_FILE)
+        _remove_own_files(self.path)
 
     def write_cluster(self, info: dict[str, Any]) -> None:
         """Replace cluster.json in one step, so that readers see the old or the new one."""
@@ -52,7 +52,8 @@ class RunDir:
 
     def close(self) -> None:
         """Remove what the cluster made, and the directory when it was made for it."""
-        _remove_own_files(self.path, keep="")
+        _remove_own_files(self.path)
+        (self.path / LOCK_FILE).unlink(missing_ok=True)  # last: from here on the directory may be another's
         if self._made:
             try:
                 self.path.rmdir()
@@ -92,7 +93,8 @@ def _remove_dead(base: Path) -> None:
             continue  # not a run directory, or one that is being made or removed
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_own_files(path, keep="")
+            _remove_own_files(path)
+            (path / LOCK_FILE).unlink(missing_ok=True)
             path.rmdir()
         except OSError:
             pass  # it lives, or holds files of somebody else
@@ -100,9 +102,10 @@ def _remove_dead(base: Path) -> None:
             os.close(handle)
 
 
-def _remove_own_files(path: Path, keep: str) -> None:
+def _remove_own_files(path: Path) -> None:
+    """Remove what clusters leave in a directory, except the lock."""
     for entry in path.iterdir():
-        if entry.name != keep and (entry.name in _OWN_FILES or entry.suffix == ".sock"):
+        if entry.name in _OWN_FILES or entry.suffix == ".sock":
             entry.unlink(missing_ok=True)
 
 

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -131,6 +135,17 @@ def make_checkpoint(
     model.save_pretrained(path, max_shard_size=max_shard_size)  # type: ignore[operator]
     make_tokenizer().save_pretrained(path)
     return path
+
+
+def greedy(path: str | Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """What transformers' `generate` answers to each prompt alone, in float32, without stopping at end of sequence."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
 
 
 if __name__ == "__main__":

@@ -8,6 +8,15 @@ import torch
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import LanguageModel
+from worker_proc.parallel import TensorParallel
+
+NEW_TOKENS = 24
+
+
+def make_prompts(vocab_size: int) -> list[list[int]]:
+    """Random prompts of mixed lengths, shorter and longer than a page and than a sliding window of 12."""
+    rng = random.Random(1)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in (1, 2, 17, 33, 70)]
 
 
 @dataclass
@@ -56,10 +65,12 @@ def generate(
     chunk: int = 10_000,
     seed: int = 0,
     poison: bool = True,
+    tp: TensorParallel | None = None,
 ) -> list[list[int]]:
     """Greedy continuations of all prompts, run together: prefills in chunks of at most `chunk` tokens beside decodes.
 
-    Pages are handed out in random order; with `poison`, every slot that was not written holds NaN.
+    Pages are handed out in random order; with `poison`, every slot that was not written holds NaN. With several
+    ranks all of them call this alike, and follow the tokens of rank 0.
     """
     need = [-(-(len(prompt) + new_tokens) // page_size) for prompt in prompts]
     cache = KVCache(model.kv_spec, sum(need) + 3, page_size)
@@ -74,13 +85,14 @@ def generate(
         batch = make_batch(running, q_lens, page_size)
         order = sorted(range(len(running)), key=lambda i: q_lens[i] == 1)
         logits = model.forward(batch, cache)
+        best = logits.argmax(-1) if logits.shape[0] else torch.zeros(len(order), dtype=torch.int64)
+        best = tp.broadcast(best) if tp is not None else best
         for index, i in enumerate(order):
             row = running[i]
             row.cached += q_lens[i]
             if row.cached < len(row.tokens):
                 continue
-            # ranks other than 0 get no logits; they follow with a placeholder that rank 0 overwrites
-            token = int(logits[index].argmax()) if logits.shape[0] else 0
+            token = int(best[index])
             row.tokens.append(token)
             row.output.append(token)
     return [row.output for row in rows]

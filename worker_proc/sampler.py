@@ -42,9 +42,7 @@ class Sampler:
         """From now on slot `slots[i]` draws as `draws[i]` says."""
         if not slots:
             return
-        rows = [
-            (max(d.temperature, _COLDEST) if d.temperature else 0.0, d.top_k, d.top_p, d.min_p) for d in draws
-        ]
+        rows = [(max(d.temperature, _COLDEST) if d.temperature else 0.0, d.top_k, d.top_p, d.min_p) for d in draws]
         params = torch.tensor(rows, dtype=torch.float64).T
         index = torch.tensor(slots, dtype=torch.int64)
         self._host[:, index] = params

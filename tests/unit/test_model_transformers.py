@@ -1,18 +1,102 @@
 """Models computed by transformers through our paged attention, against transformers' own generate."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.helpers_models import make_checkpoint
-from tests.helpers_paged import generate
-from tests.unit.test_model_native import NEW_TOKENS, expected, load, prompts
+from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
+from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.errors import ModelError
+from worker_proc.models.describe import describe
+from worker_proc.models.interface import LanguageModel
+from worker_proc.models.registry import load_model
+from worker_proc.models.transformers_backend import PagedStep, paged_attention
+from worker_proc.parallel import TensorParallel
+
+PROMPTS = make_prompts(VOCAB_SIZE)
 
 
+def load(path: Path, attention: Any = None, tp: TensorParallel | None = None) -> LanguageModel:
+    return load_model(
+        path,
+        dtype=torch.float32,
+        device="cpu",
+        tp=tp or TensorParallel(),
+        attention=attention or ReferenceAttention(),
+    )
+
+
+# soft caps and alternating windows; window in all layers and partial rotary; partial rotary; clipped q, k, v; experts
 @pytest.mark.parametrize("kind", ["gemma2", "phi3", "gptneox", "olmo", "mixtral"])
 def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
-    model, want = load(path), expected(path)
+    assert describe(path).backend == "transformers"
+    model, want = load(path), greedy(path, PROMPTS, NEW_TOKENS)
     assert len({token for output in want for token in output}) > 20, "a degenerate model proves nothing"
-    assert generate(model, prompts(), NEW_TOKENS, page_size=16) == want
-    assert generate(model, prompts(), NEW_TOKENS, page_size=1, chunk=9) == want
+    assert generate(model, PROMPTS, NEW_TOKENS, page_size=16) == want
+    assert generate(model, PROMPTS, NEW_TOKENS, page_size=1, chunk=9) == want
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("gpt-oss", "s_aux"), ("bloom", "model_type"), ("mamba", "model_type")],
+)
+def test_models_that_cannot_be_right_are_refused_by_name(kind: str, field: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        load(make_checkpoint(kind, tmp_path))
+    assert caught.value.field == field
+
+
+def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tp = 1") as caught:
+        load(make_checkpoint("olmo", tmp_path), tp=TensorParallel(0, 2, group=object()))
+    assert caught.value.field == "tp"
+
+
+def test_longrope_is_limited_to_the_length_at_which_it_is_exact(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    fields = {"rope_scaling": rope, "original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    path = make_checkpoint("phi3", tmp_path, **fields)
+    assert describe(path).context_length == 64
+
+
+class WrongAttention(ReferenceAttention):
+    """Forgets the window, as a model that expresses it in a mask would."""
+
+    def forward(self, *args: Any, window: int | None = None, **settings: Any) -> torch.Tensor:
+        return super().forward(*args, **settings)
+
+
+def test_the_trial_run_at_load_catches_a_wrong_result(tmp_path: Path) -> None:
+    path = make_checkpoint("phi3", tmp_path)
+    with pytest.raises(ModelError, match="differ from the model's own"):
+        load(path, WrongAttention())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_mask", torch.zeros(1, 1, 2, 2)),
+        ("head_mask", torch.ones(4)),
+        ("position_bias", torch.ones(1, 4, 2, 2)),
+        ("s_aux", torch.ones(4)),
+        ("is_causal", False),
+        ("dropout", 0.1),
+        ("a_new_argument", 3),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(name: str, value: object) -> None:
+    module = nn.Module()
+    module.layer_idx = 0
+    x = torch.zeros(1, 4, 2, 8)
+    arguments: dict[str, Any] = {"attention_mask": None, "position_ids": torch.arange(2), "head_mask": None}
+    step = PagedStep(None, None, ReferenceAttention())
+    paged_attention(module, x, x, x, **arguments, rhizome_step=step)
+    assert len(step.calls) == 1
+    with pytest.raises(ModelError) as caught:
+        paged_attention(module, x, x, x, **(arguments | {name: value}), rhizome_step=step)
+    assert caught.value.field == name

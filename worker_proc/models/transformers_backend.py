@@ -212,8 +212,11 @@ def load_transformers_model(
     model = _read_model(directory, str(model_type), dtype).eval().to(device)
     if progress is not None:
         progress(total, total)
-    served = TransformersModel(model, attention)
-    check_against_plain_attention(served, device)
+    try:
+        served = TransformersModel(model, attention)
+        check_against_plain_attention(served, device)
+    except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
+        raise ModelError("model_type", model_type, f"a trial run through paged attention failed: {error}") from error
     return served
 
 

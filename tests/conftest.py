@@ -1,0 +1,20 @@
+"""Shared fixtures: short private directories (Unix socket paths are limited) and hypothesis without time limits."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("rhizome", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rhizome")
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A private directory with a path short enough for Unix sockets, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="rz-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,272 @@
+"""Hostile bytes: decode raises FrameError and nothing else, and what it lets through is a valid message."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from common.codec import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    FrameError,
+    RefusedFrames,
+    decode,
+    encode,
+    message,
+    message_types,
+    schema_of,
+)
+from common.fields import Bool, Bytes, FieldError, Float, Int, Ints, ListOf, MapOf, Maybe, Str
+from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats, StepPlan
+from common.sampling_params import SamplingParams
+from tests.unit.wire_strategies import messages_of
+
+ALL = message_types()
+any_message = st.sampled_from(ALL).flatmap(messages_of)
+
+# What msgpack can carry, valid for us or not: extreme numbers, odd keys, nesting, extension types.
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=16)
+    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=4))
+    | st.just(msgpack.Timestamp(1, 1))
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def pack(body: Any) -> bytes:
+    return bytes(msgpack.packb(body))
+
+
+def refused(frame: bytes, allowed: Any = ALL, **options: Any) -> FrameError:
+    with pytest.raises(FrameError) as caught:
+        decode(frame, allowed, **options)
+    return caught.value
+
+
+def decodes_or_refuses(frame: bytes) -> None:
+    """Only FrameError may come out; a message that comes out is one that we could have sent."""
+    try:
+        msg = decode(frame, ALL)
+    except FrameError:
+        return
+    assert decode(encode(msg), ALL) == msg
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xc1")
+@example(b"\xdd\xff\xff\xff\xff")  # an array that claims four billion entries
+@example(b"\xdf\xff\xff\xff\xff")  # a map that does
+@example(b"\xc6\xff\xff\xff\xff")  # four gigabytes of bytes
+@example(b"\xc9\xff\xff\xff\xff\x00")  # an extension of that size
+@example(b"\xd6\xff\x00\x00\x00\x00")  # a timestamp
+def test_random_bytes(frame: bytes) -> None:
+    decodes_or_refuses(frame)
+
+
+@settings(max_examples=300)
+@given(any_message, st.data())
+def test_mutated_frames(msg: Any, data: st.DataObject) -> None:
+    frame = bytearray(encode(msg))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(frame) - 1))
+        how = data.draw(st.sampled_from(("set", "insert", "delete")))
+        if how == "set":
+            frame[at] = data.draw(st.integers(0, 255))
+        elif how == "insert":
+            frame[at:at] = data.draw(st.binary(max_size=8))
+        elif len(frame) > 1:
+            del frame[at]
+    decodes_or_refuses(bytes(frame))
+
+
+@given(any_message)
+def test_every_truncation_is_refused(msg: Any) -> None:
+    frame = encode(msg)
+    for length in range(len(frame)):
+        assert refused(frame[:length]).cause == "malformed"
+
+
+@given(any_message, st.binary(min_size=1, max_size=5))
+def test_trailing_bytes_are_refused(msg: Any, tail: bytes) -> None:
+    assert refused(encode(msg) + tail).cause == "malformed"
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([cls.TAG for cls in ALL]), st.lists(values, max_size=16))
+def test_well_formed_frames_with_arbitrary_fields(tag: int, fields: list[Any]) -> None:
+    decodes_or_refuses(pack([PROTOCOL_VERSION, tag, *fields]))
+
+
+@settings(max_examples=400)
+@given(any_message, values, st.data())
+def test_one_arbitrary_field(msg: Any, value: Any, data: st.DataObject) -> None:
+    body = msgpack.unpackb(encode(msg))
+    if len(body) == 2:
+        return
+    position = data.draw(st.integers(2, len(body) - 1))
+    body[position] = value
+    frame = pack(body)
+    try:
+        decode(frame, ALL)
+    except FrameError as error:
+        assert error.cause in ("invalid", "malformed")
+        assert error.cause == "malformed" or error.field
+
+
+@given(any_message, st.integers(1, 3))
+def test_extra_and_missing_fields_are_refused(msg: Any, amount: int) -> None:
+    body = msgpack.unpackb(encode(msg))
+    assert refused(pack(body + [0] * amount)).cause == "invalid"
+    if len(body) > 2:
+        assert refused(pack(body[:-1])).cause == "invalid"
+
+
+@pytest.mark.parametrize("version", [0, 2, -1, 2**63, None, True, "1", 1.0, [], {}], ids=repr)
+def test_wrong_versions(version: Any) -> None:
+    assert refused(pack([version, Beat.TAG])).cause == "version"
+
+
+@pytest.mark.parametrize("tag", [0, 127, -1, 2**63, None, True, "2", 2.0, [2], {}], ids=repr)
+def test_wrong_tags(tag: Any) -> None:
+    assert refused(pack([PROTOCOL_VERSION, tag, 1])).cause == "unknown"
+
+
+@pytest.mark.parametrize("body", [None, 1, "x", b"x", {}, {"a": 1}, [], [1]], ids=repr)
+def test_frames_that_are_no_messages(body: Any) -> None:
+    assert refused(pack(body)).cause == "malformed"
+
+
+def test_only_allowed_messages_pass() -> None:
+    assert refused(encode(Abort(1)), {GetStats}).cause == "unknown"
+    assert decode(encode(Abort(1)), {GetStats, Abort}) == Abort(1)
+
+
+@pytest.mark.parametrize("depth", [10, 500, 5_000, 100_000])
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
+def test_deep_nesting(depth: int, opening: bytes) -> None:
+    nested = opening * depth + b"\xc0"
+    assert refused(nested).cause == "malformed"
+    assert refused(b"\x93\x01\x03" + nested).cause in ("malformed", "invalid")
+
+
+def test_oversized_frames_are_refused_before_they_are_parsed() -> None:
+    frame = encode(Abort(1))
+    assert refused(frame, max_bytes=len(frame) - 1).cause == "oversized"
+    assert decode(frame, ALL, max_bytes=len(frame)) == Abort(1)
+    assert refused(bytes(MAX_FRAME_BYTES + 1)).cause == "oversized"
+
+
+def test_a_message_that_nobody_would_take_is_not_sent() -> None:
+    too_long = array("i", bytes(MAX_FRAME_BYTES))
+    draw = SamplingParams().draw(0)
+    with pytest.raises(FrameError, match="oversized"):
+        encode(AddRequest(1, too_long, 1, array("i"), draw))
+
+
+def test_non_utf8_and_surrogates_are_refused() -> None:
+    body = msgpack.unpackb(encode(Ready("worker", 1, {})))
+    for raw in (b"\xff\xfe", b"\xed\xa0\x80", b"\xc0\x80"):  # no UTF-8, a surrogate, an overlong NUL
+        body[2] = raw.decode("latin-1")
+        frame = pack(body)
+        damaged = frame.replace(raw.decode("latin-1").encode(), raw)
+        damaged = damaged.replace(bytes([0xA0 + len(body[2].encode())]), bytes([0xA0 + len(raw)]), 1)
+        assert refused(damaged).cause == "malformed"
+    with pytest.raises(FieldError, match="Unicode"):
+        Str(10).unpack("\ud800", "name")
+
+
+def test_non_string_and_oversized_map_keys_are_refused() -> None:
+    for key in (1, b"bytes", "x" * 65, ""):
+        frame = pack([PROTOCOL_VERSION, Stats.TAG, 1, {key: 1}])
+        assert refused(frame).cause in ("invalid", "malformed")
+    many = {f"k{i}": i for i in range(257)}
+    assert refused(pack([PROTOCOL_VERSION, Stats.TAG, 1, many])).field == "values"
+
+
+def test_an_array_of_the_wrong_width_is_not_sent() -> None:
+    """array("q") bytes read as int32 would be twice as many wrong tokens."""
+    with pytest.raises(TypeError, match="typecode"):
+        encode(AddRequest(1, array("q", [1, 2]), 1, array("i"), SamplingParams().draw(0)))
+
+
+def test_a_tag_is_taken_once() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Intruder:
+        TAG: ClassVar[int] = Abort.TAG
+        rid: Annotated[int, Int(0, 1)]
+
+    with pytest.raises(TypeError, match="Abort"):
+        message(Intruder)
+    assert decode(encode(Abort(1)), ALL) == Abort(1)
+
+
+def test_a_field_without_a_checker_is_a_programming_error() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Unchecked:
+        count: int
+
+    with pytest.raises(TypeError, match=r"Unchecked\.count"):
+        schema_of(Unchecked)
+
+
+def test_refusals_are_counted_by_cause() -> None:
+    counted = RefusedFrames()
+    for frame in (b"", b"\xc1", pack([9, 9]), pack([PROTOCOL_VERSION, 2, -1])):
+        counted.count(refused(frame))
+    assert (counted.total, dict(counted.by_cause)) == (4, {"malformed": 2, "version": 1, "invalid": 1})
+
+
+@pytest.mark.parametrize(
+    ("checker", "wrong", "limit"),
+    [
+        (Int(1, 9), 10, "between 1 and 9"),
+        (Int(1, 9), True, "integer"),
+        (Float(0.0, 2.0), 2.5, "at most 2"),
+        (Float(0.0, 1.0, open_low=True), 0.0, "more than 0"),
+        (Float(0.0, 1.0), float("nan"), "at most 1"),
+        (Float(0.0, 1.0), 10**400, "at most 1"),
+        (Bool(), 1, "true or false"),
+        (Str(3), "abcd", "0 to 3"),
+        (Str(3, 1), "", "1 to 3"),
+        (Bytes(2), b"abc", "at most 2"),
+        (Bytes(2), "ab", "bytes"),
+        (Ints(1), array("i", [1, 2]).tobytes(), "at most 1"),
+        (Ints(9), b"\0" * 5, "4-byte"),
+        (Ints(9), array("i", [-1]).tobytes(), "between 0"),
+        (Ints(9, 0, 5), array("i", [6]).tobytes(), "and 5"),
+        (Ints(9), [1], "raw bytes"),
+        (ListOf(Bool(), 1), [True, True], "0 to 1"),
+        (ListOf(Bool(), 1), [1], "true or false"),
+        (MapOf(Bool(), 1), {"a": True, "b": True}, "at most 1"),
+        (MapOf(Bool(), 1), [], "map"),
+        (Maybe(Bool()), 1, "true or false"),
+    ],
+    ids=repr,
+)
+def test_checkers_name_field_and_limit(checker: Any, wrong: Any, limit: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        checker.unpack(wrong, "what")
+    assert caught.value.field.startswith("what") and limit in caught.value.problem
+    assert len(caught.value.problem) < 200
+
+
+@pytest.mark.parametrize("make", [lambda: Generate, lambda: StepPlan], ids=["Generate", "StepPlan"])
+def test_schema_follows_the_dataclass(make: Callable[[], type]) -> None:
+    cls = make()
+    assert tuple(name for name, _ in schema_of(cls)) == tuple(cls.__dataclass_fields__)

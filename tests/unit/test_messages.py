@@ -1,0 +1,193 @@
+"""Every message: round trip, its own checks, compactness on the wire."""
+
+from array import array
+from dataclasses import fields
+from enum import IntEnum
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.codec import MAX_FRAME_BYTES, FrameError, decode, encode, message_types, schema_of
+from common.fields import FieldError, Float, Int
+from common.messages import (
+    MAX_PROMPT_CHARS,
+    ErrorCode,
+    Finish,
+    Generate,
+    RequestError,
+    StepPlan,
+    StepResult,
+    TextBatch,
+    TokenBatch,
+    ints,
+)
+from common.sampling_params import SamplingParams
+from tests.unit.wire_strategies import messages_of
+
+NONE = ints()
+
+
+def plan(**changes: Any) -> StepPlan:
+    """A StepPlan with nothing in it, but for the changes."""
+    empty: dict[str, Any] = {f.name: NONE for f in fields(StepPlan)}
+    empty |= {"step_id": 0, "epoch": 0, "group": "0", "enter_draw": (), "decode": b""}
+    return StepPlan(**{**empty, **changes})
+
+
+def text_batch(**changes: Any) -> TextBatch:
+    row: dict[str, Any] = {
+        "rids": ints(7), "counts": ints(2), "token_ids": ints(4, 5), "texts": ("ab",), "finish": bytes([Finish.NONE]),
+        "prompt_tokens": ints(3), "cached": ints(0), "times": array("q", [1, 2]),
+    }  # fmt: skip
+    return TextBatch(**{**row, **changes})
+
+
+@pytest.mark.parametrize("cls", message_types(), ids=lambda cls: cls.__name__)
+def test_round_trip(cls: type) -> None:
+    @settings(max_examples=60)
+    @given(messages_of(cls))
+    def check(msg: Any) -> None:
+        frame = encode(msg)
+        assert decode(frame, message_types()) == msg
+        assert decode(frame, {cls}) == msg
+
+    check()
+
+
+def test_tags_are_unique_and_part_of_the_protocol() -> None:
+    """A tag or a field order that changes breaks old peers: raise PROTOCOL_VERSION and change this list then."""
+    tags = {cls.TAG: cls.__name__ for cls in message_types()}
+    assert list(tags.items()) == [
+        (1, "Generate"), (2, "Abort"), (3, "GetStats"), (4, "AddRequest"), (5, "OpenStream"), (6, "StepPlan"),
+        (7, "StepResult"), (8, "TokenBatch"), (9, "TextBatch"), (10, "RequestError"), (11, "Stats"), (12, "Beat"),
+        (13, "Ready"), (14, "Fatal"), (15, "Go"), (16, "Progress"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", message_types(), ids=lambda cls: cls.__name__)
+def test_numbers_outside_their_range_are_refused_by_name(cls: type) -> None:
+    """For every number field of every message: just outside each limit is refused, and the error names the field."""
+
+    @settings(max_examples=3)
+    @given(messages_of(cls))
+    def check(msg: Any) -> None:
+        for position, (name, checker) in enumerate(schema_of(cls)):
+            if isinstance(checker, Int):
+                wrong: list[Any] = [checker.lo - 1, checker.hi + 1, 1.0, True, None, "1"]
+            elif isinstance(checker, Float):
+                above = checker.hi * 2 + 1
+                wrong = [checker.lo - 1, above, float("nan"), float("inf"), -float("inf"), True, None, "1"]
+            else:
+                continue
+            for value in wrong:
+                frame = reencode(msg, position, value)
+                with pytest.raises(FrameError) as caught:
+                    decode(frame, {cls})
+                assert (caught.value.cause, caught.value.field) == ("invalid", name)
+
+    check()
+
+
+def reencode(msg: Any, position: int, value: Any) -> bytes:
+    """The frame of a message with the value of one field replaced."""
+    import msgpack
+
+    body = msgpack.unpackb(encode(msg))
+    body[2 + position] = value
+    return bytes(msgpack.packb(body))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rids": ints(7, 8)}, "rids"),
+        ({"counts": ints(1)}, "token_ids"),
+        ({"token_ids": ints(4)}, "token_ids"),
+        ({"texts": ()}, "rids"),
+        ({"finish": b""}, "rids"),
+        ({"finish": bytes([max(Finish) + 1])}, "finish"),
+        ({"prompt_tokens": NONE}, "rids"),
+        ({"cached": ints(1, 2)}, "rids"),
+    ],
+)
+def test_text_batch_columns_must_fit(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        text_batch(**changes)
+    assert caught.value.field == field
+
+
+def test_token_batch_refuses_an_unknown_finish_code() -> None:
+    with pytest.raises(FieldError, match="finish"):
+        TokenBatch(ints(1), ints(0), NONE, bytes([200]), ints(0), array("q"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"enter_slots": ints(1)}, "enter"),
+        ({"enter_lens": ints(1)}, "enter"),
+        ({"page_slots": ints(1)}, "page"),
+        ({"page_slots": ints(1), "page_counts": ints(2), "pages": ints(5)}, "pages"),
+        ({"chunk_slots": ints(1), "chunk_lens": ints(1), "chunk_tokens": ints(1)}, "chunk"),
+        ({"chunk_slots": ints(1), "chunk_lens": ints(2), "chunk_samples": ints(1)}, "chunk_tokens"),
+        ({"copies": ints(1, 2, 3)}, "copies"),
+    ],
+)
+def test_plan_columns_must_fit(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        plan(**changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "given_prompts", [{}, {"text": "a", "token_ids": ints(1)}, {"text": "", "chat": ()}], ids=["none", "two", "empty"]
+)
+def test_generate_takes_exactly_one_prompt(given_prompts: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match="prompt"):
+        Generate(1, **{"text": None, "token_ids": None, "chat": None, **given_prompts}, params=SamplingParams())
+
+
+def test_a_refused_frame_tells_its_rid() -> None:
+    """The receiver can answer the sender of a bad request only when the request id is known."""
+    good = Generate(41, "hello", None, None, SamplingParams())
+    assert schema_of(Generate)[4][0] == "params"
+    frame = reencode(good, 4, [200.0, *[0] * 9])
+    with pytest.raises(FrameError) as caught:
+        decode(frame, {Generate})
+    assert (caught.value.rid, caught.value.field) == (41, "params.temperature")
+    with pytest.raises(FrameError) as caught:
+        decode(reencode(good, 0, -1), {Generate})
+    assert caught.value.rid is None
+
+
+@given(st.sampled_from(ErrorCode))
+def test_every_error_code_travels(code: IntEnum) -> None:
+    error = RequestError(1, code, "no", field="max_tokens", limit=7)
+    assert ErrorCode(decode(encode(error), {RequestError}).code) is code
+
+
+def test_the_largest_prompt_fits_in_a_frame() -> None:
+    """A prompt at its limit in one-byte characters travels; one that is larger in bytes is refused when encoded."""
+    frame = encode(Generate(1, "x" * MAX_PROMPT_CHARS, None, None, SamplingParams()))
+    assert len(decode(frame, {Generate}).text) == MAX_PROMPT_CHARS
+    wide = Generate(1, "\N{GRINNING FACE}" * MAX_PROMPT_CHARS, None, None, SamplingParams())
+    with pytest.raises(FrameError, match="oversized"):
+        encode(wide)
+    assert 4 * MAX_PROMPT_CHARS > MAX_FRAME_BYTES
+
+
+def test_a_steady_decode_step_of_256_slots_is_small() -> None:
+    """Cost is in what changed: all slots decode, and at page size 16 every 16th of them gets a page in a step."""
+    everyone = b"\xff" * 32
+    assert len(encode(plan(step_id=10**6, decode=everyone))) < 100
+    grown = array("i", range(0, 256, 16))
+    pages = array("i", range(70_000, 70_016))
+    step = plan(step_id=10**6, decode=everyone, page_slots=grown, page_counts=ints(*[1] * 16), pages=pages)
+    assert len(encode(step)) < 400
+
+
+def test_a_step_of_256_results_costs_little_more_than_its_tokens() -> None:
+    result = StepResult(10**6, 3, "0", array("i", range(256)), array("q", [1, 2, 3]))
+    assert len(encode(result)) < 4 * 256 + 60

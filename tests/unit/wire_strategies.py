@@ -1,0 +1,123 @@
+"""Hypothesis strategies for wire messages, derived from the schema, so that a new message is covered by itself.
+
+A message whose fields depend on each other (it has a `__post_init__`) needs an entry in `COLUMNS` or `OWN`.
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from common.codec import Struct, schema_of
+from common.fields import Bool, Bytes, Checker, Float, Int, Ints, ListOf, MapOf, Maybe, Str
+from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch
+
+FEW = 6
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Column groups of equal length, columns whose length is the sum of another, and columns of even length."""
+
+    groups: tuple[tuple[str, ...], ...]
+    sums: dict[str, str]
+    even: tuple[str, ...] = ()
+
+
+COLUMNS = {
+    StepPlan: Rules(
+        groups=(
+            ("enter_slots", "enter_lens", "enter_draw"),
+            ("page_slots", "page_counts"),
+            ("chunk_slots", "chunk_lens", "chunk_samples"),
+        ),
+        sums={"pages": "page_counts", "chunk_tokens": "chunk_lens"},
+        even=("copies",),
+    ),
+    TokenBatch: Rules(groups=(("rids", "counts", "finish", "cached"),), sums={"token_ids": "counts"}),
+    TextBatch: Rules(
+        groups=(("rids", "counts", "texts", "finish", "prompt_tokens", "cached"),), sums={"token_ids": "counts"}
+    ),
+}
+
+
+def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[Any]:
+    """Values that a checker allows; `size` fixes the length of a column."""
+    least, most = (0, FEW) if size is None else (size, size)
+    match checker:
+        case Int(lo, hi):
+            return st.integers(lo, hi)
+        case Float(lo, hi, open_low):
+            return st.floats(lo, hi, exclude_min=open_low, allow_nan=False)
+        case Bool():
+            return st.booleans()
+        case Str():
+            return st.text(min_size=checker.least, max_size=min(checker.most, 40))
+        case Bytes():
+            return st.binary(min_size=least, max_size=min(checker.most, max(most, 0)))
+        case Ints():
+            items = st.integers(checker.lo, checker.hi)
+            columns = st.lists(items, min_size=least, max_size=min(checker.most, most))
+            return columns.map(lambda values: array(checker.typecode, values))
+        case ListOf():
+            items = st.lists(values_of(checker.item), min_size=max(least, checker.least), max_size=min(checker.most, most))
+            return items.map(tuple)
+        case MapOf():
+            return st.dictionaries(values_of(checker.key), values_of(checker.value), max_size=min(checker.most, FEW))
+        case Maybe(inner):
+            return st.none() | values_of(inner)
+        case Struct(cls):
+            return messages_of(cls)
+    raise NotImplementedError(f"{type(checker).__name__} needs a strategy in wire_strategies.values_of")
+
+
+def messages_of(cls: type) -> st.SearchStrategy[Any]:
+    """Every message of a type that its schema and its own check allow."""
+    if cls in OWN:
+        return OWN[cls]()
+    if cls in COLUMNS:
+        return _with_columns(cls, COLUMNS[cls])
+    if hasattr(cls, "__post_init__"):
+        raise NotImplementedError(f"{cls.__name__} checks across fields: it needs a strategy in wire_strategies")
+    return st.builds(cls, **{name: values_of(checker) for name, checker in schema_of(cls)})
+
+
+@st.composite
+def _with_columns(draw: st.DrawFn, cls: type, rules: Rules) -> Any:
+    checkers = dict(schema_of(cls))
+    fields: dict[str, Any] = {}
+    for group in rules.groups:
+        size = draw(st.integers(0, FEW))
+        for name in group:
+            if name in rules.sums.values():
+                least = checkers[name].lo  # type: ignore[attr-defined]
+                counts = st.lists(st.integers(least, 3), min_size=size, max_size=size)
+                fields[name] = array("i", draw(counts))
+            elif name == "finish":
+                fields[name] = bytes(draw(st.lists(st.sampled_from(Finish), min_size=size, max_size=size)))
+            else:
+                fields[name] = draw(values_of(checkers[name], size))
+    for name, counts_name in rules.sums.items():
+        fields[name] = draw(values_of(checkers[name], sum(fields[counts_name])))
+    for name in rules.even:
+        fields[name] = draw(values_of(checkers[name], 2 * draw(st.integers(0, FEW))))
+    for name, checker in checkers.items():
+        if name not in fields:
+            fields[name] = draw(values_of(checker))
+    return cls(**fields)
+
+
+@st.composite
+def _generates(draw: st.DrawFn) -> Generate:
+    checkers = dict(schema_of(Generate))
+    chosen = draw(st.sampled_from(("text", "token_ids", "chat")))
+    prompt: dict[str, Any] = dict.fromkeys(("text", "token_ids", "chat"))
+    maybe = checkers[chosen]
+    assert isinstance(maybe, Maybe)
+    prompt[chosen] = draw(values_of(maybe.inner))
+    rest = {name: draw(values_of(checker)) for name, checker in checkers.items() if name not in prompt}
+    return Generate(**prompt, **rest)
+
+
+OWN = {Generate: _generates}

@@ -1,0 +1,1 @@
+"""Text to tokens and back: the tokenizer process (requests in, answers out) and the detokenizer process."""

@@ -1,0 +1,175 @@
+"""Chat templates: a conversation to the text of a prompt, as transformers' apply_chat_template renders it.
+
+A template is a program that came with the model. It runs in jinja2's sandbox (no attribute of Python's internals, no
+change of what it is given), with a budget of steps: loop iterations and calls. The budget ends endless loops and
+recursion at the same place every time. What it does not bound is one single large operation on strings or numbers
+that is neither a loop nor a call nor a product, such as a filter with a huge width.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
+
+MAX_STEPS = 2_000_000  # loop iterations and calls of one rendering: one or two seconds
+MAX_PRODUCT = 2**24  # characters or entries of a repeated string or list
+MAX_DIGITS = 2**10  # bits of a product or power
+_BUDGET = "step budget"  # not an identifier: no template can name it
+
+
+class ChatTemplateError(ValueError):
+    """The template refuses the conversation, is wrong, or runs too long."""
+
+
+class ChatTemplate:
+    """A compiled template. Raises ChatTemplateError when it cannot be compiled."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        environment = _Environment()
+        try:
+            tree = environment.parse(source)
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            self._template = environment.from_string(tree)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: list[dict[str, str]], max_chars: int) -> str:
+        """The prompt up to where the assistant speaks. May be run by several threads at once.
+
+        Rendering stops soon after `max_chars`: a longer result says that the whole would be longer. Raises
+        ChatTemplateError with the template's own words where it has some.
+        """
+        variables = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            _BUDGET: _Budget(MAX_STEPS),
+        }
+        parts: list[str] = []
+        length = 0
+        try:
+            for part in self._template.generate(variables):
+                parts.append(part)
+                length += len(part)
+                if length > max_chars:
+                    break
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"chat template: {error}") from None
+        except Exception as error:  # a template can raise whatever Python can: TypeError, RecursionError, MemoryError
+            raise ChatTemplateError(f"chat template: {type(error).__name__}: {error}") from None
+        return "".join(parts)
+
+
+class _Budget:
+    def __init__(self, steps: int):
+        self._left = steps
+
+    def spend(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise jinja2.TemplateRuntimeError(f"it runs too long (limit {MAX_STEPS} loop iterations and calls)")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+        self.filters["tojson"] = _tojson
+        self.filters["counted"] = _counted
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        self.globals["dict"] = _new_dict  # the type itself would offer its methods
+        self.globals["namespace"] = _Namespace
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        context[_BUDGET].spend()
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_product(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body is simply shown."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Namespace(Namespace):
+    """A namespace without names that Python itself would read."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # without a parameter `self`, which a template may set
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}: names must not start with an underscore")
+
+
+def _check_product(operator: str, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_DIGITS:
+            raise SecurityError(f"the result of {operator} is too large")
+    for repeated, times in ((left, right), (right, left)):
+        if isinstance(repeated, str | list | tuple) and isinstance(times, int) and len(repeated) * times > MAX_PRODUCT:
+            raise SecurityError(f"the result of {operator} is too large")
+
+
+@jinja2.pass_context
+def _counted(context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
+    """What every loop iterates over: the same, with a step spent for each item."""
+    budget = context[_BUDGET]
+    for item in iterable:
+        budget.spend()
+        yield item
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)

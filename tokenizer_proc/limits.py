@@ -1,0 +1,95 @@
+"""What a request must keep to, and the refusals that say so."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from common.config import SchedulerConfig
+from common.fields import IntArray
+from common.messages import ErrorCode, Go, RequestError
+
+CHARS_PER_TOKEN = 64  # allowed at least, where a tokenizer's longest token is shorter: text may be normalized away
+RETRY_AFTER_S = 1.0
+
+
+class Refused(Exception):
+    """A request is refused; the rest of the fields are those of RequestError."""
+
+    def __init__(self, code: ErrorCode, problem: str, field: str = "", limit: int = 0, retry_after_s: float = 0.0):
+        super().__init__(problem)
+        self.code = code
+        self.problem = problem
+        self.field = field
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+    def answer(self, rid: int) -> RequestError:
+        return RequestError(rid, self.code, self.problem[:4096], self.field[:256], self.limit, self.retry_after_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a running cluster. `context_len` and `pool_tokens` hold prompt and answer together."""
+
+    context_len: int
+    pool_tokens: int
+    vocab_size: int
+    max_live: int
+    chars_per_token: int = CHARS_PER_TOKEN
+
+    @classmethod
+    def of_cluster(cls, go: Go, scheduler: SchedulerConfig, longest_token: int) -> Self:
+        return cls(
+            context_len=go.context_len,
+            pool_tokens=go.num_pages * go.page_size,
+            vocab_size=go.vocab_size,
+            max_live=scheduler.max_waiting + scheduler.max_running,
+            chars_per_token=max(CHARS_PER_TOKEN, longest_token),
+        )
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens that a prompt may have: at least one more must fit."""
+        return min(self.context_len, self.pool_tokens) - 1
+
+    @property
+    def max_chars(self) -> int:
+        """Characters beyond which no text is tokenized: as many of the longest token as could fit."""
+        return self.max_prompt * self.chars_per_token
+
+    def check_live(self, live: int) -> None:
+        if live >= self.max_live:
+            problem = f"{live} requests are running or waiting, which is the limit; try again later"
+            raise Refused(ErrorCode.OVERLOADED, problem, "max_waiting", self.max_live, RETRY_AFTER_S)
+
+    def check_chars(self, chars: int, field: str) -> None:
+        if chars > self.max_chars:
+            problem = (
+                f"the prompt has {chars} characters or more; with {self._prompt_limit()}, "
+                f"more than {self.max_chars} characters are not tokenized"
+            )
+            raise Refused(ErrorCode.TOO_LONG, problem, field, self.max_chars)
+
+    def check_prompt(self, tokens: IntArray, field: str) -> None:
+        """Length first: it is cheaper to say and explains more."""
+        if not tokens:
+            raise Refused(ErrorCode.INVALID, f"{field}: the prompt is empty (it has no tokens)", field, 1)
+        if len(tokens) > self.max_prompt:
+            problem = f"the prompt has {len(tokens)} tokens; {self._prompt_limit()}"
+            raise Refused(ErrorCode.TOO_LONG, problem, field, self.max_prompt)
+        self.check_token_ids(tokens, field)
+
+    def check_token_ids(self, tokens: IntArray, field: str) -> None:
+        if tokens and max(tokens) >= self.vocab_size:
+            index = next(i for i, token in enumerate(tokens) if token >= self.vocab_size)
+            field = f"{field}[{index}]"
+            problem = f"{field}: token id {tokens[index]} is outside the model's vocabulary of {self.vocab_size}"
+            raise Refused(ErrorCode.INVALID, problem, field, self.vocab_size - 1)
+
+    def answer_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
+        """How many tokens the answer may have: what was asked for, or as many as fit."""
+        room = min(self.context_len, self.pool_tokens) - prompt_tokens
+        return room if wanted is None else min(wanted, room)
+
+    def _prompt_limit(self) -> str:
+        which = "context window" if self.context_len <= self.pool_tokens else "KV cache"
+        return f"the {which} of {self.max_prompt + 1} tokens allows {self.max_prompt} and one for the answer"

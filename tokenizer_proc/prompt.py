@@ -1,0 +1,56 @@
+"""From a Generate message to prompt tokens."""
+
+from array import array
+from typing import assert_never
+
+from tokenizers import Tokenizer
+
+from common.fields import IntArray
+from common.messages import ChatMessage, ErrorCode, Generate
+from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
+from tokenizer_proc.limits import Limits, Refused
+
+
+class PromptEncoder:
+    """Turns requests into prompt tokens within the limits. Without state, so threads may share it.
+
+    Text is encoded with the special tokens that the tokenizer itself adds (such as BOS); a chat is not, because its
+    template writes them; token ids are used as they are. `chat_template` is None where the model has none, or the
+    words that say why it cannot be used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | str | None, limits: Limits):
+        self._tokenizer = tokenizer
+        self._template = chat_template
+        self._limits = limits
+
+    def encode(self, msg: Generate) -> IntArray:
+        """Raises Refused with the field and the limit."""
+        if msg.token_ids is not None:
+            self._limits.check_prompt(msg.token_ids, "token_ids")
+            return msg.token_ids
+        if msg.text is not None:
+            return self._tokenize(msg.text, "text", add_special_tokens=True)
+        assert msg.chat is not None
+        return self._tokenize(self._render(msg.chat), "chat", add_special_tokens=False)
+
+    def _render(self, chat: tuple[ChatMessage, ...]) -> str:
+        match self._template:
+            case None:
+                raise Refused(ErrorCode.INVALID, "chat: this model has no chat template; send text", "chat")
+            case str() as problem:
+                raise Refused(ErrorCode.INVALID, problem, "chat")
+            case ChatTemplate() as template:
+                messages = [{"role": m.role, "content": m.content} for m in chat]
+                try:
+                    return template.render(messages, self._limits.max_chars)
+                except ChatTemplateError as error:
+                    raise Refused(ErrorCode.INVALID, str(error), "chat") from None
+            case other:
+                assert_never(other)
+
+    def _tokenize(self, text: str, field: str, *, add_special_tokens: bool) -> IntArray:
+        self._limits.check_chars(len(text), field)
+        tokens = array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        self._limits.check_prompt(tokens, field)
+        return tokens

@@ -1,0 +1,63 @@
+"""Stop strings in a stream of text: found across deltas, held back, never shown."""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Finds the first of several stop strings in text that arrives in pieces.
+
+    The match that ends first wins, and of those the one that starts first (the longest), so the result does not depend
+    on how the text is cut. Text that can still become a stop string is held; everything before it is shown at once.
+    The method is Knuth, Morris and Pratt's, one automaton per stop string: linear in the text.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = [(stop, _prefix_function(stop)) for stop in stops]
+        self._matched = [0] * len(self._stops)  # characters of each stop that the text so far ends with
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text to show, and whether a stop string was found: then what follows it is dropped."""
+        if not self._stops:
+            return text, False
+        seen = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            found = self._advance(char)
+            if found:
+                self._held = ""
+                return seen[: end - found], True
+        shown = len(seen) - max(self._matched)
+        self._held = seen[shown:]
+        return seen[:shown], False
+
+    def flush(self) -> str:
+        """The held text, at the end of the stream."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> int:
+        """Take one character; the length of the longest stop string that ends with it, or 0."""
+        longest = 0
+        for i, (stop, back) in enumerate(self._stops):
+            matched = self._matched[i]
+            while matched and stop[matched] != char:
+                matched = back[matched - 1]
+            if stop[matched] == char:
+                matched += 1
+            self._matched[i] = matched
+            if matched == len(stop) > longest:
+                longest = matched
+        return longest
+
+
+def _prefix_function(stop: str) -> list[int]:
+    """For each position the length of the longest proper prefix of `stop` that also ends there."""
+    back = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = back[length - 1]
+        if stop[i] == stop[length]:
+            length += 1
+        back[i] = length
+    return back

@@ -1,0 +1,113 @@
+"""The detokenizer's state: one text stream per live request."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from common.fields import IntArray
+from common.messages import Finish, OpenStream, RequestError, TextBatch, TokenBatch
+from tokenizer_proc.rows import Rows
+from tokenizer_proc.stop_strings import StopMatcher
+from tokenizer_proc.text_decoder import TextDecoder, TextDecoders
+
+
+@dataclass(slots=True)
+class _Stream:
+    decoder: TextDecoder
+    matcher: StopMatcher
+    stopped: bool = False  # a stop string ended it; the scheduler's own end is still to come
+
+
+@dataclass(slots=True)
+class _Early:
+    """What came for a request whose OpenStream has not: the two senders are not ordered."""
+
+    tokens: IntArray = field(default_factory=lambda: array("i"))
+    finish: int = Finish.NONE
+    cached: int = 0
+    times: IntArray = field(default_factory=lambda: array("q"))
+    error: RequestError | None = None
+
+
+class Streams:
+    """Tokens in, text out. Every stream is closed by the scheduler's terminal row (a finish code or a RequestError),
+    and passes exactly one terminal row on: its own when a stop string was found, else the scheduler's."""
+
+    def __init__(self, decoders: TextDecoders):
+        self._decoders = decoders
+        self._streams: dict[int, _Stream] = {}
+        self._early: dict[int, _Early] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def early(self) -> int:
+        """Requests with output before their OpenStream."""
+        return len(self._early)
+
+    def open(self, msg: OpenStream) -> TextBatch | RequestError | None:
+        """Start a stream; what has come early for it leaves at once, as one row."""
+        decoder = self._decoders.new(skip_special_tokens=msg.skip_special_tokens, continues=True)
+        self._streams[msg.rid] = _Stream(decoder, StopMatcher(msg.stop))
+        early = self._early.pop(msg.rid, None)
+        if early is None:
+            return None
+        if early.error is not None:
+            return self.fail(early.error)
+        rows = Rows()
+        self._add_row(rows, msg.rid, early.tokens, early.finish, early.cached)
+        return rows.batch(early.times) if rows.rids else None
+
+    def push(self, batch: TokenBatch, received: int) -> TextBatch | None:
+        """A step's text, a row for each row that is still wanted. `received` (ns) goes into `times`."""
+        times = batch.times[:]
+        times.append(received)
+        rows = Rows()
+        at = 0
+        for rid, count, finish, cached in zip(batch.rids, batch.counts, batch.finish, batch.cached, strict=True):
+            tokens = batch.token_ids[at : at + count]
+            at += count
+            if rid in self._streams:
+                self._add_row(rows, rid, tokens, finish, cached)
+            else:
+                early = self._early.setdefault(rid, _Early())
+                early.tokens.extend(tokens)
+                early.finish, early.cached, early.times = finish, cached, times
+        return rows.batch(times) if rows.rids else None
+
+    def fail(self, error: RequestError) -> RequestError | None:
+        """The scheduler ended a request with an error."""
+        stream = self._streams.pop(error.rid, None)
+        if stream is None:
+            self._early.setdefault(error.rid, _Early()).error = error
+            return None
+        return None if stream.stopped else error
+
+    def _add_row(self, rows: Rows, rid: int, tokens: IntArray, finish: int, cached: int) -> None:
+        stream = self._streams[rid]
+        if finish != Finish.NONE:
+            del self._streams[rid]
+        if stream.stopped:
+            return
+        text, shown = self._text(stream, tokens, finish)
+        if stream.stopped:
+            finish = Finish.STOP
+        if shown or finish != Finish.NONE:
+            rows.add(rid, shown, text, finish, 0, cached)
+
+    def _text(self, stream: _Stream, tokens: IntArray, finish: int) -> tuple[str, IntArray]:
+        """The text to show, and the tokens up to the one that completed a stop string."""
+        # The scheduler stops at a token (end of sequence or a stop token): that one has no text.
+        with_text = len(tokens) - (finish == Finish.STOP and len(tokens) > 0)
+        parts: list[str] = []
+        for i, token in enumerate(tokens[:with_text]):
+            text, stream.stopped = stream.matcher.push(stream.decoder.push(token))
+            parts.append(text)
+            if stream.stopped:
+                return "".join(parts), tokens[: i + 1]
+        if finish != Finish.NONE:
+            text, stream.stopped = stream.matcher.push(stream.decoder.flush())
+            parts.append(text)
+            if not stream.stopped:
+                parts.append(stream.matcher.flush())
+        return "".join(parts), tokens

@@ -1,0 +1,88 @@
+"""How many KV pages a rank may have."""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from common.config import CacheConfig
+from worker_proc.errors import ModelError
+from worker_proc.kv_cache import KVSpec
+
+log = logging.getLogger(__name__)
+
+_CPU_SHARE = 0.25  # of the available memory, over all ranks: the rest of the machine is in use too
+_CUDA_SHARE = 0.85  # of what is free after the weights: the rest is for activations
+_GIB = 2**30
+
+
+def choose_num_pages(
+    cache: CacheConfig, spec: KVSpec, *, device: torch.device, ranks: int, context_len: int, max_running: int
+) -> int:
+    """Pages for one rank of `ranks` on this machine: `kv_tokens` rounded up, or what fits in `kv_bytes`, or what fits
+    in a share of the memory that is available now; the last two at most what `max_running` full context windows need.
+
+    Raises ModelError with the numbers if not a single page fits. A pool smaller than one context window is allowed,
+    because requests that cannot fit are refused one by one, but it is worth a warning.
+    """
+    page_bytes = cache.page_size * spec.bytes_per_token
+    window_pages = -(-context_len // cache.page_size)
+    if cache.kv_tokens is not None:
+        pages = -(-cache.kv_tokens // cache.page_size)
+    else:
+        budget, source = _budget(cache, device, ranks)
+        pages = min(budget // page_bytes, max_running * window_pages)
+        if pages < 1:
+            raise ModelError(
+                "kv_memory",
+                budget,
+                f"bytes ({source}) do not hold one page of {cache.page_size} tokens, which needs {page_bytes} bytes",
+            )
+    if pages < window_pages:
+        log.warning(
+            "the KV cache holds %d tokens, less than the context window of %d, which would need %.2f GiB per rank: "
+            "longer requests will be refused",
+            pages * cache.page_size,
+            context_len,
+            window_pages * page_bytes / _GIB,
+        )
+    return pages
+
+
+def describe_cache(num_pages: int, page_size: int, spec: KVSpec) -> str:
+    """One line for the log."""
+    size = num_pages * page_size * spec.bytes_per_token
+    tokens = num_pages * page_size
+    return f"KV cache: {tokens:,} tokens in {num_pages:,} pages of {page_size}, {size / _GIB:.2f} GiB per rank"
+
+
+def _budget(cache: CacheConfig, device: torch.device, ranks: int) -> tuple[int, str]:
+    """Bytes for one rank, and where the number comes from."""
+    if cache.kv_bytes is not None:
+        return cache.kv_bytes, "as configured"
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_CUDA_SHARE * free), f"{_CUDA_SHARE:.0%} of {free / _GIB:.2f} GiB of free GPU memory"
+    available = available_memory()
+    share = f"{_CPU_SHARE:.0%} of {available / _GIB:.2f} GiB of available memory, for {ranks} ranks"
+    return int(_CPU_SHARE * available) // ranks, share
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this machine, or the container that it is, can give without swapping."""
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: all of the memory, as what is in use is not known
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            room = int((cgroup / limit).read_text()) - int((cgroup / used).read_text())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+        available = min(available, max(room, 0))
+    return available

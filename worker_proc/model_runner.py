@@ -1,0 +1,115 @@
+"""Executes StepPlans: slots, cache, model and sampler in the order that a plan prescribes."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.messages import StepPlan
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.input_batch import PlanError, SampledRows, SlotTable
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.interface import LanguageModel
+from worker_proc.parallel import TensorParallel
+from worker_proc.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`tokens` as in StepResult (only rank 0 knows them on the host); times are CLOCK_MONOTONIC nanoseconds."""
+
+    tokens: list[int]
+    forward_started: int
+    tokens_ready: int
+
+
+class ModelRunner:
+    """One rank's model and the state of its requests. Every rank must execute the same plans in the same order."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cache: KVCache,
+        *,
+        max_slots: int,
+        context_len: int,
+        group: str,
+        tp: TensorParallel,
+        device: torch.device | str,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._tp = tp
+        self._device = torch.device(device)
+        self._group = group
+        self._epoch = -1  # before the first plan
+        self._next_step = 0
+        self._sampler = Sampler(max_slots, device)
+        self._slots = SlotTable(
+            max_slots,
+            num_pages=cache.num_pages,
+            page_size=cache.page_size,
+            context_len=context_len,
+            vocab_size=model.vocab_size,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run the model once on the scratch page, so that the first request does not pay for lazy initialisation."""
+        page, size = self._cache.scratch_page, self._cache.page_size
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        batch = ForwardBatch(
+            token_ids=zero,
+            positions=zero,
+            slot_mapping=zero + page * size,
+            page_table=torch.full((1, 1), page, dtype=torch.int64, device=self._device),
+            kv_lens=zero + 1,
+            q_lens=[1],
+            kv_lens_host=[1],
+            num_prefill_rows=0,
+            logit_rows=zero,
+        )
+        self._model.forward(batch, self._cache)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Apply a plan and compute its step. Raises PlanError when the plan is not the one that must come next, or
+        contradicts the state; the runner cannot go on then."""
+        self._check_order(plan)
+        self._slots.apply(plan)
+        self._sampler.set_params(plan.enter_slots, plan.enter_draw)
+        if plan.copies:
+            self._cache.copy_pages(plan.copies[::2].tolist(), plan.copies[1::2].tolist())
+        if not plan.chunk_slots and not any(plan.decode):
+            now = time.monotonic_ns()
+            return StepOutput([], now, now)
+        batch, sampled = self._slots.build(plan)
+        forward_started = time.monotonic_ns()
+        logits = self._model.forward(batch, self._cache)
+        tokens = self._draw(logits, sampled) if len(sampled.slots) else []
+        return StepOutput(tokens, forward_started, time.monotonic_ns())
+
+    def _check_order(self, plan: StepPlan) -> None:
+        if plan.group != self._group:
+            raise PlanError(f"group: the plan is for {plan.group!r}, this worker is of {self._group!r}")
+        if plan.epoch > self._epoch:  # a new scheduler, which knows nothing of what was here
+            self._epoch = plan.epoch
+            self._next_step = plan.step_id
+            self._slots.reset()
+        if plan.epoch < self._epoch:
+            raise PlanError(f"epoch: the plan is of {plan.epoch}, this worker is in {self._epoch}")
+        if plan.step_id != self._next_step:
+            raise PlanError(f"step_id: expected {self._next_step}, got {plan.step_id}")
+        self._next_step += 1
+
+    def _draw(self, logits: Tensor, sampled: SampledRows) -> list[int]:
+        """Rank 0 samples; the others need its tokens as their next inputs, but not on the host."""
+        if self._tp.rank == 0:
+            tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
+        else:
+            tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)
+        self._tp.broadcast(tokens)
+        self._slots.store(sampled, tokens)
+        return tokens.tolist() if self._tp.rank == 0 else []

@@ -1,0 +1,124 @@
+"""From the configuration to a model runner that is ready to serve: device, precision, ranks, weights, KV cache."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.config import ClusterConfig, ConfigError, ModelConfig
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.kv_cache import KVCache
+from worker_proc.memory import choose_num_pages, describe_cache
+from worker_proc.model_runner import ModelRunner
+from worker_proc.models.describe import describe
+from worker_proc.models.interface import ModelInfo
+from worker_proc.models.registry import load_model
+from worker_proc.parallel import TensorParallel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWorker:
+    """`info` is what the launcher must know, see `ready_info`."""
+
+    runner: ModelRunner
+    info: dict[str, int]
+
+
+def load_worker(
+    config: ClusterConfig, rank: int, group: str, progress: Callable[[int, int], None] | None = None
+) -> LoadedWorker:
+    """Load one rank of `config.model.tp` ranks; all of them must be started, as they wait for each other.
+
+    `progress(done_bytes, total_bytes)` is called while weights are read. Raises ConfigError or ModelError naming the
+    option, file, tensor or number that stands in the way, RuntimeError if another rank is missing.
+    """
+    model_config, started = config.model, time.monotonic()
+    device = choose_device(model_config, rank)
+    if device.type == "cpu":
+        torch.set_num_threads(model_config.threads or max(1, _num_cores() // model_config.tp))
+    else:
+        torch.cuda.set_device(device)
+    info = describe(model_config.path)
+    dtype = choose_dtype(model_config, info)
+    context_len = choose_context_len(model_config, info)
+    tp = TensorParallel.connect(
+        rank, model_config.tp, Path(config.run_dir) / "store", device, timeout=config.start_timeout_s
+    )
+    model = load_model(
+        model_config.path, dtype=dtype, device=device, tp=tp, attention=ReferenceAttention(), progress=progress
+    )
+    spec, page_size = model.kv_spec, config.cache.page_size
+    num_pages = tp.min(
+        choose_num_pages(
+            config.cache,
+            spec,
+            device=device,
+            ranks=model_config.tp,
+            context_len=context_len,
+            max_running=config.scheduler.max_running,
+        )
+    )
+    runner = ModelRunner(
+        model,
+        KVCache(spec, num_pages, page_size, device),
+        max_slots=config.scheduler.max_running,
+        context_len=context_len,
+        group=group,
+        tp=tp,
+        device=device,
+    )
+    runner.warm_up()
+    if rank == 0:
+        log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
+        log.info("%s", describe_cache(num_pages, page_size, spec))
+    log.debug("loaded in %.2f s", time.monotonic() - started)
+    return LoadedWorker(runner, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token))
+
+
+def ready_info(
+    info: ModelInfo, num_pages: int, page_size: int, context_len: int, bytes_per_token: int
+) -> dict[str, int]:
+    """The worker's part of Ready.info: `num_pages`, `page_size`, `context_len` and `vocab_size` of Go under the same
+    names, its `eos_token_ids` as `eos_0`, `eos_1`, ..., and `kv_bytes_per_token`, which is of one rank."""
+    return {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "context_len": context_len,
+        "vocab_size": info.vocab_size,
+        "kv_bytes_per_token": bytes_per_token,
+        **{f"eos_{i}": token for i, token in enumerate(info.eos_token_ids)},
+    }
+
+
+def choose_device(model: ModelConfig, rank: int) -> torch.device:
+    """The rank's device: "auto" takes GPUs when there is one for every rank, else the CPU for all."""
+    gpus = 0 if model.device == "cpu" else torch.cuda.device_count()
+    if model.device == "cuda" and gpus < model.tp:
+        raise ConfigError(f"device cuda: tp {model.tp} needs as many GPUs, this machine shows {gpus}")
+    return torch.device("cuda", rank) if gpus >= model.tp else torch.device("cpu")
+
+
+def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
+    """The configured precision; "auto" is the one in which the checkpoint is stored."""
+    name = info.dtype if model.dtype == "auto" else model.dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:
+    """The configured context window, which the model must support, or the model's own."""
+    wanted = model.context_len
+    if wanted is not None and wanted > info.context_length:
+        raise ConfigError(f"context-len {wanted} is more than the {info.context_length} tokens that the model supports")
+    return wanted or info.context_length
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
