@@ -107,9 +107,9 @@ def split_sections(text: str) -> Iterator[tuple[str, str]]:
     matches = list(_UNDERLINE.finditer(text))
     if not matches or matches[0].start() > 0:
         yield "", text[: matches[0].start() if matches else len(text)].strip()
-    for match, following in zip(matches, [*matches[1:], None], strict=True):
-        section = text[match.start() : following.start() if following else len(text)].strip()
-        yield match["title"].strip(), section
+    ends = [following.start() for following in matches[1:]] + [len(text)]
+    for match, end in zip(matches, ends, strict=False):  # one end too many if there is no heading
+        yield match["title"].strip(), text[match.start() : end].strip()
 
 
 def topic_entries() -> Iterator[Entry]:

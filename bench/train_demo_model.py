@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import tokenizers
@@ -22,10 +23,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from bench.demo_corpus import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TURN_END, Corpus, build_corpus
 
+hf: Any = transformers  # typed in part, and differently from version to version
 VOCAB_SIZE = 3072
 CONTEXT = 1024
 SHORT_CONTEXT = 256  # most steps: cheaper per token; every fourth step trains the full context
@@ -71,9 +72,9 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """About 2.7 million parameters; query and KV heads divide by two for tensor parallelism."""
-    config = LlamaConfig(
+def build_model(tokenizer: Tokenizer) -> Any:
+    """A LlamaForCausalLM of 2.7 million parameters; query and KV heads divide by two for tensor parallelism."""
+    config = hf.LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=192,
         intermediate_size=512,
@@ -87,13 +88,13 @@ def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
         eos_token_id=tokenizer.token_to_id(END_OF_TEXT),
         pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
     )
-    model = LlamaForCausalLM(config)
+    model = hf.LlamaForCausalLM(config)
     end_ids = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)]
-    model.generation_config = GenerationConfig(bos_token_id=None, eos_token_id=end_ids, pad_token_id=end_ids[0])
+    model.generation_config = hf.GenerationConfig(bos_token_id=None, eos_token_id=end_ids, pad_token_id=end_ids[0])
     return model
 
 
-def add_dropout(model: LlamaForCausalLM, probability: float) -> None:
+def add_dropout(model: nn.Module, probability: float) -> None:
     """Dropout on the embeddings and on what each block adds to the residual stream; Llama itself has none."""
 
     def drop(module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
@@ -133,14 +134,14 @@ def batches(documents: Sequence[Tensor], batch_tokens: int, generator: torch.Gen
         step += 1
 
 
-def loss_sum(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
+def loss_sum(model: nn.Module, rows: Tensor) -> Tensor:
     """Summed negative log-likelihood in nats of rows [n, length + 1]."""
     logits: Tensor = model(input_ids=rows[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
 
 
 @torch.inference_mode()
-def held_out_nats(model: LlamaForCausalLM, documents: Sequence[Tensor]) -> tuple[float, int]:
+def held_out_nats(model: nn.Module, documents: Sequence[Tensor]) -> tuple[float, int]:
     """Summed nats over the packed documents and the number of predicted tokens, in windows of the full context."""
     model.eval()
     packed = torch.cat([torch.tensor([0]), *documents])  # the first token is predicted from <|endoftext|>
@@ -160,9 +161,9 @@ def learning_rate_factor(step: int, steps: int, warm_up: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def save_model(model: LlamaForCausalLM, out: Path) -> None:
+def save_model(model: Any, out: Path) -> None:
     """bfloat16 safetensors and the two configs; raises click.ClickException if the weights outgrow the repository."""
-    rounded = LlamaForCausalLM(model.config)
+    rounded = hf.LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = model.generation_config
     rounded.to(torch.bfloat16).save_pretrained(out)
@@ -175,14 +176,14 @@ def save_model(model: LlamaForCausalLM, out: Path) -> None:
 
 def report(out: Path, tokenizer: Tokenizer, corpus: Corpus) -> None:
     """Print the held-out numbers and a few completions of the checkpoint as saved."""
-    model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model = hf.LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     click.echo(f"parameters: {model.num_parameters():,}")
     for name, documents in (("documents", corpus.held_out), ("conversations", corpus.held_out_chat)):
         nats, tokens = held_out_nats(model, encode(tokenizer, documents))
         n_bytes = sum(len(document.encode()) for document in documents)
         click.echo(
-            f"held-out {name}: {tokens:,} tokens, {n_bytes:,} bytes, perplexity {math.exp(nats / tokens):.2f} per token, "
-            f"{math.exp(nats / n_bytes):.3f} per byte ({nats / n_bytes / math.log(2):.3f} bits)"
+            f"held-out {name}: {tokens:,} tokens, {n_bytes:,} bytes, "
+            f"perplexity {math.exp(nats / tokens):.2f} per token, {math.exp(nats / n_bytes):.3f} per byte"
         )
     model.eval()
     for prompt in SAMPLE_PROMPTS:
@@ -209,7 +210,7 @@ def main(
     """Train the demo model and write its checkpoint to OUT."""
     if batch_tokens % CONTEXT:
         raise click.BadParameter(f"must be a multiple of {CONTEXT}, got {batch_tokens}", param_hint="--batch-tokens")
-    transformers.utils.logging.disable_progress_bar()
+    hf.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -247,7 +248,7 @@ def main(
     for step in progress:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = training_loss(model, next(stream)) / batch_tokens
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -35,7 +35,14 @@ _BASE: dict[str, Any] = {
     "initializer_range": 0.15,
     "tie_word_embeddings": True,
 }
-_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
+_GPT2 = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "initializer_range": 0.3,
+}
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},

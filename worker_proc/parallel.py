@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from worker_proc.errors import ModelError
+
+# torch's stubs hide or miss most of what is used here.
+dist: Any = torch.distributed
 
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -25,9 +28,7 @@ class TensorParallel:
     A dead or silent peer makes a collective raise RuntimeError, at the latest after `timeout` seconds.
     """
 
-    def __init__(
-        self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | str = "cpu") -> None:
         """Use `TensorParallel()` for a single rank and `connect` for several. `group` is a torch c10d backend."""
         if not 0 <= rank < size:
             raise ModelError("rank", rank, f"must be in 0..{size - 1} for {size} ranks")
@@ -100,17 +101,17 @@ class TensorParallel:
         return int(tensor.item())
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     # Built directly, because init_process_group leaves gloo to pick an interface from the host's name; the explicit
-    # device pins it to loopback without touching the environment. torch's stubs do not know these names.
-    gloo: Any = dist.ProcessGroupGloo
+    # device pins it to loopback without touching the environment.
+    gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     return gloo(store, rank, size, options)
 
 
-def _nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+def _nccl_group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     # NCCL takes the interface of its bootstrap sockets from the environment only.
     os.environ["NCCL_SOCKET_IFNAME"] = f"={_LOOPBACK_INTERFACE}"
     torch.cuda.set_device(device)

@@ -38,4 +38,5 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     counter = torch.stack((positions & _MASK, (positions >> 32) & _MASK, zeros, zeros))
     key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))
     high, low = philox4x32(counter, key)[:2]
-    return ((high << 21) | (low >> 11)).to(torch.float64).mul_(2.0**-53)
+    bits: Tensor = (high << 21) | (low >> 11)
+    return bits.to(torch.float64).mul_(2.0**-53)

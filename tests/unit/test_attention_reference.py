@@ -83,7 +83,9 @@ def test_equals_token_by_token_attention(
         logit_rows=torch.zeros(0, dtype=torch.int64),
     )
     q = torch.randn(len(batch.token_ids), heads[0], dims[0])
-    k, v = (torch.cat([pair[i][total - new :] for (new, total), pair in zip(lengths, full, strict=True)]) for i in (0, 1))
+    k, v = (
+        torch.cat([pair[i][total - new :] for (new, total), pair in zip(lengths, full, strict=True)]) for i in (0, 1)
+    )
     scale = 1 / math.sqrt(dims[0])
     out = ReferenceAttention().forward(1, q, k, v, batch, cache, scale=scale, window=window, softcap=softcap)
     start = 0
@@ -103,7 +105,9 @@ def test_copy_pages_copies_every_layer_and_reads_before_it_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("src", "dst"), [([0], []), ([0], [4]), ([-1], [0]), ([0, 1], [2, 2])], ids=["length", "scratch", "negative", "twice"]
+    ("src", "dst"),
+    [([0], []), ([0], [4]), ([-1], [0]), ([0, 1], [2, 2])],
+    ids=["length", "scratch", "negative", "twice"],
 )
 def test_copy_pages_refuses_impossible_copies(src: list[int], dst: list[int]) -> None:
     with pytest.raises(ValueError, match="copy_pages"):

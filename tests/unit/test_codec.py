@@ -1,7 +1,6 @@
 """Hostile bytes: decode raises FrameError and nothing else, and what it lets through is a valid message."""
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -22,7 +21,7 @@ from common.codec import (
     schema_of,
 )
 from common.fields import Bool, Bytes, FieldError, Float, Int, Ints, ListOf, MapOf, Maybe, Str
-from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats, StepPlan
+from common.messages import Abort, AddRequest, Beat, GetStats, Ready, Stats
 from common.sampling_params import SamplingParams
 from tests.unit.wire_strategies import messages_of
 
@@ -42,7 +41,7 @@ scalars = (
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=3),
     max_leaves=12,
 )
 
@@ -264,9 +263,3 @@ def test_checkers_name_field_and_limit(checker: Any, wrong: Any, limit: str) -> 
         checker.unpack(wrong, "what")
     assert caught.value.field.startswith("what") and limit in caught.value.problem
     assert len(caught.value.problem) < 200
-
-
-@pytest.mark.parametrize("make", [lambda: Generate, lambda: StepPlan], ids=["Generate", "StepPlan"])
-def test_schema_follows_the_dataclass(make: Callable[[], type]) -> None:
-    cls = make()
-    assert tuple(name for name, _ in schema_of(cls)) == tuple(cls.__dataclass_fields__)

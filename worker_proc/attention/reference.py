@@ -67,9 +67,16 @@ class ReferenceAttention:
         return out
 
     def _attend_prefill(
-        self, layer: int, row: int, q: Tensor, batch: ForwardBatch, cache: KVCache,
-        scale: float, window: int | None, softcap: float | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: int,
+        row: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         keys = self._prefill.get((row, window))
         if keys is None:
             keys = self._prefill[row, window] = _prefill_keys(batch, row, cache.page_size, window)
@@ -80,9 +87,15 @@ class ReferenceAttention:
         return out[0].transpose(0, 1)
 
     def _attend_decode(
-        self, layer: int, q: Tensor, batch: ForwardBatch, cache: KVCache,
-        scale: float, window: int | None, softcap: float | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         keys = self._decode.get(window)
         if keys is None:
             keys = self._decode[window] = _decode_keys(batch, cache.page_size, window)

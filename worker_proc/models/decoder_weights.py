@@ -152,9 +152,7 @@ class DecoderWeightPlan:
             down=self._rows(base + "mlp.c_proj", inner, shard.channels, True, transposed=True),
         )
 
-    def _columns(
-        self, blocks: list[tuple[str, int, Span]], width: int, bias: bool, transposed: bool = False
-    ) -> Linear:
+    def _columns(self, blocks: list[tuple[str, int, Span]], width: int, bias: bool, transposed: bool = False) -> Linear:
         """Column-parallel: stacked output rows `(name, rows of the whole matrix, rows of this rank)`."""
         weights = [Part(name + ".weight", (full, width), span, None, transposed) for name, full, span in blocks]
         biases = [Part(name + ".bias", (full,), span) for name, full, span in blocks]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.errors import ModelError
@@ -26,6 +25,8 @@ from worker_proc.models.loading import Progress
 from worker_proc.models.spec import check_servable
 from worker_proc.parallel import TensorParallel
 from worker_proc.weights import Checkpoint
+
+hf: Any = transformers  # its annotations vary between the versions that are supported
 
 ATTENTION_NAME = "rhizome_paged"
 
@@ -104,7 +105,7 @@ def paged_attention(
     return out[None], None
 
 
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
+hf.AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 def _is_neutral(value: object) -> bool:
@@ -221,15 +222,15 @@ def load_transformers_model(
 
 
 def _read_model(directory: Path, model_type: str, dtype: torch.dtype) -> Any:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    hf.utils.logging.set_verbosity_error()
+    hf.utils.logging.disable_progress_bar()
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(directory, **local)
+        config = hf.AutoConfig.from_pretrained(directory, **local)
         _check_config(config, model_type)
         # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
         # not stored, such as rotary frequencies.
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = hf.AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
@@ -251,7 +252,7 @@ def _read_model(directory: Path, model_type: str, dtype: torch.dtype) -> Any:
 
 def _check_config(config: Any, model_type: str) -> None:
     """Refuse by name what cannot be right, before any weight is read."""
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    known = hf.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
         raise ModelError("model_type", model_type, "transformers has no causal language model of this type")
     if not getattr(known[type(config)], "_supports_attention_backend", False):

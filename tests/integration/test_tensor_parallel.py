@@ -1,0 +1,78 @@
+"""Tensor parallelism between real processes on the CPU (gloo)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
+from tests.helpers_paged import NEW_TOKENS, make_prompts
+from worker_proc.errors import ModelError
+from worker_proc.parallel import TensorParallel
+
+# multi-head and tied; grouped-query, biased; fused c_attn; q/k norms, untied
+KINDS = ["llama", "qwen2", "gpt2", "qwen3", "mistral-sliding", "llama-bias"]
+
+
+def run_ranks(size: int, directory: Path, paths: list[Path]) -> list[dict[str, Any]]:
+    """Run `size` ranks to their end; returns their reports."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    outs = [directory / f"rank{rank}.json" for rank in range(size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers_tp_rank", str(rank), str(size), str(directory / "store"), str(out),
+             str(VOCAB_SIZE), *map(str, paths)],
+            env=environment,
+        )
+        for rank, out in enumerate(outs)
+    ]  # fmt: skip
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0] * size
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [json.loads(out.read_text()) for out in outs]
+
+
+def test_two_ranks_equal_transformers(tmp_path: Path) -> None:
+    paths = [make_checkpoint(kind, tmp_path / kind) for kind in KINDS]
+    reports = run_ranks(2, tmp_path, paths)
+    for path in paths:
+        want = greedy(path, make_prompts(VOCAB_SIZE), NEW_TOKENS)
+        for report in reports:
+            assert report["outputs"][str(path)] == want, path.name
+    for rank, report in enumerate(reports):
+        assert report["addresses"] == ["127.0.0.1"], "no socket may be reachable from outside"
+        assert not report["transformers"], "the native decoder must not import transformers"
+        collectives = report["collectives"]
+        assert collectives["sum"] == [2.0] * 3 and collectives["broadcast"] == [7, 7] and collectives["min"] == 9
+        assert collectives["gathered_shape"] == ([2, 4] if rank == 0 else [0, 2])
+    assert reports[0]["collectives"]["gathered"] == [[0, 0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_more_ranks_than_kv_heads(size: int, tmp_path: Path) -> None:
+    paths = [make_checkpoint("llama-mqa", tmp_path / "mqa")]
+    if size == 4:
+        paths.append(make_checkpoint("llama-gqa-untied", tmp_path / "gqa"))
+    reports = run_ranks(size, tmp_path, paths)
+    for path in paths:
+        want = greedy(path, make_prompts(VOCAB_SIZE), NEW_TOKENS)
+        assert [report["outputs"][str(path)] for report in reports] == [want] * size
+        assert [report["kv_heads"][str(path)] for report in reports] == [1] * size
+
+
+def test_a_rank_that_is_alone_gives_up(tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, torch.distributed.DistError)):
+        TensorParallel.connect(0, 2, tmp_path / "store", timeout=0.5)
+
+
+def test_ranks_outside_the_group_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="rank"):
+        TensorParallel.connect(2, 2, tmp_path / "store")

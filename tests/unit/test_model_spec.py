@@ -1,0 +1,185 @@
+"""Config files: what is understood, and what is refused with the key named."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers_models import KINDS, VOCAB_SIZE, make_checkpoint, make_config
+from worker_proc.errors import ModelError
+from worker_proc.models.decoder_weights import Shard
+from worker_proc.models.describe import describe
+from worker_proc.models.rope import inverse_frequencies
+from worker_proc.models.rope_spec import parse_rope
+from worker_proc.models.spec import parse_spec
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4}
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    spec = parse_spec(LLAMA)
+    assert (spec.num_kv_heads, spec.head_dim, spec.context_length) == (4, 16, 2048)
+    assert not spec.tied and not spec.qkv_bias and spec.activation == "silu" and spec.norm_eps == 1e-6
+    assert spec.rope is not None and spec.rope.theta == 10000.0
+    assert parse_spec(LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"],
+                               "num_key_value_heads": 2}).windows == (4096, 4096)  # fmt: skip
+    gpt2 = parse_spec(GPT2)
+    assert (gpt2.intermediate_size, gpt2.context_length, gpt2.tied, gpt2.rope) == (256, 1024, True, None)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "field"),
+    [
+        (LLAMA, {"hidden_size": None}, "hidden_size"),
+        (LLAMA, {"hidden_size": "64"}, "hidden_size"),
+        (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers"),
+        (LLAMA, {"num_attention_heads": 5}, "hidden_size"),
+        (LLAMA, {"num_key_value_heads": 3}, "num_attention_heads"),
+        (LLAMA, {"hidden_act": "xielu"}, "hidden_act"),
+        (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps"),
+        (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        (LLAMA, {"head_dim": 15}, "head_dim"),
+        (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        (LLAMA, {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA, {"rope_scaling": {"rope_type": "mystery"}}, "rope_scaling.rope_type"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor"),
+        (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 2, "warp": 3}}, "rope_parameters.warp"),
+        (LLAMA, {"rope_parameters": {"rope_type": "llama3", "factor": 2}}, "rope_parameters.low_freq_factor"),
+        (LLAMA, {"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
+        (LLAMA, {"rope_scaling": [1]}, "rope_scaling"),
+        (LLAMA | {"model_type": "qwen3", "architectures": None, "num_key_value_heads": 2},
+         {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        (LLAMA | {"model_type": "qwen3", "architectures": None, "num_key_value_heads": 2},
+         {"layer_types": ["full_attention"]}, "layer_types"),
+        (LLAMA | {"model_type": "mistral", "architectures": None, "num_key_value_heads": 2},
+         {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (LLAMA | {"model_type": "mistral", "architectures": None, "num_key_value_heads": 2},
+         {"sliding_window": -4}, "sliding_window"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
+        (GPT2, {"n_head": 3}, "n_embd"),
+        (GPT2, {"activation_function": "mish"}, "activation_function"),
+    ],
+)  # fmt: skip
+def test_refused_by_name(base: dict[str, Any], change: dict[str, Any], field: str) -> None:
+    parse_spec(base)
+    with pytest.raises(ModelError) as caught:
+        parse_spec(base | change)
+    assert caught.value.field == field
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 500000.0},
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "dynamic", "factor": 3.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 8192, "rope_theta": 500000.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000.0},
+    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7,
+     "mscale_all_dim": 1.1, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+     "attention_factor": 1.25},
+    {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0 + i / 10 for i in range(32)],
+     "long_factor": [2.0] * 32, "original_max_position_embeddings": 4096},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("old_spelling", [False, True])
+def test_rope_equals_transformers_to_the_bit(rope: dict[str, Any], old_spelling: bool) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    fields = {"head_dim": 64, "max_position_embeddings": 131072}
+    theirs = LlamaRotaryEmbedding(make_config("llama", rope_scaling=dict(rope), **fields))
+    config: dict[str, Any] = {"rope_parameters": rope}
+    if old_spelling:
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
+        config = {"rope_scaling": scaling | {"type": rope["rope_type"]}, "rope_theta": rope.get("rope_theta")}
+    spec = parse_rope(config, 64, 131072)
+    assert torch.equal(inverse_frequencies(spec), theirs.inv_freq)
+    assert spec.attention_factor == theirs.attention_scaling
+
+
+@pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if kind not in ("t5", "bloom", "mamba")))
+def test_describe_agrees_with_transformers(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    info, config = describe(path), make_config(kind)
+    assert (info.vocab_size, info.context_length, info.eos_token_ids) == (VOCAB_SIZE, 256, (0,))
+    assert info.model_type == config.model_type and info.dtype == "float32"
+    assert info.architecture == json.loads((path / "config.json").read_text())["architectures"][0]
+    assert 0 < info.parameter_bytes < (path / "model.safetensors").stat().st_size
+
+
+def test_describe_reads_end_of_sequence_where_generation_does(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert describe(path).eos_token_ids == (2, 5)
+    (path / "generation_config.json").unlink()
+    assert describe(path).eos_token_ids == (0,)
+    (path / "generation_config.json").write_text('{"eos_token_id": "two"}')
+    with pytest.raises(ModelError, match="eos_token_id"):
+        describe(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"is_encoder_decoder": True}, "is_encoder_decoder"), ({"vision_config": {"depth": 2}}, "vision_config"),
+     ({"auto_map": {"AutoConfig": "x.y"}}, "auto_map"), ({"model_type": None}, "model_type")],
+)  # fmt: skip
+def test_describe_refuses_what_no_backend_serves(change: dict[str, Any], field: str, tmp_path: Path) -> None:
+    path = make_checkpoint("olmo", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError) as caught:
+        describe(path)
+    assert caught.value.field == field
+
+
+def test_describe_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    for kind in ("llama", "gptneox"):
+        path = make_checkpoint(kind, tmp_path / kind)
+        code = (
+            "import sys; from worker_proc.models.describe import describe; describe(sys.argv[1]);"
+            "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "field"),
+    [({}, 3, "num_attention_heads"), ({"intermediate_size": 98}, 4, "intermediate_size"),
+     ({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4}, 6, "num_key_value_heads")],
+)  # fmt: skip
+def test_sizes_that_do_not_divide_are_refused_by_name(fields: dict[str, Any], size: int, field: str) -> None:
+    with pytest.raises(ModelError, match=f"tp = {size}") as caught:
+        Shard.of(parse_spec(LLAMA | fields), 0, size)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 2), (8, 4, 2), (8, 2, 4), (8, 1, 4), (8, 2, 8)])
+def test_every_query_head_sits_with_its_kv_head(heads: int, kv_heads: int, size: int) -> None:
+    spec = parse_spec(LLAMA | {"num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    shards = [Shard.of(spec, rank, size) for rank in range(size)]
+    assert [head for shard in shards for head in range(*shard.heads)] == list(range(heads))
+    for shard in shards:
+        local_group = (shard.heads[1] - shard.heads[0]) // (shard.kv_heads[1] - shard.kv_heads[0])
+        for head in range(*shard.heads):
+            kv_head = shard.kv_heads[0] + (head - shard.heads[0]) // local_group
+            assert kv_head == head // (heads // kv_heads)
