@@ -6,11 +6,13 @@ Everything beyond click is imported inside the commands, so that `--help` answer
 import io
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from common.json_request import JsonRequest
     from common.messages import RequestError
 
-POLL_S = 1.0
+POLL_S = 0.1  # how late Ctrl-C may be noticed
 ABORT_WAIT_S = 1.0
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -84,7 +86,9 @@ def find_address(run_dir: Path | None, address: str | None, wait_s: float) -> st
 @contextmanager
 def connected(address: str) -> Iterator["Connection"]:
     """A connection whose requests are aborted on the server when the program ends early, for whatever reason."""
-    from common.connection import Connection, ConnectionLost
+    from common.codec import FrameError
+    from common.connection import Connection, ConnectionLost, Unreachable
+    from common.sockets import PeerStalled
 
     try:
         with Connection(address) as connection:
@@ -98,8 +102,33 @@ def connected(address: str) -> Iterator["Connection"]:
                     raise SystemExit(EXIT_BROKEN_PIPE) from None
                 click.echo(f"\ninterrupted, requests aborted: {aborted}", err=True)
                 raise SystemExit(EXIT_INTERRUPTED) from None
-    except ConnectionLost as error:
+    except Unreachable as error:
+        raise NoClusterError(str(error)) from None
+    except (ConnectionLost, PeerStalled, FrameError) as error:
         raise ClientError(str(error)) from None
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Ctrl-C is raised only where the given function is called, so that it cuts no message in two; a second one is
+    raised at once."""
+    asked = False
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def abort_and_wait(connection: "Connection") -> None:
@@ -130,7 +159,9 @@ def describe(error: "RequestError") -> str:
     return text
 
 
-def run_one(connection: "Connection", request: "JsonRequest", on_text: Callable[[str], None]) -> "Answer":
+def run_one(
+    connection: "Connection", request: "JsonRequest", on_text: Callable[[str], None], check: Callable[[], None]
+) -> "Answer":
     """Submit a request and follow it to its end; raises ClientError when the cluster refuses it."""
     from common.connection import Answer, Row
     from common.messages import Finish
@@ -138,6 +169,7 @@ def run_one(connection: "Connection", request: "JsonRequest", on_text: Callable[
     answer = Answer()
     connection.submit(request.prompt, request.params)
     while answer.finish is Finish.NONE:
+        check()
         for row in connection.poll(POLL_S):
             if not isinstance(row, Row):
                 raise ClientError(describe(row))
@@ -154,6 +186,7 @@ def run_many(
     requests: "list[JsonRequest]",
     concurrency: int,
     on_result: Callable[[dict[str, Any]], None],
+    check: Callable[[], None],
 ) -> int:
     """Run requests, at most `concurrency` at once, hand out results in their order, return how many failed."""
     from common.connection import Answer, Row
@@ -164,6 +197,7 @@ def run_many(
     done: dict[int, dict[str, Any]] = {}
     shown = failed = 0
     while shown < len(requests):
+        check()
         while connection.live < concurrency and (following := next(waiting, None)) is not None:
             index, request = following
             answer = Answer()
@@ -290,8 +324,8 @@ def answer_prompt(address: str, request: "JsonRequest", as_json: bool) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    with connected(address) as connection:
-        answer = run_one(connection, request, (lambda _: None) if as_json else show)
+    with connected(address) as connection, deferred_interrupt() as check:
+        answer = run_one(connection, request, (lambda _: None) if as_json else show, check)
         show(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" if as_json else "\n")
 
 
@@ -299,14 +333,18 @@ def answer_file(address: str, requests: "list[JsonRequest]", concurrency: int, o
     """Run the requests of a file and write their results as JSON lines; a progress bar goes to stderr."""
     from tqdm import tqdm
 
-    with connected(address) as connection, tqdm(total=len(requests), unit="req", file=sys.stderr) as bar:
+    with (
+        connected(address) as connection,
+        tqdm(total=len(requests), unit="req", file=sys.stderr) as bar,
+        deferred_interrupt() as check,
+    ):
 
         def write(result: dict[str, Any]) -> None:
             output.write(json.dumps(result, ensure_ascii=False) + "\n")
             output.flush()
             bar.update()
 
-        failed = run_many(connection, requests, concurrency, write)
+        failed = run_many(connection, requests, concurrency, write, check)
     if failed:
         raise ClientError(f"{failed} of {len(requests)} requests failed")
 

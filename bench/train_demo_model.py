@@ -29,7 +29,8 @@ from bench.demo_corpus import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TURN_E
 hf: Any = transformers  # typed in part, and differently from version to version
 VOCAB_SIZE = 3072
 CONTEXT = 1024
-SHORT_CONTEXT = 256  # most steps: cheaper per token; every fourth step trains the full context
+SHORT_CONTEXT = 128  # most steps, because attention is then cheap and most docstrings fit
+FULL_CONTEXT_EVERY = 8  # every eighth step trains all positions
 CHECKPOINT_MB = 10
 SAMPLE_PROMPTS = ("Return a copy of the string", "The with statement is used to", "Raise ValueError if")
 
@@ -123,7 +124,7 @@ def batches(documents: Sequence[Tensor], batch_tokens: int, generator: torch.Gen
     rest = torch.empty(0, dtype=torch.int64)
     step = 0
     while True:
-        length = CONTEXT if step % 4 == 3 else SHORT_CONTEXT
+        length = SHORT_CONTEXT if step % FULL_CONTEXT_EVERY else CONTEXT
         parts, have, need = [rest], len(rest), batch_tokens + 1
         while have < need:
             parts.append(next(stream))
@@ -199,7 +200,7 @@ def report(out: Path, tokenizer: Tokenizer, corpus: Corpus) -> None:
 @click.option("--batch-tokens", type=click.IntRange(min=CONTEXT), default=4096, show_default=True)
 @click.option("--learning-rate", default=3e-3, show_default=True)
 @click.option("--weight-decay", default=0.1, show_default=True)
-@click.option("--dropout", default=0.1, show_default=True)
+@click.option("--dropout", default=0.0, show_default=True)
 @click.option("--eval-every", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--compile/--no-compile", "compiled", default=False, help="torch.compile: faster, needs a C++ compiler.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)

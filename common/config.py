@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
-_LOOPBACK = re.compile(r"tcp://127(\.[0-9]{1,3}){3}:([0-9]{1,5}|\*)")
+_LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]{1,5})")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -95,11 +95,10 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _check(self.log_level in ("debug", "info", "warning", "error"), "log_level", "debug, info, warning or error")
-        _check(
-            self.listen is None or _LOOPBACK.fullmatch(self.listen) is not None,
-            "listen",
-            f"a loopback address such as tcp://127.0.0.1:5555, got {self.listen!r}",
-        )
+        if self.listen is not None:  # beyond loopback, clients would have to be authenticated
+            match = _LOOPBACK.fullmatch(self.listen)
+            ok = match is not None and 1 <= int(match[2]) <= 65535
+            _check(ok, "listen", f"a loopback address such as tcp://127.0.0.1:5555, got {self.listen!r}")
         _check(0 < self.start_timeout_s <= 86400, "start_timeout", "more than 0 and at most 86400 seconds")
 
     def save(self) -> None:

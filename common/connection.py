@@ -33,7 +33,7 @@ from common.sockets import Inbox, Outbox, open_socket
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
 _ENDINGS = (
     zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CONNECT_RETRIED  # nobody is there, also after a disconnect
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -41,7 +41,11 @@ _ENDINGS = (
 
 
 class ConnectionLost(RuntimeError):
-    """The cluster went away, cannot be reached, or stopped answering."""
+    """The cluster went away or stopped answering."""
+
+
+class Unreachable(ConnectionLost):
+    """Nobody is at the address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,8 @@ class Row:
 class Connection:
     """A DEALER connection to the address of a cluster's frontend.
 
-    `poll`, `stats` and `submit` raise ConnectionLost when the connection breaks, and `poll` also when the cluster has
-    sent nothing for `silence_limit_s` of polling while a request is live. Use it in a `with` statement.
+    `poll` and `stats` raise ConnectionLost when the connection breaks, and `poll` also when the cluster has sent
+    nothing for `silence_limit_s` of polling while a request is live. Use it in a `with` statement.
     """
 
     def __init__(self, address: str, *, silence_limit_s: float = SILENCE_LIMIT_S):
@@ -75,13 +79,15 @@ class Connection:
         self._rows: deque[Row | RequestError] = deque()
         self._stats: dict[int, dict[str, int]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._linger_ms = 500
         socket = open_socket(self._context, zmq.DEALER)
+        socket.set(zmq.IPV6, address.startswith("tcp://["))
         self._monitor = socket.get_monitor_socket(_ENDINGS)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConnectionLost(f"{address}: {error}") from None
+            raise Unreachable(f"cannot connect: {error}") from None
         self._inbox = Inbox(socket, TextBatch, RequestError, Stats, Beat)
         self._outbox = Outbox(socket, address)
         self._poller = zmq.Poller()
@@ -110,7 +116,10 @@ class Connection:
         *,
         stream: bool = True,
     ) -> int:
-        """Send a request and return its id. The prompt is text, token ids (used as they are) or chat messages."""
+        """Send a request and return its id. The prompt is text, token ids (used as they are) or chat messages.
+
+        Raises FrameError when it is too large for a frame, PeerStalled when the cluster takes no messages.
+        """
         rid = next(self._numbers) & MAX_RID
         text, token_ids, chat = None, None, None
         if isinstance(prompt, str):
@@ -157,7 +166,7 @@ class Connection:
     def close(self) -> None:
         """Close at once; messages that were sent, such as aborts, get half a second to leave."""
         self._inbox.socket.disable_monitor()
-        self._context.destroy(linger=500)
+        self._context.destroy(linger=self._linger_ms)
 
     def _receive(self, timeout_s: float) -> None:
         wanted = zmq.POLLIN | (zmq.POLLOUT if self._outbox.backlog else 0)
@@ -173,11 +182,14 @@ class Connection:
             self._silent_s = 0.0
             return
         if self._monitor in ready:
-            recv_monitor_message(self._monitor)
+            self._linger_ms = 0  # nobody is there to take what is left
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CONNECT_RETRIED:
+                raise Unreachable(f"no cluster answers at {self._address}")
             raise ConnectionLost(f"the connection to {self._address} is broken: the cluster has ended")
         self._silent_s += min(time.monotonic() - started, timeout_s)
         if self._live and self._silent_s >= self._silence_limit_s:
-            raise ConnectionLost(f"the cluster stopped answering: nothing came for {self._silence_limit_s:g} s")
+            hint = " that this version understands" if self.refused else ""
+            raise ConnectionLost(f"the cluster stopped answering: nothing{hint} for {self._silence_limit_s:g} s")
 
     def _take(self, msg: object, now_ns: int) -> None:
         if isinstance(msg, Stats):

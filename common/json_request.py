@@ -28,7 +28,7 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
     sampling = dict(schema_of(SamplingParams))
     for name in values:
         if name not in sampling and name not in PROMPT_FIELDS:
-            raise FieldError(name, f"is not known; known are {', '.join((*PROMPT_FIELDS, *sampling))}")
+            raise FieldError(name or '""', f"is not known; known are {', '.join((*PROMPT_FIELDS, *sampling))}")
     given = [name for name in PROMPT_FIELDS if values.get(name) is not None]
     if len(given) != 1:
         raise FieldError("prompt", f"exactly one of {', '.join(PROMPT_FIELDS)} must be given")

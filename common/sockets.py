@@ -83,6 +83,8 @@ def open_socket(
     socket.set(zmq.MAXMSGSIZE, 4 * max_frame)
     if kind == zmq.ROUTER:
         socket.set(zmq.ROUTER_MANDATORY, 1)  # an unroutable or full peer is an error, not a silent drop
+    if (bind or connect or "").startswith("tcp://["):
+        socket.set(zmq.IPV6, 1)
     if bind is not None:
         socket.bind(bind)
     if connect is not None:

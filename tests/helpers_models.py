@@ -93,7 +93,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "bloom": {"model_type": "bloom"},
     "mamba": {"model_type": "mamba"},
-    "t5": {"model_type": "t5"},
 }
 
 
@@ -146,7 +145,8 @@ def make_checkpoint(
 
 def greedy(path: str | Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """What transformers' `generate` answers to each prompt alone, in float32, without stopping at end of sequence."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # eager: other implementations ignore soft caps in some versions of transformers
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:

@@ -13,13 +13,15 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_STEPS = 2_000_000  # loop iterations and calls of one rendering: one or two seconds
+MAX_STEPS = 2_000_000  # of one rendering: a few seconds at most; a loop iteration is one step
+CALL_STEPS = 10  # a call takes about as long as ten iterations
 MAX_PRODUCT = 2**24  # characters or entries of a repeated string or list
 MAX_DIGITS = 2**10  # bits of a product or power
 _BUDGET = "step budget"  # not an identifier: no template can name it
@@ -76,10 +78,10 @@ class _Budget:
     def __init__(self, steps: int):
         self._left = steps
 
-    def spend(self) -> None:
-        self._left -= 1
+    def spend(self, steps: int = 1) -> None:
+        self._left -= steps
         if self._left < 0:
-            raise jinja2.TemplateRuntimeError(f"it runs too long (limit {MAX_STEPS} loop iterations and calls)")
+            raise jinja2.TemplateRuntimeError(f"it runs too long (limit {MAX_STEPS} steps)")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -95,7 +97,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Namespace
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        context[_BUDGET].spend()
+        context[_BUDGET].spend(CALL_STEPS)
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

@@ -10,6 +10,7 @@ from tokenizer_proc.ledger import Owner
 
 MAX_BACKLOG_MESSAGES = 4096
 MAX_BACKLOG_BYTES = 8 * 2**20
+DEAF_MESSAGES = 4 * MAX_BACKLOG_MESSAGES
 
 
 class Sent(Enum):
@@ -68,9 +69,14 @@ class Clients:
         return Delivery.OVERFLOW if backlog.over else Delivery.DONE
 
     def overflowing(self, owner: Owner) -> bool:
-        """Whether the client must read before anything more is done for it."""
+        """Whether the client must read before it may ask for more."""
         backlog = self._backlogs.get(owner)
         return backlog is not None and backlog.over
+
+    def deaf(self, owner: Owner) -> bool:
+        """Whether the client has left so much unread that not even refusals are kept for it."""
+        backlog = self._backlogs.get(owner)
+        return backlog is not None and len(backlog.frames) > DEAF_MESSAGES
 
     def flush(self) -> list[Owner]:
         """Send what slow clients take now; returns those that are gone."""

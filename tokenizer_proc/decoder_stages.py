@@ -1,6 +1,7 @@
 """The stages of `text_decoder`, each with the meaning of the decoder of that name in the tokenizers library (0.22)."""
 
 import codecs
+from functools import lru_cache
 from typing import TypeAlias
 
 Pieces: TypeAlias = list[str]
@@ -30,6 +31,7 @@ class ByteLevel:
         return [self._utf8.decode(b"", final=True)]
 
 
+@lru_cache(maxsize=2**14)  # the frequent tokens of a vocabulary
 def _to_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTES[char] for char in token])

@@ -28,6 +28,7 @@ class Entry:
     max_tokens: int = 0
     emitted: IntArray = field(default_factory=lambda: array("i"))
     cached: int = 0
+    aborting: bool = False  # the scheduler has been told to end it
     texts: list[str] = field(default_factory=list)  # the answer so far, where it is sent in one row at the end
 
     @property

@@ -55,12 +55,17 @@ class SlotTable:
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
         self._lengths = torch.zeros(max_slots, dtype=torch.int64)
         self._page_counts = torch.zeros(max_slots, dtype=torch.int64)
+        self._limits = torch.zeros(max_slots, dtype=torch.int64)  # tokens that pages and context window allow
         self._taken = torch.zeros(max_slots, dtype=torch.bool)
-        self._sampled = torch.zeros(max_slots, dtype=torch.bool)  # whether last_tokens holds a token of its request
+        self._may_decode = torch.zeros(max_slots, dtype=torch.bool)  # taken, and has sampled a token
+        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+        self._numbers = torch.arange(max_slots)
+        self._ones = torch.ones(max_slots, dtype=torch.int64)
 
     def reset(self) -> None:
         """Free every slot."""
         self._taken.zero_()
+        self._may_decode.zero_()
 
     def apply(self, plan: StepPlan) -> None:
         """Slots leave and enter, and page tables grow."""
@@ -77,38 +82,38 @@ class SlotTable:
         chunk_tokens = _tensor(plan.chunk_tokens)
         if len(chunk_tokens) and int(chunk_tokens.max()) >= self._vocab_size:
             raise PlanError(f"chunk_tokens: {int(chunk_tokens.max())} is outside a vocabulary of {self._vocab_size}")
-        num_chunks, num_decodes = len(chunk_slots), len(decode_slots)
-        num_rows = num_chunks + num_decodes
-        rows = torch.cat((chunk_slots, decode_slots))
-        q_lens = torch.cat((_tensor(plan.chunk_lens), torch.ones(num_decodes, dtype=torch.int64)))
-        begins = self._lengths[rows]
+        num_chunks, num_rows = len(chunk_slots), len(chunk_slots) + len(decode_slots)
+        if num_chunks:
+            rows = torch.cat((chunk_slots, decode_slots))
+            q_lens = torch.cat((_tensor(plan.chunk_lens), self._ones[: len(decode_slots)]))
+        else:
+            rows, q_lens = decode_slots, self._ones[:num_rows]
+        begins = self._lengths.index_select(0, rows)
         ends = begins + q_lens
         self._check_room(rows, ends)
-        self._lengths[rows] = ends
+        self._lengths.index_copy_(0, rows, ends)
 
-        row_of_token = torch.arange(num_rows)
-        positions = begins
-        first_token = row_of_token
+        row_of_token = last_token = self._numbers[:num_rows]
+        positions, sample_slots, sample_ends = begins, rows, ends
         if num_chunks:
             first_token = q_lens.cumsum(0) - q_lens
             row_of_token = torch.repeat_interleave(row_of_token, q_lens)
-            positions = begins[row_of_token] + torch.arange(len(row_of_token)) - first_token[row_of_token]
-        samples = torch.ones(num_rows, dtype=torch.bool)
-        samples[:num_chunks] = _tensor(plan.chunk_samples).bool()
-        sample_slots, sample_ends = rows[samples], ends[samples]
-        last_token = (first_token + q_lens - 1)[samples]
-        self._sampled[sample_slots] = True
+            positions = (begins - first_token)[row_of_token] + torch.arange(len(row_of_token))
+            samples = torch.cat((_tensor(plan.chunk_samples), self._ones[: len(decode_slots)])).bool()
+            last_token, sample_slots, sample_ends = (first_token + q_lens - 1)[samples], rows[samples], ends[samples]
+            self._may_decode[sample_slots] = True
 
         on_device = self._to_device(rows, ends, row_of_token, positions, chunk_tokens, last_token, sample_slots)
         rows_d, ends_d, row_of_token_d, positions_d, chunk_tokens_d, last_token_d, sample_slots_d = on_device
         width = -(-int(ends.max()) // self._page_size)
         page_table = self._page_table[:, :width].index_select(0, rows_d)
-        pages = page_table[row_of_token_d, positions_d // self._page_size]
+        columns = positions_d // self._page_size
+        pages = page_table[row_of_token_d, columns] if num_chunks else page_table.gather(1, columns[:, None])[:, 0]
         decode_tokens = self._last_tokens.index_select(0, rows_d[num_chunks:])
         batch = ForwardBatch(
             token_ids=torch.cat((chunk_tokens_d, decode_tokens)),
             positions=positions_d,
-            slot_mapping=pages * self._page_size + positions_d % self._page_size,
+            slot_mapping=(pages - columns) * self._page_size + positions_d,
             page_table=page_table,
             kv_lens=ends_d,
             q_lens=q_lens.tolist(),
@@ -131,22 +136,23 @@ class SlotTable:
             raise PlanError(f"{field}: slot {max(values)} is not below {self._max_slots}")
         if len(set(values)) != len(values):
             raise PlanError(f"{field}: a slot is named twice in {_shown(slots)}")
-        wrong = slots[self._taken[slots] != taken]
+        wrong = slots[self._taken.index_select(0, slots) != taken]
         if len(wrong):
             raise PlanError(f"{field}: slots {_shown(wrong)} are {'free' if taken else 'taken'}")
         return slots
 
     def _leave(self, slots: Tensor) -> None:
-        self._taken[slots] = False
+        if len(slots):
+            self._taken[slots] = False
+            self._may_decode[slots] = False
 
     def _enter(self, slots: Tensor, lengths: IntArray) -> None:
-        if not len(slots):
-            return
-        self._taken[slots] = True
-        self._sampled[slots] = False
-        self._lengths[slots] = _tensor(lengths)
-        self._page_counts[slots] = 0
-        self._page_table[slots.to(self._device)] = 0  # unused columns read as page 0, which always exists
+        if len(slots):
+            self._taken[slots] = True
+            self._lengths[slots] = _tensor(lengths)
+            self._page_counts[slots] = 0
+            self._limits[slots] = 0
+            self._page_table[slots.to(self._device)] = 0  # unused columns read as page 0, which always exists
 
     def _append_pages(self, slots: Tensor, counts: Tensor, pages: Tensor) -> None:
         if not len(slots):
@@ -158,6 +164,7 @@ class SlotTable:
         if int(ends.max()) > self._max_columns:
             raise PlanError(f"pages: a slot gets {int(ends.max())} pages, a context window has {self._max_columns}")
         self._page_counts[slots] = ends
+        self._limits[slots] = (ends * self._page_size).clamp_max(self._context_len)
         self._grow(int(ends.max()))
         columns = torch.arange(len(pages)) + torch.repeat_interleave(begins + counts - counts.cumsum(0), counts)
         rows, columns, pages = self._to_device(torch.repeat_interleave(slots, counts), columns, pages)
@@ -175,24 +182,27 @@ class SlotTable:
         if not plan.decode:
             return torch.empty(0, dtype=torch.int64)
         octets = torch.frombuffer(bytearray(plan.decode), dtype=torch.uint8)
-        slots = ((octets[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1).nonzero().squeeze(1)
+        slots = (octets[:, None] & self._bits).view(-1).nonzero().squeeze(1)
         if not len(slots):
             return slots
         if int(slots[-1]) >= self._max_slots:
             raise PlanError(f"decode: slot {int(slots[-1])} is not below {self._max_slots}")
-        ready = self._taken & self._sampled
-        ready[chunk_slots] = False
-        wrong = slots[~ready[slots]]
-        if len(wrong):
-            raise PlanError(f"decode: slots {_shown(wrong)} are free, have sampled no token yet or are in a chunk too")
+        ready = self._may_decode
+        if len(chunk_slots):
+            ready = ready.index_fill(0, chunk_slots, False)
+        wrong = ~ready.index_select(0, slots)
+        if bool(wrong.any()):
+            raise PlanError(
+                f"decode: slots {_shown(slots[wrong])} are free, have sampled no token yet or are in a chunk too"
+            )
         return slots
 
     def _check_room(self, rows: Tensor, ends: Tensor) -> None:
         """A row's tokens must fit in its pages and in the context window."""
-        limits = (self._page_counts[rows] * self._page_size).clamp_max_(self._context_len)
-        wrong = (ends > limits).nonzero().squeeze(1)
-        if len(wrong):
-            slot, end, limit = int(rows[wrong[0]]), int(ends[wrong[0]]), int(limits[wrong[0]])
+        limits = self._limits.index_select(0, rows)
+        wrong = ends > limits
+        if bool(wrong.any()):
+            slot, end, limit = int(rows[wrong][0]), int(ends[wrong][0]), int(limits[wrong][0])
             raise PlanError(f"slot {slot} would hold {end} tokens: its pages and the context window allow {limit}")
 
     def _to_device(self, *parts: Tensor) -> tuple[Tensor, ...]:

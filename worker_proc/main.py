@@ -52,7 +52,9 @@ class WorkerLoop:
             for plan in self._inbox.drain(limit=1):
                 assert isinstance(plan, StepPlan)
                 self._execute(runner, plan, received)
-            self._log_refused()
+            if time.monotonic() >= self._refused_log_due:
+                self._log_refused()
+        self._log_refused()
 
     def _execute(self, runner: "ModelRunner", plan: StepPlan, received: int) -> None:
         try:
@@ -68,7 +70,7 @@ class WorkerLoop:
 
     def _log_refused(self) -> None:
         refused = self._inbox.refused
-        if refused.total > self._refused_logged and time.monotonic() >= self._refused_log_due:
+        if refused.total > self._refused_logged:
             log.warning("refused %d frames so far: %s", refused.total, dict(refused.by_cause))
             self._refused_logged = refused.total
             self._refused_log_due = time.monotonic() + _REFUSED_LOG_PERIOD_S

@@ -1,5 +1,6 @@
-"""How many KV pages a rank may have."""
+"""How many KV pages a rank may have, and how it keeps the memory of its activations."""
 
+import ctypes
 import logging
 import os
 from pathlib import Path
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 _CPU_SHARE = 0.25  # of the available memory, over all ranks: the rest of the machine is in use too
 _CUDA_SHARE = 0.85  # of what is free after the weights: the rest is for activations
 _GIB = 2**30
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_KEEP_BYTES, _HEAP_BLOCK_BYTES = 2**28, 2**25  # the second is the most that glibc allows
 
 
 def choose_num_pages(
@@ -48,6 +51,16 @@ def choose_num_pages(
             window_pages * page_bytes / _GIB,
         )
     return pages
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed blocks of activations for the next step. It would hand them back to the kernel, which
+    zeroes them page by page when they are allocated again, several times in every step. Elsewhere this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)
 
 
 def describe_cache(num_pages: int, page_size: int, spec: KVSpec) -> str:

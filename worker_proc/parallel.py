@@ -4,6 +4,7 @@ Nothing here may be reached from another machine: the rendezvous is a file, and 
 between the ranks are bound to the loopback interface.
 """
 
+import atexit
 import os
 import sys
 from datetime import timedelta
@@ -61,8 +62,19 @@ class TensorParallel:
         patience = timedelta(seconds=timeout)
         store.set_timeout(patience)
         if device.type == "cuda":
-            return cls(rank, size, _nccl_group(store, rank, size, device, patience), device)
-        return cls(rank, size, _gloo_group(store, rank, size, patience), device)
+            group = _nccl_group(store, rank, size, device, patience)
+        else:
+            group = _gloo_group(store, rank, size, patience)
+        joined = cls(rank, size, group, device)
+        # gloo's threads abort the process if they are still there when the interpreter is torn down
+        atexit.register(joined.close)
+        return joined
+
+    def close(self) -> None:
+        """Leave the group; collectives are no longer possible. Calling it again does nothing."""
+        group, self.group = self.group, None
+        if group is not None and self.device.type == "cuda":
+            dist.destroy_process_group()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` (contiguous) on every rank by the sum over ranks, and return it."""

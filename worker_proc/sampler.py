@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from common.sampling_params import DrawParams
 from worker_proc.random import uniforms
@@ -20,6 +21,8 @@ from worker_proc.random import uniforms
 _UNIT = float(2**34)
 _FIRST_CANDIDATES = 256  # a nucleus is searched among so many tokens first: nearly always enough, and cheap
 _MAX_ELEMENTS = 2**24  # weights that are worked on at once, which bounds the memory of a step
+_BLOCK = 128  # tokens that are added up first
+_NEVER = -40.0  # exp of this rounds to no weight at all; exp of much less is slow on CPUs
 _COLDEST = 1e-30  # lower temperatures, which float32 cannot divide by, leave no token but the likeliest either
 
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(4)
@@ -77,7 +80,8 @@ class Sampler:
 
 def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
     """Whole numbers in proportion to `softmax(logits / temperature)`, 2**34 for the likeliest; overwrites `logits`."""
-    return logits.sub_(best[:, None]).div_(temperature[:, None]).exp_().mul_(_UNIT).round_()
+    scaled = logits.sub_(best[:, None]).div_(temperature[:, None])
+    return scaled.clamp_min_(_NEVER).exp_().mul_(_UNIT).round_()
 
 
 def _filter(weights: Tensor, host: Tensor, device: Tensor) -> None:
@@ -122,8 +126,18 @@ def _nucleus_edge(weights: Tensor, wanted: Tensor, candidates: int) -> Tensor:
 
 
 def _draw(weights: Tensor, numbers: Tensor) -> Tensor:
-    """The tokens at `numbers` (float64 `[R]` in [0, 1)) of the cumulative distributions of `weights` `[R, vocab]`."""
-    sums = weights.cumsum(1, dtype=torch.float64)
-    # A number below 1 times a whole number below 2**53 rounds to less than that number, so there is a larger sum.
-    chosen = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True).squeeze(1)
-    return chosen.clamp_max_(weights.shape[1] - 1)
+    """The tokens at `numbers` (float64 `[R]` in [0, 1)) of the cumulative distributions of `weights` `[R, vocab]`.
+
+    First the block of tokens is found, then the token in it: adding up blocks is much faster than a running sum.
+    """
+    rows, vocab = weights.shape
+    blocks = pad(weights, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    sums = blocks.sum(2, dtype=torch.float64).cumsum(1)
+    # A number below 1 times a whole number below 2**53 rounds to less than that number: some sum is larger. And what
+    # is left of it inside the block is a difference that float64 holds exactly.
+    target = numbers[:, None] * sums[:, -1:]
+    block = torch.searchsorted(sums, target, right=True).clamp_max_(sums.shape[1] - 1)
+    target -= pad(sums, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(1, dtype=torch.float64)
+    token = block * _BLOCK + torch.searchsorted(inside, target, right=True)
+    return token.squeeze(1).clamp_max_(vocab - 1)

@@ -12,7 +12,7 @@ import torch
 from common.config import ClusterConfig, ConfigError, ModelConfig
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.kv_cache import KVCache
-from worker_proc.memory import choose_num_pages, describe_cache
+from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.describe import describe
 from worker_proc.models.interface import ModelInfo
@@ -41,6 +41,7 @@ def load_worker(
     model_config, started = config.model, time.monotonic()
     device = choose_device(model_config, rank)
     if device.type == "cpu":
+        keep_freed_memory()
         torch.set_num_threads(model_config.threads or max(1, _num_cores() // model_config.tp))
     else:
         torch.cuda.set_device(device)

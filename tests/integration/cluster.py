@@ -131,6 +131,9 @@ def running(model: Path | str, *flags: str) -> Iterator[Cluster]:
         cluster.remember()
         assert cluster.stop() == 0, cluster.log
         cluster.check_gone()
+    except BaseException:
+        print(cluster.log)  # pytest shows it with the failure
+        raise
     finally:
         cluster.destroy()
 

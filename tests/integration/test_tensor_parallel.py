@@ -76,3 +76,17 @@ def test_a_rank_that_is_alone_gives_up(tmp_path: Path) -> None:
 def test_ranks_outside_the_group_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="rank"):
         TensorParallel.connect(2, 2, tmp_path / "store")
+
+
+def test_a_dead_peer_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from worker_proc.parallel import TensorParallel;"
+        "TensorParallel.connect(1, 2, sys.argv[1]); os._exit(0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store")]) as peer:
+        tp = TensorParallel.connect(0, 2, tmp_path / "store", timeout=30)
+        assert peer.wait(timeout=30) == 0
+        with pytest.raises(RuntimeError):
+            tp.all_reduce(torch.zeros(4))
+        tp.close()
+        tp.close()

@@ -1,5 +1,6 @@
 """The native decoder against transformers: greedy tokens of random-weight checkpoints, in float32."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,10 @@ def test_one_step_may_ask_for_the_logits_of_any_tokens(tmp_path: Path) -> None:
     cache = KVCache(model.kv_spec, 8, 4)
     batch = make_batch([Row([5, 6, 7, 8, 9], [3, 1])], [5], 4)
     rows = torch.tensor([4, 0, 2])
-    every = model.forward(_with_rows(batch, torch.arange(5)), cache)
+    every = model.forward(replace(batch, logit_rows=torch.arange(5)), cache)
     assert every.shape == (5, VOCAB_SIZE) and every.dtype == torch.float32
-    torch.testing.assert_close(model.forward(_with_rows(batch, rows), cache), every[rows])
-    assert model.forward(_with_rows(batch, rows[:0]), cache).shape == (0, VOCAB_SIZE)
-
-
-def _with_rows(batch: Any, rows: torch.Tensor) -> Any:
-    from dataclasses import replace
-
-    return replace(batch, logit_rows=rows)
+    torch.testing.assert_close(model.forward(replace(batch, logit_rows=rows), cache), every[rows])
+    assert model.forward(replace(batch, logit_rows=rows[:0]), cache).shape == (0, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

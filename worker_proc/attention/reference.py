@@ -12,7 +12,7 @@ from worker_proc.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Which cached tokens a group of rows reads: slots `[R * L]`, and which of them a query may see.
+    """Which cached tokens a group of rows reads: slots `[R, L]`, and which of them a query may see.
 
     Columns are aligned to the right, so that the last one is each row's newest token. Columns before a row's first
     token repeat the row's own first slot and are masked: a row never reads memory of another one, where a stale NaN
@@ -56,62 +56,35 @@ class ReferenceAttention:
         start = 0
         for row in range(batch.num_prefill_rows):
             stop = start + batch.q_lens[row]
-            if batch.kv_lens_host[row] == batch.q_lens[row] and not _cuts(window, batch.kv_lens_host[row]):
+            kv_len = batch.kv_lens_host[row]
+            queries = q[start:stop].transpose(0, 1)[None]
+            if kv_len == batch.q_lens[row] and (window is None or window >= kv_len):
                 # A whole prompt in one chunk: its keys are at hand, and the plain causal kernel needs no mask.
-                out[start:stop] = _causal(q[start:stop], k[start:stop], v[start:stop], scale, softcap)
+                now = slice(start, stop)
+                result = _causal(queries, k[now].transpose(0, 1)[None], v[now].transpose(0, 1)[None], scale, softcap)
             else:
-                out[start:stop] = self._attend_prefill(layer, row, q[start:stop], batch, cache, scale, window, softcap)
+                if (row, window) not in self._prefill:
+                    self._prefill[row, window] = _prefill_keys(batch, row, cache.page_size, window)
+                keys = self._prefill[row, window]
+                result = _attend(queries, *_read(cache, layer, keys), keys.mask, scale, softcap)
+            out[start:stop] = result[0].transpose(0, 1)
             start = stop
         if batch.num_prefill_rows < len(batch.q_lens):
-            out[start:] = self._attend_decode(layer, q[start:], batch, cache, scale, window, softcap)
+            if window not in self._decode:
+                self._decode[window] = _decode_keys(batch, cache.page_size, window)
+            keys = self._decode[window]
+            # The query heads of one KV head stand in for several query tokens: K and V need not be repeated.
+            queries = q[start:].view(len(batch.q_lens) - batch.num_prefill_rows, k.shape[1], -1, q.shape[2])
+            out[start:] = _attend(queries, *_read(cache, layer, keys), keys.mask, scale, softcap).flatten(1, 2)
         return out
 
-    def _attend_prefill(
-        self,
-        layer: int,
-        row: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        cache: KVCache,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        keys = self._prefill.get((row, window))
-        if keys is None:
-            keys = self._prefill[row, window] = _prefill_keys(batch, row, cache.page_size, window)
-        k_slots, v_slots = cache.slots(layer)
-        k = k_slots.index_select(0, keys.slots).transpose(0, 1)[None]
-        v = v_slots.index_select(0, keys.slots).transpose(0, 1)[None]
-        out = _attend(q.transpose(0, 1)[None], k, v, keys.mask, scale, softcap)
-        return out[0].transpose(0, 1)
 
-    def _attend_decode(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        cache: KVCache,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        keys = self._decode.get(window)
-        if keys is None:
-            keys = self._decode[window] = _decode_keys(batch, cache.page_size, window)
-        k_slots, v_slots = cache.slots(layer)
-        rows, heads, dim = q.shape
-        kv_heads = k_slots.shape[1]
-        k = k_slots.index_select(0, keys.slots).view(rows, -1, kv_heads, dim).transpose(1, 2)
-        v = v_slots.index_select(0, keys.slots).view(rows, -1, kv_heads, v_slots.shape[2]).transpose(1, 2)
-        # The query heads of one KV head stand in for several query tokens: K and V need not be repeated.
-        grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
-        return _attend(grouped, k, v, keys.mask, scale, softcap).reshape(rows, heads, -1)
-
-
-def _cuts(window: int | None, kv_len: int) -> bool:
-    """Whether a sliding window hides any key from a row of `kv_len` tokens."""
-    return window is not None and window < kv_len
+def _read(cache: KVCache, layer: int, keys: _Keys) -> tuple[Tensor, Tensor]:
+    """K and V of `keys` as `[R, Hkv, L, D]`."""
+    flat = keys.slots.view(-1)
+    k, v = (slots.index_select(0, flat) for slots in cache.slots(layer))
+    rows, width = keys.slots.shape
+    return k.view(rows, width, *k.shape[1:]).transpose(1, 2), v.view(rows, width, *v.shape[1:]).transpose(1, 2)
 
 
 def _decode_keys(batch: ForwardBatch, page_size: int, window: int | None) -> _Keys:
@@ -124,7 +97,7 @@ def _decode_keys(batch: ForwardBatch, page_size: int, window: int | None) -> _Ke
     clamped = positions.clamp_min(0)
     slots = table.gather(1, clamped // page_size) * page_size + clamped % page_size
     full = min(batch.kv_lens_host[first:]) >= width
-    return _Keys(slots.view(-1), None if full else (positions >= 0)[:, None, None])
+    return _Keys(slots, None if full else (positions >= 0)[:, None, None])
 
 
 def _prefill_keys(batch: ForwardBatch, row: int, page_size: int, window: int | None) -> _Keys:
@@ -138,19 +111,16 @@ def _prefill_keys(batch: ForwardBatch, row: int, page_size: int, window: int | N
     mask = positions <= asking
     if window is not None:
         mask &= positions > asking - window
-    return _Keys(slots, mask)
+    return _Keys(slots[None], mask)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Causal attention of `q` `[T, Hq, D]` over the `k`, `v` of the same T tokens; returns `[T, Hq, Dv]`."""
-    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    """As `_attend` for queries and keys of the same N tokens, each query seeing the keys up to its own."""
     if softcap is None:
         grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    else:
-        tokens = torch.arange(q.shape[2], device=q.device)
-        out = _attend_softcap(q, k, v, tokens <= tokens[:, None], scale, softcap)
-    return out[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    tokens = torch.arange(q.shape[2], device=q.device)
+    return _attend_softcap(q, k, v, tokens <= tokens[:, None], scale, softcap)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:

@@ -1,0 +1,31 @@
+# make demo   install, start a cluster on the demo model, stream an answer, shut down
+# make test   install with the test extra, then lint, check types and run the tests
+# PYTHON=python3.12 chooses the interpreter of the virtual environment.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+SET_UP := pyproject.toml constraints.txt scripts/set_up.sh
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	scripts/demo.sh
+
+test: lint
+	$(PY) -m pytest
+
+lint: .venv/installed-test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf .venv build *.egg-info
+
+.venv/installed: $(SET_UP)
+	scripts/set_up.sh $(PYTHON)
+	touch $@
+
+.venv/installed-test: $(SET_UP)
+	scripts/set_up.sh $(PYTHON) '[test]'
+	touch .venv/installed $@

@@ -1,0 +1,40 @@
+#!/bin/sh
+# Make .venv and install Rhizome into it, editable, with the exact versions of constraints.txt.
+# Usage: scripts/set_up.sh PYTHON [EXTRAS], such as: scripts/set_up.sh python3 '[test]'
+#
+# Where PYTHON has a PyTorch built for CUDA, the environment uses that one and never installs another: the pins of
+# PyTorch and of what must fit to it give way to what is there.
+set -eu
+cd "$(dirname "$0")/.."
+python=$1
+extras=${2:-}
+has_cuda_torch='import sys, torch; sys.exit(torch.version.cuda is None)'
+
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || {
+    echo "Python 3.11 or 3.12 is needed; name one with: make PYTHON=python3.12" >&2
+    exit 1
+}
+if [ ! -x .venv/bin/python ]; then
+    if "$python" -c "$has_cuda_torch" 2>/dev/null; then
+        "$python" -m venv --system-site-packages .venv
+        # A virtual environment made inside another one sees the system's packages, not those of its parent.
+        .venv/bin/python -c "$has_cuda_torch" 2>/dev/null || rm -rf .venv
+    fi
+    [ -x .venv/bin/python ] || "$python" -m venv .venv
+fi
+
+pins=constraints.txt
+if grep -qi 'include-system-site-packages = true' .venv/pyvenv.cfg; then
+    pins=.venv/constraints.txt
+    grep -Ev '^(torch|transformers|tokenizers|safetensors|huggingface_hub|numpy|scipy)==' constraints.txt > "$pins"
+    .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> "$pins"
+fi
+install() {
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c "$pins" "$@" || {
+        echo "Installing failed; $pins holds $(grep '^torch==' "$pins"), pyproject.toml what Rhizome works with." >&2
+        exit 1
+    }
+}
+# PyTorch first and by itself, so that nothing else decides which one it is.
+install setuptools torch
+install --no-build-isolation -e ".$extras"

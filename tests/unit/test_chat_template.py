@@ -1,0 +1,132 @@
+"""Chat templates against transformers' apply_chat_template, and what happens to bad ones."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers_tokenizers import CHATML, byte_level
+from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
+from tokenizer_proc.tokenizer_files import load_chat_template, load_special_tokens
+
+LLAMA3 = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if loop.first and message.role == 'system' %}
+        {%- set system = message['content'] | trim %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' + system + '<|eot_id|>' }}
+        {%- continue %}
+    {%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- if loop.last %}{{ '[' ~ loop.length ~ ' of ' ~ loop.index ~ ']' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+MISTRAL = """{{ bos_token }}
+{% set ns = namespace(users=0) %}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+        {% set ns.users = ns.users + 1 %}
+[INST] {{ message['content'] }} [/INST]
+    {% elif message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+    {% endif %}
+{% endfor %}
+{{ ns.users }} {{ messages | tojson }} {{ tools is none }} {{ unknown_thing }}
+"""
+SYSTEM, USER, ASSISTANT = (
+    {"role": "system", "content": "  You are <b>kind</b> & brief. "},
+    {"role": "user", "content": 'Grüße 🙂\n\nWhat\'s "up"?'},
+    {"role": "assistant", "content": "All well."},
+)
+SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+@cache
+def reference():  # type: ignore[no-untyped-def]
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level(), **SPECIAL)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL], ids=["chatml", "llama-3", "mistral"])
+@pytest.mark.parametrize(
+    "messages", [[USER], [USER, ASSISTANT, USER], [SYSTEM, USER]], ids=["one", "three", "with-system"]
+)
+def test_equal_to_transformers(template: str, messages: list[dict[str, str]]) -> None:
+    ours = ChatTemplate(template, SPECIAL)
+    if template is MISTRAL and SYSTEM in messages:
+        with pytest.raises(ChatTemplateError, match="roles must alternate"):
+            ours.render(messages, 10_000)
+        return
+    theirs = reference().apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    assert ours.render(messages, 10_000) == theirs
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+        ("{{ messages.nothing.at_all }}", "no attribute"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% set ns = namespace(__class__=1) %}", "underscore"),
+        ("{{ 9 ** 99999999 }}", "too large"),
+        ("{{ 'x' * 10 ** 12 }}", "too large"),
+        ("{% set ns = namespace(n=7) %}{% for _ in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}", "too large"),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "too long|RecursionError"),
+    ],
+)
+def test_errors_say_what_went_wrong(template: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTemplate(template, {}).render([USER], 1000)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% set r = range(9999) %}{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% for x in [[]] recursive %}{{ loop([x, x]) if loop.depth < 60 }}{% endfor %}",
+    ],
+    ids=["ranges", "one-range", "macros", "recursive"],
+)
+def test_endless_templates_end_at_a_number_of_steps(template: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"too long|RecursionError"):
+        ChatTemplate(template, {}).render([USER], 1000)
+
+
+def test_long_output_is_cut_soon_after_the_limit() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}0123456789{% endfor %}", {})
+    assert 1000 < len(template.render([USER], 1000)) < 1100
+
+
+def test_a_template_that_cannot_be_compiled() -> None:
+    with pytest.raises(ChatTemplateError, match="cannot be compiled"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path) is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "plain"}))
+    assert load_chat_template(tmp_path) == "plain"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert load_chat_template(tmp_path) == "usual"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load_chat_template(tmp_path) == "file"
+
+
+def test_special_tokens_as_text_or_as_objects(tmp_path: Path) -> None:
+    values = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "add_bos_token": True, "x": "y"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    assert load_special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>"}

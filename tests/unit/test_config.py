@@ -1,0 +1,156 @@
+"""The cluster's configuration: round trip through the run directory, and refusals that name the option."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import CONFIG_FILE, DTYPES, CacheConfig, ClusterConfig, ConfigError, ModelConfig, SchedulerConfig
+
+positive = st.integers(1, 10**6)
+
+
+@st.composite
+def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
+    model = ModelConfig(
+        path=draw(st.text(min_size=1)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        device=draw(st.sampled_from(("auto", "cpu", "cuda"))),
+        context_len=draw(st.none() | st.integers(2, 10**6)),
+        tp=draw(st.integers(1, 64)),
+        threads=draw(st.none() | st.integers(1, 1024)),
+    )
+    page_size = draw(st.integers(1, 4096))
+    cache = CacheConfig(
+        page_size, draw(st.none() | st.integers(page_size, 10**9)), draw(st.none() | positive), draw(st.booleans())
+    )
+    max_running = draw(st.integers(1, 4096))
+    max_batch_tokens = draw(st.integers(max_running, 2**20))
+    scheduler = SchedulerConfig(
+        max_running, max_batch_tokens, draw(st.integers(1, max_batch_tokens)), draw(positive), draw(st.integers(1, 2))
+    )
+    return ClusterConfig(
+        run_dir, model, cache, scheduler,
+        listen=draw(st.none() | st.integers(1, 65535).map(lambda port: f"tcp://127.0.0.1:{port}")),
+        log_level=draw(st.sampled_from(("debug", "info", "warning", "error"))),
+        start_timeout_s=draw(st.floats(0.1, 86400.0)),
+    )  # fmt: skip
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    @given(configs(str(tmp_path)))
+    def check(config: ClusterConfig) -> None:
+        config.save()
+        assert ClusterConfig.load(tmp_path) == config
+
+    check()
+
+
+def build(section: str, **values: Any) -> Any:
+    """The section of the configuration with these values, built as launch.py builds it."""
+    if section == "model":
+        return ModelConfig(**{"path": "m", **values})
+    if section == "cache":
+        return CacheConfig(**values)
+    if section == "scheduler":
+        return SchedulerConfig(**values)
+    return ClusterConfig(**{"run_dir": "d", "model": ModelConfig("m"), **values})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "option"),
+    [
+        ("model", {"dtype": "int8"}, "dtype"),
+        ("model", {"device": "tpu"}, "device"),
+        ("model", {"tp": 0}, "tp"),
+        ("model", {"tp": 65}, "tp"),
+        ("model", {"context_len": 1}, "context-len"),
+        ("model", {"threads": 0}, "threads"),
+        ("model", {"threads": 1025}, "threads"),
+        ("cache", {"page_size": 0}, "page-size"),
+        ("cache", {"page_size": 4097}, "page-size"),
+        ("cache", {"kv_tokens": 15}, "kv-tokens"),
+        ("cache", {"kv_bytes": 0}, "kv-memory"),
+        ("scheduler", {"max_running": 0}, "max-running"),
+        ("scheduler", {"max_running": 4097}, "max-running"),
+        ("scheduler", {"max_batch_tokens": 255}, "max-batch-tokens"),
+        ("scheduler", {"max_batch_tokens": 2**20 + 1}, "max-batch-tokens"),
+        ("scheduler", {"chunk_tokens": 0}, "chunk-tokens"),
+        ("scheduler", {"chunk_tokens": 2049}, "chunk-tokens"),
+        ("scheduler", {"max_waiting": 0}, "max-waiting"),
+        ("scheduler", {"max_waiting": 10**6 + 1}, "max-waiting"),
+        ("scheduler", {"steps_in_flight": 0}, "steps-in-flight"),
+        ("scheduler", {"steps_in_flight": 3}, "steps-in-flight"),
+        ("cluster", {"log_level": "loud"}, "log-level"),
+        ("cluster", {"start_timeout_s": 0.0}, "start-timeout"),
+        ("cluster", {"start_timeout_s": float("nan")}, "start-timeout"),
+        ("cluster", {"start_timeout_s": float("inf")}, "start-timeout"),
+        ("cluster", {"listen": "tcp://0.0.0.0:5555"}, "listen"),
+        ("cluster", {"listen": "tcp://*:5555"}, "listen"),
+        ("cluster", {"listen": "tcp://192.168.0.1:5555"}, "listen"),
+        ("cluster", {"listen": "tcp://127.0.0.1"}, "listen"),
+        ("cluster", {"listen": "ipc:///tmp/x"}, "listen"),
+        ("cluster", {"listen": "tcp://127.0.0.1.example.org:5555"}, "listen"),
+    ],
+)
+def test_refusals_name_the_option(section: str, values: dict[str, Any], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option} must be "):
+        build(section, **values)
+
+
+@pytest.mark.parametrize("section", ["model", "cache", "scheduler", "cluster"])
+def test_defaults_are_allowed_and_nothing_changes_afterwards(section: str) -> None:
+    config = build(section)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, dataclasses.fields(config)[0].name, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("model", "tp"), "2", "model.tp"),
+        (("model", "tp"), True, "model.tp"),
+        (("model", "tp"), 2.0, "model.tp"),
+        (("model", "path"), None, "model.path"),
+        (("cache", "prefix_cache"), 1, "cache.prefix_cache"),
+        (("cache", "kv_tokens"), "many", "cache.kv_tokens"),
+        (("scheduler", "max_running"), None, "scheduler.max_running"),
+        (("scheduler",), [], "scheduler"),
+        (("listen",), 5555, "config.listen"),
+        (("start_timeout_s",), "soon", "config.start_timeout_s"),
+        (("unknown",), 1, "config"),
+        (("model", "unknown"), 1, "model"),
+        (("model", "tp"), 1000, "tp"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, path: tuple[str, ...], value: Any, named: str) -> None:
+    build("cluster", run_dir=str(tmp_path)).save()
+    values = json.loads((tmp_path / CONFIG_FILE).read_text())
+    section = values
+    for name in path[:-1]:
+        section = section[name]
+    section[path[-1]] = value
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=f"^{named}\\b"):
+        ClusterConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "{}", "\x00"])
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str) -> None:
+    (tmp_path / CONFIG_FILE).write_text(text)
+    with pytest.raises(ConfigError):
+        ClusterConfig.load(tmp_path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ClusterConfig.load(tmp_path)
+
+
+def test_an_integer_does_for_a_float(tmp_path: Path) -> None:
+    build("cluster", run_dir=str(tmp_path), start_timeout_s=5).save()
+    assert ClusterConfig.load(tmp_path).start_timeout_s == 5

@@ -1,0 +1,444 @@
+"""What the tokenizer does with messages, without sockets: only the places where they leave are stand-ins."""
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from common.codec import Message, decode, encode, message_types
+from common.messages import (
+    Abort,
+    AddRequest,
+    Beat,
+    ChatMessage,
+    ErrorCode,
+    Finish,
+    Generate,
+    GetStats,
+    OpenStream,
+    RequestError,
+    Stats,
+    TextBatch,
+    ints,
+)
+from common.sampling_params import SamplingParams
+from tests.helpers_tokenizers import byte_level
+from tokenizer_proc import clients as clients_module
+from tokenizer_proc.chat_template import ChatTemplate
+from tokenizer_proc.clients import Clients, Sent
+from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.ledger import Ledger
+from tokenizer_proc.limits import Limits
+from tokenizer_proc.prompt import PromptEncoder
+
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return byte_level()
+
+
+class Slow(PromptEncoder):
+    """Waits, once told to, as a long prompt would."""
+
+    gate: threading.Event | None = None
+
+    def encode(self, msg: Generate) -> Any:
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        return super().encode(msg)
+
+
+class World:
+    """A Frontend with everything that it sends, by destination."""
+
+    def __init__(self, template: str | None = "{{ messages[0].content }}", max_live: int = 4):
+        limits = Limits(context_len=32, pool_tokens=4096, vocab_size=1000, max_live=max_live)
+        self.scheduler: list[Message] = []
+        self.detokenizer: list[Message] = []
+        self.answers: dict[bytes, list[Any]] = {}
+        self.state: dict[bytes, Sent] = {}
+        self.pool = ThreadPoolExecutor(1)
+        self.encoder = Slow(tokenizer(), ChatTemplate(template, {}) if template else None, limits)
+        self.frontend = Frontend(
+            limits=limits,
+            encoder=self.encoder,
+            eos_token_ids=ints(0),
+            ledger=Ledger(lambda: 77),
+            clients=Clients(self.send),
+            send_scheduler=self.scheduler.append,
+            send_detokenizer=self.detokenizer.append,
+            clock=lambda: 99,
+            pool=self.pool,
+        )
+
+    def send(self, owner: bytes, frame: bytes) -> Sent:
+        sent = self.state.get(owner, Sent.YES)
+        if sent is Sent.YES:
+            self.answers.setdefault(owner, []).append(decode(frame, set(message_types())))
+        return sent
+
+    def receive(self, msg: Message, owner: bytes = b"a") -> None:
+        self.frontend.on_client(owner, encode(msg))
+
+    async def settle(self) -> None:
+        """Until every request that came is with the scheduler or refused."""
+        while self.frontend.preparing:
+            await asyncio.sleep(0.001)
+
+    def live_rid(self) -> int:
+        add = [m for m in self.scheduler if isinstance(m, AddRequest)][-1]
+        return add.rid
+
+
+def request(rid: int = 5, params: SamplingParams = GREEDY, stream: bool = True, **prompt: Any) -> Generate:
+    given = {"text": None, "token_ids": None, "chat": None} | (prompt or {"token_ids": ints(1, 2, 3)})
+    return Generate(rid=rid, params=params, stream=stream, **given)
+
+
+def text_batch(rid: int, text: str, finish: Finish = Finish.NONE, tokens: tuple[int, ...] = (9,)) -> TextBatch:
+    return TextBatch(
+        ints(rid), ints(len(tokens)), ints(*tokens), (text,), bytes([finish]), ints(0), ints(2), array("q", [1, 2])
+    )
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_request_goes_to_both_and_its_text_comes_back() -> None:
+    async def test() -> None:
+        world = World()
+        params = SamplingParams(temperature=0.5, max_tokens=100, stop=("x",), stop_token_ids=ints(8))
+        world.receive(request(5, params, text="fox"))
+        await world.settle()
+        rid = world.live_rid()
+        prompt = tokenizer().encode("fox").ids
+        assert world.scheduler == [
+            AddRequest(rid, ints(*prompt), 32 - len(prompt), ints(0, 8), params.draw(77)),
+        ]
+        assert world.detokenizer == [OpenStream(rid, ("x",), True)]
+        world.frontend.on_detokenizer(text_batch(rid, "he"))
+        world.frontend.on_detokenizer(text_batch(rid, "y", Finish.LENGTH))
+        first, last = world.answers[b"a"]
+        assert (list(first.rids), first.texts, first.finish) == ([5], ("he",), b"\0")
+        assert (list(last.prompt_tokens), list(last.cached), list(last.times)) == ([len(prompt)], [2], [1, 2, 99])
+        assert last.finish == bytes([Finish.LENGTH]) and len(world.scheduler) == 1
+        world.frontend.on_detokenizer(text_batch(rid, "late"))
+        assert len(world.answers[b"a"]) == 2
+
+    run(test)
+
+
+def test_text_has_the_tokenizers_special_tokens_and_a_chat_has_not() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request(1, text="fox"))
+        await world.settle()
+        world.receive(request(2, chat=(ChatMessage("user", "fox"),)))
+        await world.settle()
+        text, chat = (list(m.prompt) for m in world.scheduler if isinstance(m, AddRequest))
+        assert text == tokenizer().encode("fox").ids
+        assert chat == text[1:]
+
+    run(test)
+
+
+def test_without_streaming_there_is_one_row_at_the_end() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request(stream=False))
+        await world.settle()
+        rid = world.live_rid()
+        for text, finish in (("a", Finish.NONE), ("b", Finish.NONE), ("c", Finish.STOP)):
+            world.frontend.on_detokenizer(text_batch(rid, text, finish, (7, 8)))
+        (row,) = world.answers[b"a"]
+        assert (row.texts, list(row.token_ids), list(row.counts)) == (("abc",), [7, 8] * 3, [6])
+
+    run(test)
+
+
+def test_one_batch_per_client_however_many_rows() -> None:
+    async def test() -> None:
+        world = World()
+        for owner in (b"a", b"b"):
+            for rid in (1, 2):
+                world.receive(request(rid), owner)
+        await world.settle()
+        rids = [m.rid for m in world.scheduler if isinstance(m, AddRequest)]
+        batch = TextBatch(
+            ints(*rids),
+            ints(1, 1, 1, 1),
+            ints(*range(4)),
+            ("p", "q", "r", "s"),
+            bytes(4),
+            ints(0, 0, 0, 0),
+            ints(0, 0, 0, 0),
+            array("q"),
+        )
+        world.frontend.on_detokenizer(batch)
+        assert [(list(m.rids), m.texts) for m in world.answers[b"a"]] == [([1, 2], ("p", "q"))]
+        assert [(list(m.rids), m.texts) for m in world.answers[b"b"]] == [([1, 2], ("r", "s"))]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("msg", "code", "field"),
+    [
+        (request(text="x" * 5000), ErrorCode.TOO_LONG, "text"),
+        (request(text="the quick brown fox " * 20), ErrorCode.TOO_LONG, "text"),
+        (request(token_ids=ints(*[1] * 32)), ErrorCode.TOO_LONG, "token_ids"),
+        (request(token_ids=ints()), ErrorCode.INVALID, "token_ids"),
+        (request(token_ids=ints(1, 1000)), ErrorCode.INVALID, "token_ids[1]"),
+        (request(params=SamplingParams(stop_token_ids=ints(1000))), ErrorCode.INVALID, "params.stop_token_ids[0]"),
+        (request(chat=(ChatMessage("user", ""),)), ErrorCode.INVALID, "chat"),
+    ],
+)
+def test_refusals_before_anything_is_forwarded(msg: Generate, code: ErrorCode, field: str) -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(msg)
+        await world.settle()
+        (error,) = world.answers[b"a"]
+        assert (error.rid, error.code, error.field) == (5, code, field)
+        assert world.scheduler == world.detokenizer == []
+        world.receive(request())
+        await world.settle()
+        assert len(world.scheduler) == 1  # the id is free again
+
+    run(test)
+
+
+def test_chats_without_a_template_and_with_one_that_refuses() -> None:
+    async def test() -> None:
+        for template, words in ((None, "no chat template"), ("{{ raise_exception('only Latin') }}", "only Latin")):
+            world = World(template)
+            world.receive(request(chat=(ChatMessage("user", "hi"),)))
+            await world.settle()
+            assert words in world.answers[b"a"][0].problem
+
+    run(test)
+
+
+def test_bad_frames_are_answered_when_they_name_a_request() -> None:
+    async def test() -> None:
+        world = World()
+        good = encode(request())
+        world.frontend.on_client(b"a", good[:-1])
+        assert world.answers == {} and world.frontend.refused.total == 1
+        world.receive(request(params=SamplingParams(temperature=-1.0)))
+        (error,) = world.answers[b"a"]
+        assert (error.rid, error.code, error.field) == (5, ErrorCode.INVALID, "params.temperature")
+        assert world.frontend.refused.total == 2
+
+    run(test)
+
+
+def test_a_live_id_and_too_many_requests() -> None:
+    async def test() -> None:
+        world = World(max_live=2)
+        world.receive(request(1))
+        world.receive(request(1))
+        world.receive(request(1), b"b")
+        world.receive(request(2), b"b")
+        await world.settle()
+        assert [(m.rid, m.code, m.field) for m in world.answers[b"a"]] == [(1, ErrorCode.INVALID, "rid")]
+        (error,) = world.answers[b"b"]
+        assert (error.rid, error.code, error.limit) == (2, ErrorCode.OVERLOADED, 2) and error.retry_after_s > 0
+        assert len(world.scheduler) == 2
+
+    run(test)
+
+
+def test_an_abort_while_the_prompt_is_tokenized() -> None:
+    async def test() -> None:
+        world = World()
+        world.encoder.gate = threading.Event()
+        world.receive(request(text="fox"))
+        await asyncio.sleep(0)
+        world.receive(Abort(5))
+        (row,) = world.answers[b"a"]
+        assert (list(row.rids), row.finish, list(row.counts)) == ([5], bytes([Finish.ABORT]), [0])
+        world.receive(request(text="dog"))  # the id is free again
+        world.encoder.gate.set()
+        await world.settle()
+        assert [list(m.prompt) for m in world.scheduler if isinstance(m, AddRequest)] == [tokenizer().encode("dog").ids]
+        assert len(world.answers[b"a"]) == 1 and len(world.detokenizer) == 1
+
+    run(test)
+
+
+def test_an_abort_of_a_running_request_goes_to_the_scheduler_once() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request())
+        await world.settle()
+        world.receive(Abort(5))
+        world.receive(Abort(5))
+        world.receive(Abort(6))
+        assert world.scheduler[1:] == [Abort(world.live_rid())] and world.answers == {}
+        world.frontend.on_detokenizer(text_batch(world.live_rid(), "", Finish.ABORT, ()))
+        assert world.answers[b"a"][0].finish == bytes([Finish.ABORT])
+
+    run(test)
+
+
+def test_a_stop_string_ends_the_request_in_the_scheduler_too() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request(params=SamplingParams(stop=("x",))))
+        await world.settle()
+        rid = world.live_rid()
+        world.frontend.on_detokenizer(text_batch(rid, "", Finish.STOP))
+        assert world.scheduler[1:] == [Abort(rid)]
+
+    run(test)
+
+
+def test_ignore_eos_leaves_only_the_users_stop_tokens() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request(params=SamplingParams(ignore_eos=True, stop_token_ids=ints(4))))
+        await world.settle()
+        (add,) = world.scheduler
+        assert isinstance(add, AddRequest) and list(add.stop_token_ids) == [4]
+
+    run(test)
+
+
+def test_requests_of_a_client_that_is_gone_are_aborted() -> None:
+    async def test() -> None:
+        world = World()
+        for rid in (1, 2):
+            world.receive(request(rid))
+        world.receive(request(1), b"b")
+        await world.settle()
+        gone = [m.rid for m in world.scheduler[:2]]  # type: ignore[attr-defined]
+        world.state[b"a"] = Sent.GONE
+        world.frontend.beat()
+        assert world.scheduler[3:] == [Abort(rid) for rid in gone]
+        assert world.answers == {b"b": [Beat()]}
+        world.frontend.on_detokenizer(text_batch(gone[0], "late"))
+        assert b"a" not in world.answers
+
+    run(test)
+
+
+def test_beats_are_for_silent_clients_with_live_requests() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request(1))
+        world.receive(request(1), b"b")
+        await world.settle()
+        rid = world.live_rid()
+        world.frontend.on_detokenizer(text_batch(rid, "x"))
+        world.frontend.beat()
+        assert [type(m) for m in world.answers[b"a"]] == [Beat]
+        assert [type(m) for m in world.answers[b"b"]] == [TextBatch]
+        world.frontend.beat()
+        assert [type(m) for m in world.answers[b"b"]] == [TextBatch, Beat]
+        world.frontend.on_detokenizer(text_batch(rid, "x", Finish.STOP))
+        world.frontend.beat()
+        world.frontend.beat()
+        assert [type(m) for m in world.answers[b"b"]] == [TextBatch, Beat, TextBatch]
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients_module, "MAX_BACKLOG_MESSAGES", 2)
+
+    async def test() -> None:
+        world = World()
+        world.receive(request(1))
+        world.receive(request(2))
+        world.receive(request(1), b"b")
+        await world.settle()
+        first, second, other = (m.rid for m in world.scheduler)  # type: ignore[attr-defined]
+        world.state[b"a"] = Sent.FULL
+        for _ in range(2):
+            world.frontend.on_detokenizer(text_batch(first, "t"))
+            world.frontend.on_detokenizer(text_batch(other, "t"))
+        assert len(world.scheduler) == 3
+        world.frontend.on_detokenizer(text_batch(second, "end", Finish.LENGTH))
+        assert world.scheduler[3:] == [Abort(first)]
+        world.receive(request(3))
+        assert len(world.scheduler) == 4 and len(world.answers[b"b"]) == 2
+        world.state[b"a"] = Sent.YES
+        world.frontend.flush()
+        texts, end, lost, refused = world.answers[b"a"][:2], *world.answers[b"a"][2:]
+        assert [m.texts for m in texts] == [("t",), ("t",)]
+        assert (list(end.rids), end.finish) == ([2], bytes([Finish.LENGTH]))
+        assert [(m.rid, m.code) for m in (lost, refused)] == [(1, ErrorCode.OVERLOADED), (3, ErrorCode.OVERLOADED)]
+
+    run(test)
+
+
+def test_errors_of_the_scheduler_reach_the_client() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request())
+        await world.settle()
+        error = RequestError(world.live_rid(), ErrorCode.OVERLOADED, "full", "prompt", 3, 0.5)
+        world.frontend.on_detokenizer(error)
+        world.frontend.on_detokenizer(error)
+        assert world.answers[b"a"] == [RequestError(5, ErrorCode.OVERLOADED, "full", "prompt", 3, 0.5)]
+
+    run(test)
+
+
+def test_stats_come_back_with_the_clients_number() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(GetStats(8), b"a")
+        world.receive(GetStats(8), b"b")
+        first, second = world.scheduler
+        assert isinstance(first, GetStats) and isinstance(second, GetStats) and first.query != second.query
+        world.frontend.on_detokenizer(Stats(second.query, {"scheduler.free_pages": 3}))
+        (stats,) = world.answers[b"b"]
+        assert stats.query == 8
+        assert stats.values["scheduler.free_pages"] == 3 and stats.values["tokenizer.live_requests"] == 0
+        assert b"a" not in world.answers
+
+    run(test)
+
+
+def test_at_the_end_every_request_has_an_answer() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request(1))
+        await world.settle()
+        world.encoder.gate = threading.Event()
+        world.receive(request(2, text="fox"))
+        await asyncio.sleep(0)
+        world.frontend.shut_down()
+        world.receive(request(3))
+        world.encoder.gate.set()
+        await world.settle()
+        assert {(m.rid, m.code) for m in world.answers[b"a"]} == {(n, ErrorCode.SHUTTING_DOWN) for n in (1, 2, 3)}
+        assert len(world.answers[b"a"]) == 3
+
+    run(test)
+
+
+def test_an_unexpected_error_is_answered_and_stays_inside() -> None:
+    class Broken(PromptEncoder):
+        def encode(self, msg: Generate) -> Any:
+            raise RuntimeError("broken")
+
+    async def test() -> None:
+        world = World()
+        world.frontend._encoder = Broken(tokenizer(), None, World().frontend._limits)
+        world.receive(request(text="fox"))
+        await world.settle()
+        assert [(m.rid, m.code) for m in world.answers[b"a"]] == [(5, ErrorCode.INTERNAL)]
+
+    run(test)

@@ -1,0 +1,136 @@
+"""The layout's import rules, read from every file's syntax tree, and checked on what Python really loads."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = sorted(path.name for path in ROOT.glob("*_proc") if path.is_dir())
+OURS = {"common", "bench", "tests", "launch", "client", *PROCESSES}
+HEAVY = ("torch", "transformers")
+SKIPPED = (".venv", "build")
+FILES = sorted(
+    path.relative_to(ROOT)
+    for path in ROOT.rglob("*.py")
+    if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+LIGHT_MODULES = sorted(
+    ".".join(path.with_suffix("").parts)
+    for path in FILES
+    if path.parts[0] in {"common", "scheduler_proc", "tokenizer_proc", "gateway_proc", "launch.py", "client.py"}
+    and path.name not in {"__init__.py", "__main__.py"}
+)
+
+
+def imported(source: str) -> set[str]:
+    """The top-level names that a file imports, anywhere in it, also inside functions and type-checking blocks."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." if node.level else (node.module or "").split(".")[0])
+    return found
+
+
+def violations(path: Path, source: str) -> set[str]:
+    """What a file of the project imports against the rules of the layout."""
+    top = path.parts[0]
+    names = imported(source)
+    wrong = names & {"."}  # relative imports would hide where something comes from
+    if top == "common":
+        wrong |= names & (OURS - {"common"})
+    elif top in PROCESSES:
+        wrong |= names & (OURS - {"common", top})
+    elif top == "client.py":
+        wrong |= names & (OURS - {"common"})
+    elif top == "launch.py":
+        wrong |= names & {"tests", "bench", "client"}
+    if top not in ("worker_proc", "tests", "bench"):
+        wrong |= names & {"torch"}
+    if top not in ("tokenizer_proc", "worker_proc", "tests", "bench"):
+        wrong |= names & {"transformers"}
+    return wrong
+
+
+def test_the_packages_are_there() -> None:
+    assert {"scheduler_proc", "tokenizer_proc", "worker_proc"} <= set(PROCESSES)
+    assert {"common.codec", "client", "launch"} <= set(LIGHT_MODULES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_import_rules(path: Path) -> None:
+    assert violations(path, (ROOT / path).read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "wrong"),
+    [
+        ("common/x.py", "import scheduler_proc.request", {"scheduler_proc"}),
+        ("common/x.py", "import torch", {"torch"}),
+        ("scheduler_proc/x.py", "def f():\n    from worker_proc import main", {"worker_proc"}),
+        ("scheduler_proc/x.py", "import torch.nn", {"torch"}),
+        ("scheduler_proc/x.py", "from . import request", {"."}),
+        ("worker_proc/models/x.py", "import torch\nfrom common import codec\nfrom worker_proc import kv_cache", set()),
+        ("worker_proc/x.py", "import launch", {"launch"}),
+        ("client.py", "if TYPE_CHECKING:\n    from tokenizer_proc import ledger", {"tokenizer_proc"}),
+        ("launch.py", "import worker_proc.main, transformers", {"transformers"}),
+        ("tests/x.py", "import torch, transformers, launch", set()),
+    ],
+)
+def test_the_rules_find_a_violation(path: str, source: str, wrong: set[str]) -> None:
+    assert violations(Path(path), source) == wrong
+
+
+def run_python(code: str, *args: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()[-1]
+
+
+IMPORT_ALL = """
+import importlib, json, sys
+names, heavy, found = json.loads(sys.argv[1]), json.loads(sys.argv[2]), []
+for name in names:
+    importlib.import_module(name)
+    found += [f"{name} loads {module}" for module in heavy if module in sys.modules]
+    if found:
+        break
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("package", sorted({name.split(".")[0] for name in LIGHT_MODULES}))
+def test_light_processes_do_not_load_torch(package: str) -> None:
+    names = [name for name in LIGHT_MODULES if name.split(".")[0] == package]
+    assert json.loads(run_python(IMPORT_ALL, json.dumps(names), json.dumps(HEAVY))) == []
+
+
+SHOW_HELP = """
+import json, runpy, sys
+path = sys.argv[1]
+sys.argv = [path, "--help"]
+try:
+    runpy.run_path(path, run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code
+print()
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "absent"),
+    [("client.py", {*HEAVY, "zmq", "msgpack", "asyncio", "tqdm"}), ("launch.py", set(HEAVY))],
+)
+def test_help_loads_little(path: str, absent: set[str]) -> None:
+    """`--help` answers at once because it loads next to nothing; the clock is not asked, it depends on the machine."""
+    loaded = set(json.loads(run_python(SHOW_HELP, path)))
+    assert "click" in loaded
+    assert loaded & absent == set()

@@ -1,0 +1,70 @@
+"""Refusals name the field and the limit."""
+
+from collections.abc import Callable
+
+import pytest
+
+from common.config import SchedulerConfig
+from common.messages import ErrorCode, Go, ints
+from tokenizer_proc.limits import Limits, Refused
+
+WINDOW = Limits(context_len=10, pool_tokens=64, vocab_size=100, max_live=3)
+POOL = Limits(context_len=100, pool_tokens=16, vocab_size=100, max_live=3)
+
+
+def refusal(check: Callable[[], object]) -> Refused:
+    with pytest.raises(Refused) as caught:
+        check()
+    return caught.value
+
+
+def test_a_prompt_fits_when_one_more_token_does() -> None:
+    WINDOW.check_prompt(ints(*range(9)), "text")
+    POOL.check_prompt(ints(*range(15)), "text")
+
+
+@pytest.mark.parametrize(
+    ("limits", "name", "limit"), [(WINDOW, "context window of 10", 9), (POOL, "KV cache of 16", 15)]
+)
+def test_too_long_names_what_is_too_small(limits: Limits, name: str, limit: int) -> None:
+    error = refusal(lambda: limits.check_prompt(ints(*range(limit + 1)), "text"))
+    assert (error.code, error.field, error.limit) == (ErrorCode.TOO_LONG, "text", limit)
+    assert name in error.problem and f"{limit + 1} tokens" in error.problem
+
+
+def test_an_empty_prompt() -> None:
+    error = refusal(lambda: WINDOW.check_prompt(ints(), "token_ids"))
+    assert (error.code, error.field) == (ErrorCode.INVALID, "token_ids") and "empty" in error.problem
+
+
+def test_a_token_id_outside_the_vocabulary_is_named_with_its_place() -> None:
+    WINDOW.check_token_ids(ints(0, 99), "token_ids")
+    error = refusal(lambda: WINDOW.check_token_ids(ints(0, 100, 200), "token_ids"))
+    assert (error.code, error.field, error.limit) == (ErrorCode.INVALID, "token_ids[1]", 99)
+    assert "100" in error.problem
+
+
+def test_text_that_cannot_fit_is_not_tokenized() -> None:
+    WINDOW.check_chars(9 * 64, "text")
+    error = refusal(lambda: WINDOW.check_chars(9 * 64 + 1, "text"))
+    assert (error.code, error.field, error.limit) == (ErrorCode.TOO_LONG, "text", 576)
+
+
+def test_too_many_requests() -> None:
+    WINDOW.check_live(2)
+    error = refusal(lambda: WINDOW.check_live(3))
+    assert (error.code, error.limit) == (ErrorCode.OVERLOADED, 3) and error.retry_after_s > 0
+    assert error.answer(5).rid == 5
+
+
+def test_the_answer_gets_what_fits() -> None:
+    assert WINDOW.answer_tokens(4, None) == 6
+    assert WINDOW.answer_tokens(4, 2) == 2
+    assert WINDOW.answer_tokens(4, 1000) == 6
+    assert POOL.answer_tokens(15, None) == 1
+
+
+def test_limits_of_a_cluster() -> None:
+    go = Go(num_pages=4, page_size=16, context_len=50, vocab_size=9, eos_token_ids=ints())
+    limits = Limits.of_cluster(go, SchedulerConfig(max_running=2, max_waiting=5), longest_token=100)
+    assert (limits.pool_tokens, limits.max_prompt, limits.max_live, limits.max_chars) == (64, 49, 7, 4900)

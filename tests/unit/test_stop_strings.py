@@ -1,0 +1,82 @@
+"""Stop strings against a definition that looks at the whole text."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenizer_proc.stop_strings import StopMatcher
+
+TEXT = st.text("ab.", max_size=40)
+STOPS = st.lists(st.text("ab.", min_size=1, max_size=6), max_size=4)
+
+
+def expected(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The match that ends first; of those the one that starts first."""
+    ends = [(end, start) for end in range(1, len(text) + 1) for start in range(end) if text[start:end] in stops]
+    return (text[: min(ends)[1]], True) if ends else (text, False)
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@settings(max_examples=600, deadline=None)
+@given(TEXT, STOPS, st.data())
+def test_the_result_is_the_same_however_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
+    matcher = StopMatcher(stops)
+    shown, stopped = "", False
+    for delta in cut(text, data):
+        part, stopped = matcher.push(delta)
+        shown += part
+        if stopped:
+            break
+    if not stopped:
+        shown += matcher.flush()
+    assert (shown, stopped) == expected(text, stops)
+
+
+@settings(max_examples=600, deadline=None)
+@given(TEXT, STOPS, st.data())
+def test_exactly_what_could_become_a_stop_is_held(text: str, stops: list[str], data: st.DataObject) -> None:
+    matcher = StopMatcher(stops)
+    seen = shown = ""
+    for delta in cut(text, data):
+        part, stopped = matcher.push(delta)
+        if stopped:
+            return
+        seen += delta
+        shown += part
+        unsure = [n for n in range(len(seen) + 1) if any(s.startswith(seen[len(seen) - n :]) for s in stops)]
+        assert shown == seen[: len(seen) - max(unsure, default=0)]
+
+
+def test_a_stop_that_is_overtaken_is_shown() -> None:
+    matcher = StopMatcher(["aab"])
+    assert matcher.push("aa") == ("", False)
+    assert matcher.push("a") == ("a", False)
+    assert matcher.push("c") == ("aac", False)
+    assert matcher.push("xaab rest") == ("x", True)
+
+
+def test_the_longest_of_those_that_end_together() -> None:
+    assert StopMatcher(["b", "ab", "xab"]).push("__xab") == ("__", True)
+    assert StopMatcher(["abcd", "bc"]).push("abcd") == ("a", True)
+
+
+def test_without_stop_strings_all_is_shown_at_once() -> None:
+    matcher = StopMatcher([])
+    assert matcher.push("text") == ("text", False)
+    assert matcher.flush() == ""
+
+
+def test_held_text_is_bounded_by_the_longest_stop() -> None:
+    """So that the cost of a delta does not grow with the text before it."""
+    matcher = StopMatcher(["ab" * 200 + "c"])
+    longest = 0
+    shown = 0
+    for n in range(1, 5001):
+        text, stopped = matcher.push("ab")
+        assert not stopped
+        shown += len(text)
+        longest = max(longest, 2 * n - shown)
+    assert longest == 400

@@ -1,0 +1,109 @@
+"""What a worker chooses at start-up: device, precision, context window, number of pages."""
+
+import logging
+import platform
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import CacheConfig, ConfigError, ModelConfig
+from worker_proc.errors import ModelError
+from worker_proc.kv_cache import KVSpec
+from worker_proc.memory import available_memory, choose_num_pages, keep_freed_memory
+from worker_proc.models.interface import ModelInfo
+from worker_proc.startup import choose_context_len, choose_device, choose_dtype, ready_info
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=4, k_head_dim=8, v_head_dim=8, dtype=torch.float32)  # 512 bytes per token
+INFO = ModelInfo("LlamaForCausalLM", "llama", "native", 320, 1024, (2, 7), 10**6, "bfloat16")
+MODEL = ModelConfig(path="m")
+
+
+def pages(cache: CacheConfig, *, ranks: int = 1, context_len: int = 64, max_running: int = 2) -> int:
+    return choose_num_pages(
+        cache, SPEC, device=torch.device("cpu"), ranks=ranks, context_len=context_len, max_running=max_running
+    )
+
+
+def test_kv_tokens_are_rounded_up_to_pages() -> None:
+    assert pages(CacheConfig(page_size=16, kv_tokens=100)) == 7
+    assert pages(CacheConfig(page_size=1, kv_tokens=100)) == 100
+    assert pages(CacheConfig(page_size=16, kv_tokens=100, kv_bytes=1)) == 7
+
+
+def test_kv_bytes_are_for_one_rank() -> None:
+    assert pages(CacheConfig(page_size=16, kv_bytes=5 * 16 * 512 + 1), ranks=1) == 5
+    assert pages(CacheConfig(page_size=16, kv_bytes=5 * 16 * 512 + 1), ranks=4) == 5
+
+
+def test_no_more_than_all_running_requests_can_use() -> None:
+    assert pages(CacheConfig(page_size=16, kv_bytes=10**12), context_len=65, max_running=3) == 15
+    assert pages(CacheConfig(page_size=16), context_len=65, max_running=3) == 15
+
+
+def test_too_little_memory_is_named_with_the_numbers() -> None:
+    with pytest.raises(ModelError, match=r"kv_memory = 8191: .* one page of 16 tokens, which needs 8192 bytes"):
+        pages(CacheConfig(page_size=16, kv_bytes=8191))
+
+
+def test_less_than_a_context_window_is_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert pages(CacheConfig(page_size=16, kv_tokens=64)) == 4
+        assert not caplog.records
+        assert pages(CacheConfig(page_size=16, kv_tokens=48)) == 3
+    assert "48 tokens, less than the context window of 64" in caplog.text
+
+
+def test_available_memory_respects_a_container(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    proc.mkdir()
+    cgroup.mkdir()
+    (proc / "meminfo").write_text("MemTotal: 999999 kB\nMemAvailable:    2000 kB\n")
+    assert available_memory(proc, cgroup) == 2000 * 1024
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("5\n")
+    assert available_memory(proc, cgroup) == 2000 * 1024
+    (cgroup / "memory.max").write_text("4096\n")
+    (cgroup / "memory.current").write_text("1000\n")
+    assert available_memory(proc, cgroup) == 3096
+    assert available_memory(tmp_path / "none", tmp_path / "none") > 2**20
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_freed_memory_is_not_fetched_again_from_the_kernel() -> None:
+    keep_freed_memory()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**22)  # 16 MiB are 4096 pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20 * 4096 / 2
+
+
+def test_context_window() -> None:
+    assert choose_context_len(MODEL, INFO) == 1024
+    assert choose_context_len(replace(MODEL, context_len=100), INFO) == 100
+    with pytest.raises(ConfigError, match="context-len 1025 is more than the 1024 tokens"):
+        choose_context_len(replace(MODEL, context_len=1025), INFO)
+
+
+def test_dtype() -> None:
+    assert choose_dtype(MODEL, INFO) == torch.bfloat16
+    assert choose_dtype(replace(MODEL, dtype="float32"), INFO) == torch.float32
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(replace(MODEL, tp=2), 1) == torch.device("cuda", 1)
+    assert choose_device(replace(MODEL, tp=4), 1) == torch.device("cpu")
+    assert choose_device(replace(MODEL, device="cpu"), 0) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device cuda: tp 4 needs as many GPUs, this machine shows 2"):
+        choose_device(replace(MODEL, tp=4, device="cuda"), 0)
+
+
+def test_ready_info() -> None:
+    info = ready_info(INFO, 10, 16, 512, 2048)
+    assert info == {
+        "num_pages": 10, "page_size": 16, "context_len": 512, "vocab_size": 320, "kv_bytes_per_token": 2048,
+        "eos_0": 2, "eos_1": 7,
+    }  # fmt: skip

@@ -1,0 +1,322 @@
+"""What the tokenizer process does with each message: from clients, from the detokenizer, and as time passes.
+
+Sockets are outside: answers leave through `Clients`, the rest through `send_scheduler` and `send_detokenizer`, which
+never wait. All methods run in the event loop's thread; only `PromptEncoder.encode` runs in a pool.
+"""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from common.codec import FrameError, Message, RefusedFrames, decode
+from common.fields import IntArray
+from common.messages import (
+    MAX_RID,
+    Abort,
+    AddRequest,
+    Beat,
+    ErrorCode,
+    Finish,
+    Generate,
+    GetStats,
+    OpenStream,
+    RequestError,
+    Stats,
+    TextBatch,
+    ints,
+)
+from tokenizer_proc.clients import Clients, Delivery
+from tokenizer_proc.ledger import Entry, Ledger, Owner
+from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
+from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.rows import Rows
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
+MAX_QUERIES = 1024  # Stats questions on their way
+_FROM_CLIENTS = frozenset({Generate, Abort, GetStats})
+
+Send = Callable[[Message], None]
+
+
+class Frontend:
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        encoder: PromptEncoder,
+        eos_token_ids: IntArray,
+        ledger: Ledger,
+        clients: Clients,
+        send_scheduler: Send,
+        send_detokenizer: Send,
+        clock: Callable[[], int],
+        pool: Executor,
+    ):
+        self._limits = limits
+        self._encoder = encoder
+        self._eos = eos_token_ids
+        self._ledger = ledger
+        self._clients = clients
+        self._send_scheduler = send_scheduler
+        self._send_detokenizer = send_detokenizer
+        self._clock = clock
+        self._pool = pool
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._pending_chars = 0
+        self._queries: dict[int, tuple[Owner, int]] = {}
+        self._next_query = 0
+        self._stopping = False
+        self._ignored = 0
+        self.refused = RefusedFrames()
+
+    # ---- from clients ---------------------------------------------------------------------------------------------
+
+    def on_client(self, owner: Owner, frame: bytes) -> None:
+        """Handle one frame from a client. Never raises for what is in it."""
+        if self._clients.deaf(owner):
+            self._ignored += 1
+            return
+        try:
+            msg = decode(frame, _FROM_CLIENTS)
+        except FrameError as error:
+            self.refused.count(error)
+            if error.rid is not None:
+                problem = f"{error.field}: {error.problem}" if error.field else error.problem
+                self._send(owner, Refused(ErrorCode.INVALID, problem, error.field).answer(error.rid))
+            return
+        match msg:
+            case Generate():
+                self._generate(owner, msg)
+            case Abort():
+                self._abort(owner, msg.rid)
+            case GetStats():
+                self._ask(owner, msg.query)
+
+    def _generate(self, owner: Owner, msg: Generate) -> None:
+        try:
+            self._check_admission(owner, msg)
+        except Refused as refusal:
+            self._send(owner, refusal.answer(msg.rid))
+            return
+        entry = self._ledger.open(owner, msg)
+        task = asyncio.get_running_loop().create_task(self._prepare(entry, msg))
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+
+    def _check_admission(self, owner: Owner, msg: Generate) -> None:
+        """All that can be said before the prompt is tokenized."""
+        if self._stopping:
+            raise _stopping()
+        if self._clients.overflowing(owner):
+            raise _unread()
+        if self._ledger.find(owner, msg.rid) is not None:
+            raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
+        self._limits.check_live(len(self._ledger))
+        self._limits.check_token_ids(msg.params.stop_token_ids, "params.stop_token_ids")
+        field = "text" if msg.text is not None else "chat"
+        self._limits.check_chars(_chars(msg), field)
+        if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
+            problem = "too much text waits for tokenization; try again later"
+            raise Refused(ErrorCode.OVERLOADED, problem, field, MAX_PENDING_CHARS, RETRY_AFTER_S)
+
+    async def _prepare(self, entry: Entry, msg: Generate) -> None:
+        """Tokenize, then hand over to detokenizer and scheduler, unless the request has ended in the meantime."""
+        self._pending_chars += _chars(msg)
+        try:
+            if msg.token_ids is not None:
+                prompt = self._encoder.encode(msg)
+            else:
+                prompt = await asyncio.get_running_loop().run_in_executor(self._pool, self._encoder.encode, msg)
+            if self._ledger.get(entry.rid) is entry:
+                self._admit(entry, prompt)
+        except Refused as refusal:
+            self._refuse(entry, refusal)
+        except Exception:
+            log.exception("request %d of a client failed", entry.client_rid)
+            self._refuse(entry, Refused(ErrorCode.INTERNAL, "an internal error in the tokenizer; its log says more"))
+        finally:
+            self._pending_chars -= _chars(msg)
+
+    def _admit(self, entry: Entry, prompt: IntArray) -> None:
+        params = entry.params
+        entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
+        stops = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self._eos}
+        add = AddRequest(entry.rid, prompt, entry.max_tokens, ints(*sorted(stops)), params.draw(entry.seed))
+        self._send_detokenizer(OpenStream(entry.rid, params.stop, params.skip_special_tokens))
+        self._send_scheduler(add)
+        entry.prompt = prompt
+
+    def _refuse(self, entry: Entry, refusal: Refused) -> None:
+        if self._ledger.get(entry.rid) is entry:
+            self._ledger.close(entry)
+            self._send(entry.owner, refusal.answer(entry.client_rid))
+
+    def _abort(self, owner: Owner, client_rid: int) -> None:
+        entry = self._ledger.find(owner, client_rid)
+        if entry is None:
+            return  # it has just ended
+        if entry.admitted:
+            if not entry.aborting:
+                entry.aborting = True
+                self._send_scheduler(Abort(entry.rid))  # which answers with the terminal row
+            return
+        self._ledger.close(entry)
+        rows = Rows()
+        rows.add(client_rid, ints(), "", Finish.ABORT, 0, 0)
+        self._send(owner, rows.batch(array("q", [self._clock()])))
+
+    def _ask(self, owner: Owner, query: int) -> None:
+        if len(self._queries) >= MAX_QUERIES:
+            self._ignored += 1
+            return
+        number = self._next_query
+        self._next_query = (number + 1) & MAX_RID
+        self._queries[number] = (owner, query)
+        self._send_scheduler(GetStats(number))
+
+    # ---- from the detokenizer -------------------------------------------------------------------------------------
+
+    def on_detokenizer(self, msg: Message) -> None:
+        match msg:
+            case TextBatch():
+                self._on_text(msg)
+            case RequestError():
+                entry = self._ledger.get(msg.rid)
+                if entry is not None:
+                    self._refuse(
+                        entry, Refused(ErrorCode(msg.code), msg.problem, msg.field, msg.limit, msg.retry_after_s)
+                    )
+            case Stats():
+                self._on_stats(msg)
+
+    def _on_text(self, batch: TextBatch) -> None:
+        by_owner: dict[Owner, Rows] = {}
+        at = 0
+        for i, rid in enumerate(batch.rids):
+            tokens = batch.token_ids[at : at + batch.counts[i]]
+            at += batch.counts[i]
+            entry = self._ledger.get(rid)
+            if entry is None:
+                continue  # its client is gone
+            entry.emitted.extend(tokens)
+            entry.cached = max(entry.cached, batch.cached[i])
+            finish, text = batch.finish[i], batch.texts[i]
+            if finish != Finish.NONE:
+                self._end(entry, finish)
+            if not entry.stream:
+                entry.texts.append(text)
+                if finish == Finish.NONE:
+                    continue
+                tokens, text = entry.emitted, "".join(entry.texts)
+            rows = by_owner.setdefault(entry.owner, Rows())
+            rows.add(entry.client_rid, tokens, text, finish, len(entry.prompt or ()), entry.cached)
+        for owner, rows in by_owner.items():
+            times = batch.times[:]
+            times.append(self._clock())
+            self._send_rows(owner, rows.batch(times))
+
+    def _end(self, entry: Entry, finish: int) -> None:
+        self._ledger.close(entry)
+        if finish == Finish.STOP and entry.params.stop:
+            # Perhaps the detokenizer found a stop string, of which the scheduler knows nothing.
+            self._send_scheduler(Abort(entry.rid))
+
+    def _send_rows(self, owner: Owner, batch: TextBatch) -> None:
+        try:
+            self._send(owner, batch)
+        except FrameError as error:  # larger than a frame may be
+            refusal = Refused(ErrorCode.INTERNAL, f"the answer cannot be sent: {error}")
+            for rid in batch.rids:
+                entry = self._ledger.find(owner, rid)
+                if entry is not None:
+                    self._send_scheduler(Abort(entry.rid))
+                    self._ledger.close(entry)
+                self._send(owner, refusal.answer(rid))
+
+    def _on_stats(self, stats: Stats) -> None:
+        asked = self._queries.pop(stats.query, None)
+        if asked is None:
+            return
+        owner, query = asked
+        own = {
+            "tokenizer.live_requests": len(self._ledger),
+            "tokenizer.clients": len(self._ledger.owners),
+            "tokenizer.slow_clients": self._clients.backlogs,
+            "tokenizer.refused_frames": self.refused.total,
+            "tokenizer.ignored_frames": self._ignored,
+        }
+        self._send(owner, Stats(query, {**stats.values, **own}))
+
+    @property
+    def preparing(self) -> int:
+        """Requests whose prompt is being tokenized."""
+        return len(self._preparing)
+
+    @property
+    def has_backlog(self) -> bool:
+        return self._clients.backlogs > 0
+
+    # ---- as time passes -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Try again to send what slow clients did not take."""
+        for owner in self._clients.flush():
+            self._drop_client(owner)
+
+    def beat(self) -> None:
+        """Tell silent clients with live requests that the cluster lives, and find those that do not."""
+        fed = self._clients.take_fed()
+        for owner in self._ledger.owners:
+            if owner not in fed:
+                self._send(owner, Beat())
+        self._clients.take_fed()
+
+    def shut_down(self) -> None:
+        """End every live request with an answer; those that still come are refused."""
+        self._stopping = True
+        for owner in self._ledger.owners:
+            for entry in self._ledger.close_all_of(owner):
+                self._send(owner, _stopping().answer(entry.client_rid))
+
+    # ---- answers --------------------------------------------------------------------------------------------------
+
+    def _send(self, owner: Owner, msg: Message) -> None:
+        match self._clients.send(owner, msg):
+            case Delivery.GONE:
+                self._drop_client(owner)
+            case Delivery.OVERFLOW:
+                self._cut_off(owner)
+            case Delivery.DONE:
+                pass
+
+    def _drop_client(self, owner: Owner) -> None:
+        self._clients.forget(owner)
+        for entry in self._ledger.close_all_of(owner):
+            self._abort_running(entry)
+
+    def _cut_off(self, owner: Owner) -> None:
+        """A client that does not read: its requests end, and it will find an error for each when it reads again."""
+        for entry in self._ledger.close_all_of(owner):
+            self._abort_running(entry)
+            self._clients.send(owner, _unread().answer(entry.client_rid))
+
+    def _abort_running(self, entry: Entry) -> None:
+        if entry.admitted:
+            self._send_scheduler(Abort(entry.rid))
+
+
+def _stopping() -> Refused:
+    return Refused(ErrorCode.SHUTTING_DOWN, "the cluster is stopping")
+
+
+def _unread() -> Refused:
+    return Refused(ErrorCode.OVERLOADED, "this client does not read its answers", "", 0, RETRY_AFTER_S)
+
+
+def _chars(msg: Generate) -> int:
+    """Characters to tokenize, as far as the message itself tells."""
+    return len(msg.text or "") + sum(len(m.content) for m in msg.chat or ())

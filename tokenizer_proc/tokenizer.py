@@ -1,0 +1,194 @@
+"""The tokenizer process: the clients' socket on one side, scheduler and detokenizer on the other.
+
+    clients ── ROUTER endpoints.frontend (and config.listen) ── Frontend ── PUSH ──► scheduler, detokenizer
+                                                                   ▲
+                                         detokenizer ── PULL endpoints.tokenizer
+
+Prompts are tokenized in a few threads beside the event loop, which therefore never waits.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import click
+import uvloop
+import zmq
+import zmq.asyncio
+
+from common.child import Child, child_options, run_child
+from common.messages import Go, RequestError, Stats, TextBatch
+from common.sockets import Inbox, Outbox, open_socket
+from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
+from tokenizer_proc.clients import Clients, Sent
+from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.ledger import Ledger
+from tokenizer_proc.limits import Limits
+from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.tokenizer_files import load_chat_template, load_special_tokens, load_tokenizer, longest_token
+
+log = logging.getLogger(__name__)
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+TOKENIZING_THREADS = 4  # a long prompt keeps one busy, and short ones pass it by
+FLUSH_S = 0.02  # how often backlogs are tried again
+BEAT_S = 0.5
+BURST = 64  # messages handled from one socket before the others have their turn
+STOP_S = 0.5  # how long the last answers may take at the end
+
+
+def main(child: Child) -> None:
+    """Load, say ready, serve until told to stop."""
+    model = Path(child.config.model.path)
+    tokenizer = load_tokenizer(model)
+    template = _load_template(model)
+    router = open_socket(child.context, zmq.ROUTER, bind=child.endpoints.frontend)
+    if child.config.listen is not None:
+        router.bind(child.config.listen)
+    answers = open_socket(child.context, zmq.PULL, bind=child.endpoints.tokenizer)
+    to_scheduler = open_socket(child.context, zmq.PUSH, connect=child.endpoints.scheduler)
+    to_detokenizer = open_socket(child.context, zmq.PUSH, connect=child.endpoints.detokenizer)
+    queue = child.config.scheduler
+    most = 4 * (queue.max_waiting + queue.max_running) + 1024  # beginnings and ends of all live requests
+    scheduler = Outbox(to_scheduler, "the scheduler", most)
+    detokenizer = Outbox(to_detokenizer, "the detokenizer", most)
+    go = child.ready()
+    if go is None:
+        return
+    _warn_of_vocabulary(tokenizer.get_vocab_size(), go)
+    limits = Limits.of_cluster(go, child.config.scheduler, longest_token(tokenizer))
+    encoder = PromptEncoder(tokenizer, template, limits)
+    pool = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenize")
+    try:
+        uvloop.run(_serve(child, go, limits, encoder, router, answers, scheduler, detokenizer, pool))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _serve(
+    child: Child,
+    go: Go,
+    limits: Limits,
+    encoder: PromptEncoder,
+    router: Socket,
+    answers: Socket,
+    scheduler: Outbox,
+    detokenizer: Outbox,
+    pool: ThreadPoolExecutor,
+) -> None:
+    clients = zmq.asyncio.Socket.from_socket(router)
+    frontend = Frontend(
+        limits=limits,
+        encoder=encoder,
+        eos_token_ids=go.eos_token_ids,
+        ledger=Ledger(lambda: secrets.randbits(63)),
+        clients=Clients(lambda owner, frame: _send_now(clients, [owner, frame])),
+        send_scheduler=scheduler.send,
+        send_detokenizer=detokenizer.send,
+        clock=time.monotonic_ns,
+        pool=pool,
+    )
+    inbox = Inbox(answers, TextBatch, RequestError, Stats)
+    inbox.refused = frontend.refused
+
+    def from_client(parts: list[bytes]) -> None:
+        if len(parts) == 2:
+            frontend.on_client(*parts)
+        else:
+            frontend.refused.by_cause["malformed"] += 1
+
+    def from_detokenizer(parts: list[bytes]) -> None:
+        msg = inbox.parse(parts)
+        if msg is not None:
+            frontend.on_detokenizer(msg)
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_reader(child.wake_fd, stop.set)
+    loops = [
+        asyncio.create_task(_receive(clients, from_client)),
+        asyncio.create_task(_receive(zmq.asyncio.Socket.from_socket(answers), from_detokenizer)),
+        asyncio.create_task(_tick(frontend, scheduler, detokenizer)),
+    ]
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([*loops, stopped], return_when=asyncio.FIRST_COMPLETED)
+    frontend.shut_down()
+    for task in done - {stopped}:
+        task.result()  # a loop never ends by itself: this raises what ended it
+    await _last_answers(frontend, loops[0])
+
+
+async def _last_answers(frontend: Frontend, receiving: "asyncio.Task[None]") -> None:
+    """Refuse what is still arriving, and give slow clients a last chance."""
+    deadline = time.monotonic() + STOP_S
+    while True:
+        await asyncio.sleep(FLUSH_S)
+        frontend.flush()
+        if receiving.done() or time.monotonic() > deadline or not frontend.has_backlog:
+            return
+
+
+async def _receive(socket: zmq.asyncio.Socket, handle: Callable[[list[bytes]], None]) -> None:
+    while True:
+        for _ in range(BURST):
+            handle(await socket.recv_multipart())
+        await asyncio.sleep(0)  # a received message does not suspend this loop, so that the others need a turn
+
+
+async def _tick(frontend: Frontend, *outboxes: Outbox) -> None:
+    next_beat = time.monotonic() + BEAT_S
+    while True:
+        await asyncio.sleep(FLUSH_S)
+        for outbox in outboxes:
+            outbox.flush()
+        frontend.flush()
+        if time.monotonic() >= next_beat:
+            next_beat = time.monotonic() + BEAT_S
+            frontend.beat()
+
+
+def _send_now(socket: zmq.asyncio.Socket, parts: list[bytes]) -> Sent:
+    """Send without waiting. The asyncio socket is used for it, because it must know when events may be waiting."""
+    sending = cast("asyncio.Future[None]", socket.send_multipart(parts, zmq.NOBLOCK))
+    error = sending.exception()  # with NOBLOCK the future is done at once
+    if error is None:
+        return Sent.YES
+    if isinstance(error, zmq.Again):
+        return Sent.FULL
+    if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+        return Sent.GONE
+    raise error
+
+
+def _load_template(model: Path) -> ChatTemplate | str | None:
+    source = load_chat_template(model)
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source, load_special_tokens(model))
+    except ChatTemplateError as error:  # prompts without a chat can still be served
+        log.warning("%s", error)
+        return str(error)
+
+
+def _warn_of_vocabulary(tokens: int, go: Go) -> None:
+    if tokens > go.vocab_size:
+        log.warning("the tokenizer has %d tokens, the model %d: prompts with others are refused", tokens, go.vocab_size)
+
+
+@click.command()
+@child_options
+def cli(run_dir: Path, life_fd: int) -> None:
+    """Run the tokenizer process (started by launch.py)."""
+    run_child("tokenizer", run_dir, life_fd, main)
+    os._exit(0)  # a thread that still tokenizes would keep the process
+
+
+if __name__ == "__main__":
+    cli()
