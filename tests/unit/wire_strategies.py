@@ -61,7 +61,9 @@ def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[An
             columns = st.lists(items, min_size=least, max_size=min(checker.most, most))
             return columns.map(lambda values: array(checker.typecode, values))
         case ListOf():
-            items = st.lists(values_of(checker.item), min_size=max(least, checker.least), max_size=min(checker.most, most))
+            items = st.lists(
+                values_of(checker.item), min_size=max(least, checker.least), max_size=min(checker.most, most)
+            )
             return items.map(tuple)
         case MapOf():
             return st.dictionaries(values_of(checker.key), values_of(checker.value), max_size=min(checker.most, FEW))
