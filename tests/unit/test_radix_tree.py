@@ -125,7 +125,7 @@ def test_a_match_inside_a_page_names_the_page_that_shares_most():
     insert([1, 2, 3, 4, 5, 6, 7, 8])
     node = insert([1, 2, 9, 9, 9])
     match = tree.match(raw([1, 2, 9, 9, 7]), 5)
-    assert match.partial == 0 and match.node is node.parent or len(match.pages) == 1
+    assert (match.partial == 0 and match.node is node.parent) or len(match.pages) == 1
     match = tree.match(raw([1, 2, 9, 5, 5]), 5)
     assert (match.pages, match.partial) == ([], 3)
     match = tree.match(raw([1, 2, 3, 4, 5, 6, 0]), 7)
