@@ -16,7 +16,7 @@ import click
 import zmq
 
 from common.codec import FrameError, decode, encode
-from common.config import CacheConfig, ClusterConfig, ConfigError, ModelConfig, SchedulerConfig
+from common.config import ADMISSIONS, POLICIES, CacheConfig, ClusterConfig, ConfigError, ModelConfig, SchedulerConfig
 from common.messages import Fatal, Go, Progress, Ready, ints
 from common.run_dir import RunDir, RunDirError
 from common.sockets import Endpoints, open_socket
@@ -92,7 +92,16 @@ class Cluster:
             "TOKENIZERS_PARALLELISM": "false",
         }
         for name, module, arguments in _process_table(self.config):
-            command = [sys.executable, "-P", "-m", module, "--run-dir", self.config.run_dir, "--life-fd", str(life_read)]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                module,
+                "--run-dir",
+                self.config.run_dir,
+                "--life-fd",
+                str(life_read),
+            ]
             popen = subprocess.Popen(
                 [*command, *arguments], env=env, pass_fds=[life_read], stdin=subprocess.DEVNULL, cwd=self.config.run_dir
             )
@@ -310,7 +319,11 @@ class Size(click.ParamType[int]):
 @click.option("--max-waiting", type=int, default=10_000, help="Requests that may wait.")
 @click.option("--max-batch-tokens", type=int, default=2048, help="Tokens per step.")
 @click.option("--chunk-tokens", type=int, default=256, help="Prefill tokens per step beside running decodes.")
-@click.option("--steps-in-flight", type=int, default=1, help="Steps planned ahead of their results: 1 or 2.")
+@click.option("--itl-target-ms", type=float, default=0.0, help="Size chunks for this inter-token latency; 0 is off.")
+@click.option("--policy", type=click.Choice(POLICIES), default="fcfs", help="Order of waiting requests.")
+@click.option("--admission", type=click.Choice(ADMISSIONS), default="ratio", help="Room kept for tokens to come.")
+@click.option("--ageing", type=float, default=10.0, help="Seconds for which a policy may favour others.")
+@click.option("--steps-in-flight", type=int, default=2, help="Steps planned ahead of their results: 1 or 2.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Private directory of the sockets.")
 @click.option("--listen", default=None, help="Also serve clients at tcp://127.0.0.1:PORT.")
 @click.option("--log-level", default="warning", help="debug, info, warning or error.")
@@ -319,7 +332,8 @@ class Size(click.ParamType[int]):
 def main(
     model: str, dtype: str, device: str, tp: int, threads: int | None, context_len: int | None, page_size: int,
     kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int, max_waiting: int,
-    max_batch_tokens: int, chunk_tokens: int, steps_in_flight: int, run_dir: Path | None, listen: str | None,
+    max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str, ageing: float,
+    steps_in_flight: int, run_dir: Path | None, listen: str | None,
     log_level: str, start_timeout: float,
 ) -> None:  # fmt: skip
     """Start a Rhizome cluster and serve until Ctrl-C."""
@@ -331,8 +345,18 @@ def main(
                 run_dir=str(directory.path),
                 model=ModelConfig(str(Path(model).resolve()), dtype, device, context_len, tp, threads),
                 cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache),
-                scheduler=SchedulerConfig(max_running, max_batch_tokens, chunk_tokens, max_waiting, steps_in_flight),
-                listen=_loopback(listen),
+                scheduler=SchedulerConfig(
+                    max_running=max_running,
+                    max_batch_tokens=max_batch_tokens,
+                    chunk_tokens=chunk_tokens,
+                    max_waiting=max_waiting,
+                    steps_in_flight=steps_in_flight,
+                    policy=policy,
+                    admission=admission,
+                    ageing_s=ageing,
+                    itl_target_ms=itl_target_ms,
+                ),
+                listen=listen,
                 log_level=log_level,
                 start_timeout_s=start_timeout,
             )
@@ -367,18 +391,6 @@ def _run(cluster: Cluster) -> int:
 def _check_model(model: str) -> None:
     if not (Path(model) / "config.json").is_file():
         raise StartError(f"--model {model}: not a directory with a Hugging Face checkpoint (no config.json)")
-
-
-def _loopback(address: str | None) -> str | None:
-    """Raises ConfigError unless the address is tcp on loopback: beyond it, authentication would be needed."""
-    if address is None:
-        return None
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ConfigError("listen must be tcp://127.0.0.1:PORT")
-    if host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise ConfigError(f"listen must be a loopback address, not {host}: other machines cannot be authenticated yet")
-    return address
 
 
 if __name__ == "__main__":

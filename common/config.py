@@ -12,6 +12,8 @@ from typing import Any
 
 CONFIG_FILE = "config.json"
 _LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]{1,5})")
+POLICIES = ("fcfs", "lpm", "round-robin", "priority")
+ADMISSIONS = ("ratio", "peak", "reserve")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -61,13 +63,23 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """`max_running` requests at once, `max_batch_tokens` per step, `chunk_tokens` of prefill beside running decodes,
-    `max_waiting` requests in the queue, `steps_in_flight` plans sent before the first one's tokens are back."""
+    `max_waiting` requests in the queue, `steps_in_flight` plans sent before the first one's tokens are back.
+
+    `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds how
+    long a policy may favour others. `itl_target_ms` sizes prefill chunks so that running decodes keep it, 0 is off.
+    `in_batch_gain` tokens are the least for which a request waits for another one to compute a common prefix.
+    """
 
     max_running: int = 256
     max_batch_tokens: int = 2048
     chunk_tokens: int = 256
     max_waiting: int = 10_000
-    steps_in_flight: int = 1
+    steps_in_flight: int = 2
+    policy: str = "fcfs"
+    admission: str = "ratio"
+    ageing_s: float = 10.0
+    itl_target_ms: float = 0.0
+    in_batch_gain: int = 32
 
     def __post_init__(self) -> None:
         _check(1 <= self.max_running <= 4096, "max_running", "between 1 and 4096")
@@ -79,6 +91,11 @@ class SchedulerConfig:
         _check(1 <= self.chunk_tokens <= self.max_batch_tokens, "chunk_tokens", "between 1 and max_batch_tokens")
         _check(1 <= self.max_waiting <= 10**6, "max_waiting", "between 1 and 1000000")
         _check(1 <= self.steps_in_flight <= 2, "steps_in_flight", "1 or 2")
+        _check(self.policy in POLICIES, "policy", f"one of {', '.join(POLICIES)}")
+        _check(self.admission in ADMISSIONS, "admission", f"one of {', '.join(ADMISSIONS)}")
+        _check(0 < self.ageing_s <= 86400, "ageing", "more than 0 and at most 86400 seconds")
+        _check(1 <= self.in_batch_gain, "in_batch_gain", "at least 1 token")
+        _check(0 <= self.itl_target_ms <= 60000, "itl_target", "between 0 (off) and 60000 ms")
 
 
 @dataclass(frozen=True, slots=True)

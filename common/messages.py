@@ -53,6 +53,7 @@ class ErrorCode(IntEnum):
     OVERLOADED = 3  # a queue limit was reached, try again
     SHUTTING_DOWN = 4  # the cluster is stopping
     INTERNAL = 5  # our mistake
+    DEADLINE = 6  # not finished in the time that the client gave it
 
 
 def ints(*values: int) -> IntArray:
@@ -121,6 +122,9 @@ class AddRequest:
     max_tokens: Annotated[int, Int(1, MAX_BATCH_TOKENS)]
     stop_token_ids: Annotated[IntArray, Ints(1024, 0, MAX_TOKEN_ID)]
     draw: Annotated[DrawParams, DRAW_PARAMS]
+    salt: Annotated[str, Str(256)] = ""  # namespace of the prefix cache
+    priority: Annotated[int, Int(-1000, 1000)] = 0  # higher goes first
+    deadline_ms: Annotated[int, Int(0, 2**31 - 1)] = 0  # from arrival at the scheduler; 0 is none
 
 
 @message
@@ -252,7 +256,7 @@ class RequestError:
 
     TAG: ClassVar[int] = 10
     rid: Rid
-    code: Annotated[int, Int(1, 5)]
+    code: Annotated[int, Int(1, 6)]
     problem: Annotated[str, Str(4096)]
     field: Annotated[str, Str(256)] = ""
     limit: Annotated[int, Int(0, _COUNT)] = 0

@@ -40,20 +40,24 @@ class EventLoop:
     def run(self, scheduler: Scheduler) -> None:
         """Until the child shall stop."""
         while not self._child.stopping:
-            self._poller.poll(RETRY_MS if self._backlog() else None)
+            self._poller.poll(self._patience_ms(scheduler.next_deadline))
             for msg in self._results.drain():
                 assert isinstance(msg, StepResult)
                 self._answer(scheduler.commit(msg, time.monotonic_ns()))
             for msg in self._requests.drain():
-                self._answer(self._with_own_counters(scheduler.handle(msg)))
+                self._answer(self._with_own_counters(scheduler.handle(msg, time.monotonic_ns())))
+            self._answer(scheduler.expire(time.monotonic_ns()))
             while (plan := scheduler.plan(time.monotonic_ns())) is not None:
                 for worker in self._workers:
                     worker.send(plan)
             for outbox in (*self._workers, self._detokenizer):
                 outbox.flush()
 
-    def _backlog(self) -> int:
-        return self._detokenizer.backlog + sum(worker.backlog for worker in self._workers)
+    def _patience_ms(self, deadline: int | None) -> int | None:
+        """How long to wait for a message: not past a deadline, nor long when a slow peer has a backlog."""
+        if self._detokenizer.backlog or any(worker.backlog for worker in self._workers):
+            return RETRY_MS
+        return None if deadline is None else max(0, (deadline - time.monotonic_ns()) // 10**6 + 1)
 
     def _answer(self, messages: Iterable[Message]) -> None:
         for msg in messages:

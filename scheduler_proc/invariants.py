@@ -5,6 +5,7 @@ Called after every event in tests and at idle in debug logging; it walks everyth
 
 from collections import Counter
 
+from scheduler_proc.admission import FullReservation, promised
 from scheduler_proc.request import Request, Status
 from scheduler_proc.scheduler import Scheduler
 
@@ -15,7 +16,7 @@ class InvariantViolation(AssertionError):
 
 def check(scheduler: Scheduler) -> None:
     """Raises InvariantViolation with the first disagreement found."""
-    live = [r for r in scheduler.slots if r is not None]
+    live = list(scheduler.holders())
     _check_pages(scheduler, live)
     _check_tree(scheduler, live)
     _check_requests(scheduler, live)
@@ -66,7 +67,10 @@ def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
             node = node.parent
     for node in tree.nodes():
         _require(bool(node.pages), "a node without pages")
-        _require(len(node.key) == len(node.pages) * page_bytes, "a node's key and pages differ in length")
+        full = len(node.pages) * page_bytes
+        _require(0 <= full - len(node.key) < page_bytes, "a node's key and pages differ in length")
+        _require(len(node.key) == full or not (node.children or node.locks), "a partly filled page is not the last")
+        _require(sorted(node.children) == node.order, "a node's children are not in order")
         _require(
             node.parent is not None and node.parent.children.get(node.key[:page_bytes]) is node,
             "a node is not where its first page says",
@@ -85,8 +89,9 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
     sampled = Counter(id(r) for step in scheduler.in_flight for r in step.sampled)
     for request in live:
         name = f"request {request.rid}"
-        _require(request.status in (Status.PREFILLING, Status.DECODING) or request.ended, f"{name}: {request.status}")
-        _require(not request.ended or request.steps_in_flight > 0, f"{name} has ended but holds a slot")
+        _require(request.status is not Status.WAITING, f"{name} waits and holds a slot")
+        going = request.status in (Status.PREFILLING, Status.DECODING)
+        _require(going or request.steps_in_flight > 0, f"{name} is {request.status.name} but holds a slot")
         _require(request.steps_in_flight == in_steps[id(request)], f"{name}: steps in flight")
         _require(request.pending == sampled[id(request)], f"{name}: pending tokens")
         _require(0 <= request.cached_len <= request.device_len, f"{name}: cached_len out of range")
@@ -101,8 +106,8 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
 
 
 def _check_promises(scheduler: Scheduler, live: list[Request]) -> None:
-    """What admission promised is what running requests may still take, and it can be had."""
-    kv = scheduler.kv
-    promised = sum(kv.pages_for(r.kv_len_at_end) - len(r.pages) for r in live)
-    _require(promised == scheduler.admission.promised, f"promised {scheduler.admission.promised}, should be {promised}")
-    _require(promised <= kv.available, f"{promised} pages are promised, {kv.available} can be had")
+    """Full reservation cannot overcommit: what running requests may still take can be had."""
+    if isinstance(scheduler.admission, FullReservation):
+        going = [r for r in live if not r.ended]
+        owed, available = promised(scheduler.kv, going), scheduler.kv.available
+        _require(owed <= available, f"{owed} pages are promised, {available} can be had")

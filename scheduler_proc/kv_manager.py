@@ -18,7 +18,7 @@ class KVManager:
         self.pool = BlockPool(num_pages)
         self.tree = RadixTree(self.pool, page_size)
         self.page_size = page_size
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
 
     @property
     def available(self) -> int:
@@ -28,33 +28,60 @@ class KVManager:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def attach_prefix(self, request: Request) -> None:
+    def cached(self, request: Request) -> int:
+        """How many tokens of a waiting request are in the cache now."""
+        if not self.prefix_cache:
+            return 0
+        return self.tree.peek(request.tokens.tobytes(), len(request.tokens) - 1, request.salt)
+
+    def lock_prefix(self, request: Request) -> tuple[int, int]:
         """Give `request`, which holds nothing, the longest cached prefix of its tokens, and lock it.
 
-        At least one token is left to compute, because its logits are needed.
+        At least one token is left to compute, because its logits are needed. Returns the page in which the match ends
+        and how many of its tokens match, which `take_room` copies; (-1, 0) when it ends between pages.
         """
-        if not self._prefix_cache:
-            return
-        most = (len(request.tokens) - 1) // self.page_size
-        node, pages = self.tree.match(request.tokens.tobytes(), most)
-        self.tree.lock(node)
-        self.pool.share(pages)
-        request.node = node
-        request.pages = pages
-        request.shared_pages = len(pages)
-        request.cached_len = len(pages) * self.page_size
+        if not self.prefix_cache:
+            return -1, 0
+        match = self.tree.match(request.tokens.tobytes(), len(request.tokens) - 1, request.salt)
+        self.tree.lock(match.node)
+        self.pool.share(match.pages)
+        request.node = match.node
+        request.pages = match.pages
+        request.shared_pages = len(match.pages)
+        request.cached_len = len(match.pages) * self.page_size
+        return match.source, match.partial
+
+    def unlock_prefix(self, request: Request) -> None:
+        """Undo `lock_prefix`."""
+        if request.node is not None:
+            self.tree.unlock(request.node)
+        self.pool.release(request.pages)
+        request.pages, request.node, request.shared_pages, request.cached_len = [], None, 0, 0
+
+    def take_room(self, request: Request, source: int, partial: int) -> tuple[int, int] | None:
+        """Pages for all known tokens of a request whose prefix is locked, or PoolExhausted.
+
+        Returns the copy (source, target) that the workers must make before the step, if the match ended inside a page.
+        The source needs no lock: a page freed now can be written by the same plan at the earliest, after its copies.
+        """
+        own = self.grow(request, len(request.tokens))
+        if partial == 0:
+            return None
+        request.cached_len += partial
+        return (source, own[0]) if source != own[0] else None
 
     def grow(self, request: Request, tokens: int) -> list[int]:
         """Pages appended to the request's table so that it holds `tokens`; evicts when needed.
 
-        Raises PoolExhausted when there are not enough, which admission rules out.
+        Raises PoolExhausted, and takes nothing, when there are not enough.
         """
         missing = self.pages_for(tokens) - len(request.pages)
         if missing <= 0:
             return []
-        short = missing - self.pool.free
-        if short > 0 and self.tree.evict(short) < short:
-            raise PoolExhausted(f"request {request.rid} needs {missing} pages, {self.pool.free} are free")
+        if missing > self.available:
+            raise PoolExhausted(f"request {request.rid} needs {missing} pages, {self.available} can be had")
+        if missing > self.pool.free:
+            self.tree.evict(missing - self.pool.free)
         pages = self.pool.allocate(missing)
         request.pages += pages
         return pages
@@ -66,13 +93,12 @@ class KVManager:
         locking the other's pages as well would take room that admission has promised to someone.
         """
         whole = min(request.cached_len, len(request.tokens)) // self.page_size
-        if not self._prefix_cache or whole <= request.shared_pages:
+        if not self.prefix_cache or whole <= request.shared_pages:
             return
         tokens = request.tokens[: whole * self.page_size].tobytes()
-        _, known = self.tree.match(tokens, whole)
-        if len(known) > request.shared_pages:
+        if self.tree.peek(tokens, len(tokens), request.salt) // self.page_size > request.shared_pages:
             return
-        node, _ = self.tree.insert(tokens, request.pages[:whole])
+        node, _ = self.tree.insert(tokens, request.pages[:whole], request.salt)
         self.tree.lock(node)
         if request.node is not None:
             self.tree.unlock(request.node)
@@ -81,13 +107,8 @@ class KVManager:
 
     def release(self, request: Request) -> None:
         """Take all pages back; what was computed stays in the tree, unlocked, until somebody needs the room."""
-        if self._prefix_cache:
-            whole = min(request.cached_len, len(request.tokens)) // self.page_size
-            if whole > request.shared_pages:
-                self.tree.insert(request.tokens[: whole * self.page_size].tobytes(), request.pages[:whole])
-            if request.node is not None:
-                self.tree.unlock(request.node)
-        self.pool.release(request.pages)
-        request.pages = []
-        request.node = None
-        request.shared_pages = 0
+        known = min(request.cached_len, len(request.tokens))
+        if self.prefix_cache and known > request.shared_pages * self.page_size:
+            pages = request.pages[: self.pages_for(known)]
+            self.tree.insert(request.tokens[:known].tobytes(), pages, request.salt)
+        self.unlock_prefix(request)

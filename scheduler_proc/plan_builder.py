@@ -16,6 +16,7 @@ class PlanBuilder:
         self._enter_slots, self._enter_lens = ints(), ints()
         self._enter_draw: list[DrawParams] = []
         self._page_slots, self._page_counts, self._pages = ints(), ints(), ints()
+        self._copies = ints()
         self._chunk_slots, self._chunk_lens, self._chunk_samples, self._chunk_tokens = ints(), ints(), ints(), ints()
         self._decode = bytearray((max_slots + 7) // 8)
         self._decoding: list[Request] = []
@@ -42,6 +43,10 @@ class PlanBuilder:
         self._enter_lens.append(request.cached_len)
         self._enter_draw.append(request.draw)
         self.append_pages(request, request.pages)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page before anything is computed."""
+        self._copies.extend((source, target))
 
     def append_pages(self, request: Request, pages: Sequence[int]) -> None:
         if pages:
@@ -76,7 +81,7 @@ class PlanBuilder:
             page_slots=self._page_slots,
             page_counts=self._page_counts,
             pages=self._pages,
-            copies=ints(),
+            copies=self._copies,
             chunk_slots=self._chunk_slots,
             chunk_lens=self._chunk_lens,
             chunk_samples=self._chunk_samples,

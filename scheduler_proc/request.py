@@ -1,6 +1,5 @@
 """A request and its states, events and transitions. Every change of state goes through the table below."""
 
-from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -43,6 +42,8 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.PREFILLING, Event.PREEMPT): Status.PREEMPTED,
     (Status.DECODING, Event.PREEMPT): Status.PREEMPTED,
     (Status.PREEMPTED, Event.REQUEUE): Status.WAITING,
+    # the step that was in flight when it was preempted may bring its last token
+    (Status.PREEMPTED, Event.FINISH): Status.FINISHED,
 }
 
 ENDED = frozenset({Status.FINISHED, Status.ABORTED})
@@ -69,15 +70,21 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int]
     draw: DrawParams
+    salt: str = ""  # namespace of the prefix cache
+    priority: int = 0  # higher goes first
+    deadline: int = 0  # ns; 0 is none
+    arrival: int = 0  # ns
+    seq: int = 0  # order of arrival, unique
     status: Status = Status.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)  # page table: pages[i] holds tokens [i * page_size, ...)
     node: "Node | None" = None  # deepest locked radix tree node
     shared_pages: int = 0  # how many leading entries of `pages` belong to the tree too
-    cached_prompt: int = 0
+    cached_prompt: int = -1  # prompt tokens found in the cache at first admission; -1 before it
     cached_len: int = 0
     pending: int = 0  # sampled by plans in flight, not yet known
     steps_in_flight: int = 0
+    preemptions: int = 0
 
     def on(self, event: Event) -> None:
         """Apply an event. Raises IllegalTransition when the table does not have it."""
@@ -101,6 +108,16 @@ class Request:
         return len(self.tokens) + self.pending - self.prompt_len
 
     @property
+    def remaining(self) -> int:
+        """Output tokens that may still come."""
+        return self.max_tokens - self.generated
+
+    @property
+    def seniority(self) -> tuple[int, int]:
+        """Sorts those first who keep their pages longest under pressure: high priority, then early arrival."""
+        return (-self.priority, self.seq)
+
+    @property
     def ended(self) -> bool:
         return self.status in ENDED
 
@@ -108,9 +125,3 @@ class Request:
     def kv_len_at_end(self) -> int:
         """Tokens in the KV cache at its longest: the last output token is never an input."""
         return self.prompt_len + self.max_tokens - 1
-
-
-def new_request(
-    rid: int, prompt: IntArray, max_tokens: int, stop_token_ids: frozenset[int], draw: DrawParams
-) -> Request:
-    return Request(rid, array("i", prompt), len(prompt), max_tokens, stop_token_ids, draw)

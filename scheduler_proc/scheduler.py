@@ -1,8 +1,8 @@
 """The scheduler: a pure state machine over requests, pages and steps.
 
-    handle(message)  -> answers          a request arrives, is aborted, or statistics are asked for
-    plan(now)        -> StepPlan | None  what the workers compute next
-    commit(result)   -> answers          the tokens of the oldest step in flight are known
+    handle(message, now) -> answers          a request arrives, is aborted, or statistics are asked for
+    plan(now)            -> StepPlan | None  what the workers compute next
+    commit(result, now)  -> answers          the tokens of the oldest step in flight are known
 
 Continuous batching (Orca, Yu et al., OSDI 2022) with chunked prefill (Sarathi-Serve, Agrawal et al., OSDI 2024): in
 every step computed tokens catch up with known tokens under a token budget, decodes first, prefill chunks after them.
@@ -10,11 +10,15 @@ every step computed tokens catch up with known tokens under a token budget, deco
 Up to `steps_in_flight` plans are sent before the first one's tokens are known. A decode's input is whatever its slot
 sampled last, so a plan needs no token values; a request that turns out to have ended has its later tokens discarded
 in `commit`, and keeps slot and pages until the last step with it has returned.
+
+Under pressure, in this order: evict unlocked leaves, stop admitting, preempt (lowest priority, then newest first; the
+pages stay in the tree as long as nobody needs them), refuse new requests.
 """
 
 import heapq
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.codec import Message
@@ -32,13 +36,21 @@ from common.messages import (
     TokenBatch,
     ints,
 )
-from scheduler_proc.admission import FullReservation
+from scheduler_proc.admission import ADMISSIONS, Admission
+from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.plan_builder import PlanBuilder
-from scheduler_proc.policy import Fcfs
-from scheduler_proc.request import Event, Request, Status, new_request
+from scheduler_proc.policy import MAX_PREFILLS, make_policy
+from scheduler_proc.request import Event, Request, Status
+from scheduler_proc.service_rate import ServiceRate
+from scheduler_proc.step_time import StepShape, StepTimeModel
 
 GROUP = "0"
+LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
+COUNTERS = (
+    "steps", "requests", "finished", "aborted", "refused", "expired", "preempted",
+    "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
+)  # fmt: skip
 
 
 class ProtocolError(RuntimeError):
@@ -47,58 +59,75 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step in flight: its id, when it was planned (ns), all its rows, and those that get a token."""
+    """A step in flight: its id, when it was planned (ns), all its rows, those that get a token, and its shape."""
 
     step_id: int
     planned: int
     rows: list[Request]
     sampled: list[Request]
+    shape: StepShape
 
 
 class Scheduler:
     """See the module's docstring. `context_len` bounds prompt and output together, in tokens."""
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, context_len: int, *, epoch: int = 0):
-        self._config = config
-        self._context_len = context_len
-        self._epoch = epoch
+        self.config = config
+        self.context_len = context_len
+        self.epoch = epoch
         self.kv = kv
-        self.admission = FullReservation(kv)
-        self.waiting = Fcfs()
+        self.admission: Admission = ADMISSIONS[config.admission]()
+        self.waiting = make_policy(config.policy, kv, config.ageing_s)
+        self.step_time = StepTimeModel()
         self.slots: list[Request | None] = [None] * config.max_running
         self.requests: dict[int, Request] = {}  # every request that has not been answered for good
         self.in_flight: deque[Step] = deque()
         self._prefilling: list[Request] = []
         self._free_slots = list(range(config.max_running))  # a heap, so that slots stay dense
         self._left: list[int] = []  # slots freed since the last plan
+        self._deadlines: list[tuple[int, int]] = []  # a heap of (when, rid)
+        self._service = ServiceRate()
         self._next_step = 0
-        self._counters = dict.fromkeys(
-            ("steps", "requests", "finished", "aborted", "refused", "prompt_tokens", "cached_tokens", "output_tokens"),
-            0,
-        )
+        self._next_seq = 1
+        self._counters = dict.fromkeys(COUNTERS, 0)
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
-    def handle(self, msg: Message) -> list[Message]:
-        """Apply one message from the tokenizer. Returns answers for the detokenizer."""
+    def handle(self, msg: Message, now: int) -> list[Message]:
+        """Apply one message from the tokenizer. Returns answers for the detokenizer. `now` in ns."""
         match msg:
             case AddRequest():
-                return self._add(msg)
+                return self._add(msg, now)
             case Abort(rid=rid):
                 return self._abort(rid)
             case GetStats(query=query):
                 return [Stats(query, {f"scheduler.{name}": value for name, value in self.stats().items()})]
         raise TypeError(f"the scheduler does not handle {type(msg).__name__}")
 
-    def _add(self, msg: AddRequest) -> list[Message]:
+    def _add(self, msg: AddRequest, now: int) -> list[Message]:
         refusal = self._refusal(msg)
         if refusal is not None:
             self._counters["refused"] += 1
             return [refusal]
-        room = min(self._context_len, self.kv.pool.num_pages * self.kv.page_size) - len(msg.prompt)
-        request = new_request(msg.rid, msg.prompt, min(msg.max_tokens, room), frozenset(msg.stop_token_ids), msg.draw)
+        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - len(msg.prompt)
+        request = Request(
+            rid=msg.rid,
+            tokens=array("i", msg.prompt),
+            prompt_len=len(msg.prompt),
+            max_tokens=min(msg.max_tokens, room),
+            stop_token_ids=frozenset(msg.stop_token_ids),
+            draw=msg.draw,
+            salt=msg.salt,
+            priority=msg.priority,
+            deadline=now + msg.deadline_ms * 10**6 if msg.deadline_ms else 0,
+            arrival=now,
+            seq=self._next_seq,
+        )
+        self._next_seq += 1
         self.requests[msg.rid] = request
         self.waiting.add(request)
+        if request.deadline:
+            heapq.heappush(self._deadlines, (request.deadline, request.rid))
         self._counters["requests"] += 1
         return []
 
@@ -109,88 +138,195 @@ class Scheduler:
             return RequestError(msg.rid, ErrorCode.INTERNAL, "this request id is in use", "rid")
         if length == 0:
             return RequestError(msg.rid, ErrorCode.INVALID, "the prompt is empty", "prompt", 1)
-        for limit, name in ((self._context_len, "context window"), (pool_tokens, "KV cache")):
+        for limit, name in ((self.context_len, "context window"), (pool_tokens, "KV cache")):
             if length + 1 > limit:
                 problem = f"the prompt has {length} tokens and the {name} holds {limit}, one of them for the answer"
                 return RequestError(msg.rid, ErrorCode.TOO_LONG, problem, "prompt", limit)
-        if len(self.waiting) >= self._config.max_waiting:
-            problem = f"the queue is full ({self._config.max_waiting} requests)"
-            return RequestError(msg.rid, ErrorCode.OVERLOADED, problem, "", self._config.max_waiting, 1.0)
+        if len(self.waiting) >= self.config.max_waiting:
+            problem = f"the queue is full ({self.config.max_waiting} requests)"
+            wait = self._service.seconds_for(len(self.waiting))
+            return RequestError(msg.rid, ErrorCode.OVERLOADED, problem, "", self.config.max_waiting, wait)
         return None
 
     def _abort(self, rid: int) -> list[Message]:
         request = self.requests.get(rid)
         if request is None:
             return []  # it has just finished
-        if request.status is Status.WAITING:
-            self.waiting.remove(request)
         self._end(request, Event.ABORT)
         self._counters["aborted"] += 1
-        batch = TokenBatch(ints(rid), ints(0), ints(), bytes([Finish.ABORT]), ints(request.cached_prompt), array("q"))
-        return [batch]
+        cached = max(0, request.cached_prompt)
+        return [TokenBatch(ints(rid), ints(0), ints(), bytes([Finish.ABORT]), ints(cached), array("q"))]
+
+    def expire(self, now: int) -> list[Message]:
+        """End requests whose deadline has passed, each with an error."""
+        answers: list[Message] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            when, rid = heapq.heappop(self._deadlines)
+            request = self.requests.get(rid)
+            if request is None or request.deadline != when:
+                continue
+            self._end(request, Event.ABORT)
+            self._counters["expired"] += 1
+            allowed = (when - request.arrival) // 10**6
+            problem = f"not finished {allowed} ms after it arrived, which was its deadline"
+            answers.append(RequestError(rid, ErrorCode.DEADLINE, problem, "deadline_ms", allowed))
+        return answers
+
+    @property
+    def next_deadline(self) -> int | None:
+        """When `expire` has something to do at the earliest (ns)."""
+        return self._deadlines[0][0] if self._deadlines else None
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
     def plan(self, now: int) -> StepPlan | None:
         """The next step, or None when nothing can be computed or enough steps are in flight. `now` in ns."""
-        if len(self.in_flight) >= self._config.steps_in_flight:
+        if len(self.in_flight) >= self.config.steps_in_flight:
             return None
-        step = PlanBuilder(self._config.max_running)
-        self._plan_decodes(step)
-        budget = self._config.max_batch_tokens - step.num_tokens
-        if step.num_tokens:
-            budget = min(budget, self._config.chunk_tokens)  # beside decodes, keep their inter-token latency short
-        budget = self._plan_chunks(step, budget)
-        self._plan_admissions(step, budget)
+        step = PlanBuilder(self.config.max_running)
+        preempted = self._plan_decodes(step)
+        budget = self._prefill_budget(step)
+        if not preempted:
+            self._admit(step, budget, now)
+        for request in self.waiting.chunk_order(list(self._prefilling)):
+            if budget <= 0:
+                break
+            budget -= self._plan_chunk(step, request, budget)
         if step.num_tokens == 0:
             return None
+        if not preempted:
+            self.admission.after_step()
         step.leave(self._left)
         self._left = []
         for request in step.rows:
             request.steps_in_flight += 1
-        self.in_flight.append(Step(self._next_step, now, step.rows, step.sampled))
-        plan = step.build(self._next_step, self._epoch, GROUP)
+        shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
+        self.in_flight.append(Step(self._next_step, now, step.rows, step.sampled, shape))
+        plan = step.build(self._next_step, self.epoch, GROUP)
         self._next_step += 1
         self._counters["steps"] += 1
         return plan
 
-    def _plan_decodes(self, step: PlanBuilder) -> None:
-        for request in self.slots:
-            if (
-                request is not None
-                and request.status is Status.DECODING
-                and request.generated < request.max_tokens  # the length limit never lags behind steps in flight
-            ):
-                self._extend(step, request, 1)
-                step.decode(request)
-                request.pending += 1
+    @property
+    def _running(self) -> list[Request]:
+        """Requests that hold pages and will compute more."""
+        return [r for r in self.slots if r is not None and r.status in (Status.PREFILLING, Status.DECODING)]
 
-    def _plan_chunks(self, step: PlanBuilder, budget: int) -> int:
-        for request in tuple(self._prefilling):
-            if budget <= 0:
-                break
-            budget -= self._plan_chunk(step, request, budget)
-        return budget
+    def _plan_decodes(self, step: PlanBuilder) -> bool:
+        """Plan one token for each decoding request that can have a page; True when somebody was preempted for it."""
+        ready = [
+            r
+            for r in self.slots
+            # the length limit never lags behind steps in flight
+            if r is not None and r.status is Status.DECODING and r.generated < r.max_tokens
+        ]
+        preempted = self._spare(ready) < 0
+        if preempted:
+            ready = self._make_room(ready)
+        for request in ready:
+            step.append_pages(request, self.kv.grow(request, request.cached_len + 1))
+            step.decode(request)
+            request.cached_len += 1
+            request.pending += 1
+        return preempted
 
-    def _plan_admissions(self, step: PlanBuilder, budget: int) -> None:
-        while budget > 0 and self._free_slots and (request := self.waiting.head()) is not None:
-            if not self.admission.try_admit(request):
+    def _make_room(self, ready: list[Request]) -> list[Request]:
+        """Those of `ready` that can decode now, in slot order, after juniors gave their pages back for seniors.
+
+        A victim with a step in flight gives its pages back when that returns, so its senior may skip a step.
+        """
+        able: list[Request] = []
+        for request in sorted(ready, key=lambda r: r.seniority):
+            if request.status is not Status.DECODING:
+                continue  # it gave way to a senior
+            needs_page = self._at_page_end(request)
+            while needs_page and self._spare(able) < 1 and (junior := self._most_junior(request)) is not None:
+                self._preempt(junior)
+            if not needs_page or self._spare(able) >= 1:
+                able.append(request)
+        return sorted(able, key=lambda r: r.slot)
+
+    def _at_page_end(self, request: Request) -> bool:
+        return request.cached_len == len(request.pages) * self.kv.page_size
+
+    def _spare(self, able: list[Request]) -> int:
+        """Pages that can be had beside those that `able` take in this step."""
+        return self.kv.available - sum(map(self._at_page_end, able))
+
+    def _most_junior(self, than: Request) -> Request | None:
+        junior = max(self._running, key=lambda r: r.seniority)
+        return junior if junior.seniority > than.seniority else None
+
+    def _preempt(self, victim: Request) -> None:
+        if victim.status is Status.PREFILLING:
+            self._prefilling.remove(victim)
+        victim.on(Event.PREEMPT)
+        victim.preemptions += 1
+        self._counters["preempted"] += 1
+        self._settle(victim)
+        self.admission.after_preemption(self._running)
+
+    def _prefill_budget(self, step: PlanBuilder) -> int:
+        """Tokens that prefill chunks may take in this step."""
+        budget = self.config.max_batch_tokens - step.num_tokens
+        if step.num_tokens == 0:
+            return budget  # nobody decodes: only memory limits the chunk
+        if self.config.itl_target_ms > 0:
+            context = sum(r.cached_len for r in step.rows)
+            known = self.step_time.tokens_within(self.config.itl_target_ms / 1e3, context)
+            if known is not None:
+                least = min(16, self.config.chunk_tokens)  # so that prompts advance at any target
+                return min(budget, max(least, known - step.num_tokens))
+        return min(budget, self.config.chunk_tokens)
+
+    def _admit(self, step: PlanBuilder, budget: int, now: int) -> None:
+        """Start waiting requests while they fit and there is budget that running prefills leave."""
+        planned = sum(r.extend_len for r in self._prefilling)
+        admitted: list[Request] = []
+        looked = 0
+        for request in self.waiting.order(now):
+            several = self.waiting.concurrent_prefills and len(self._prefilling) < MAX_PREFILLS
+            if budget <= 0 or not self._free_slots or (planned >= budget and not several) or looked > LOOK_AHEAD:
                 break
+            if self._shares_soon(request):
+                looked += 1
+                continue
+            if not self._try_admit(step, request):
+                break
+            admitted.append(request)
+            planned += request.extend_len
+        for request in admitted:
             self.waiting.remove(request)
-            request.on(Event.ADMIT)
-            request.slot = heapq.heappop(self._free_slots)
-            self.slots[request.slot] = request
+
+    def _shares_soon(self, request: Request) -> bool:
+        gain = self.config.in_batch_gain
+        return self.kv.prefix_cache and better_off_waiting(request, self.kv, self._prefilling, gain)
+
+    def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
+        source, partial = self.kv.lock_prefix(request)
+        room = self.kv.pages_for(len(request.tokens)) - len(request.pages)
+        if room > self.kv.available or not self.admission.fits(self.kv, self._running, request):
+            self.kv.unlock_prefix(request)
+            return False
+        copy = self.kv.take_room(request, source, partial)
+        if copy is not None:
+            step.copy(*copy)
+            self._counters["copied_pages"] += 1
+        request.on(Event.ADMIT)
+        request.slot = heapq.heappop(self._free_slots)
+        self.slots[request.slot] = request
+        if request.cached_prompt < 0:
             request.cached_prompt = request.cached_len
             self._counters["prompt_tokens"] += request.prompt_len
-            self._counters["cached_tokens"] += request.cached_prompt
-            self._prefilling.append(request)
-            step.enter(request)
-            budget -= self._plan_chunk(step, request, budget)
+            self._counters["cached_tokens"] += request.cached_len
+        self._prefilling.append(request)
+        step.enter(request)
+        return True
 
     def _plan_chunk(self, step: PlanBuilder, request: Request, budget: int) -> int:
         length = min(request.extend_len, budget)
         start = request.cached_len
-        self._extend(step, request, length)
+        request.cached_len += length
         last = request.extend_len == 0
         step.chunk(request, request.tokens[start : start + length], samples=last)
         if last:
@@ -199,30 +335,26 @@ class Scheduler:
             self._prefilling.remove(request)
         return length
 
-    def _extend(self, step: PlanBuilder, request: Request, tokens: int) -> None:
-        pages = self.kv.grow(request, request.cached_len + tokens)
-        self.admission.held(len(pages))
-        step.append_pages(request, pages)
-        request.cached_len += tokens
-
     # ---- results --------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: int) -> list[Message]:
         """Take in the tokens of the oldest step. Raises ProtocolError when the result is not that step's."""
-        if not self.in_flight or (result.step_id, result.epoch) != (self.in_flight[0].step_id, self._epoch):
+        if not self.in_flight or (result.step_id, result.epoch) != (self.in_flight[0].step_id, self.epoch):
             raise ProtocolError(f"result of step {result.step_id} of epoch {result.epoch} was not awaited")
         step = self.in_flight[0]
         if len(result.tokens) != len(step.sampled):
             raise ProtocolError(f"step {step.step_id} has {len(step.sampled)} rows, got {len(result.tokens)} tokens")
         self.in_flight.popleft()
-        rids, tokens, cached, finish = ints(), ints(), ints(), bytearray()
+        if len(result.times) == 3:
+            self.step_time.learn(step.shape, (result.times[2] - result.times[1]) / 1e9)
         for request in step.rows:
             request.steps_in_flight -= 1
+        rids, tokens, cached, finish = ints(), ints(), ints(), bytearray()
         for request, token in zip(step.sampled, result.tokens, strict=True):
             request.pending -= 1
             if request.ended:
+                self._counters["discarded_tokens"] += 1
                 continue  # it ended while this step ran: nobody may see the token
-            first = len(request.tokens) == request.prompt_len
             request.tokens.append(token)
             reason = self._finish_reason(request, token)
             rids.append(request.rid)
@@ -231,16 +363,23 @@ class Scheduler:
             finish.append(reason)
             if reason is not Finish.NONE:
                 self._end(request, Event.FINISH)
+                self._service.finished(now)
                 self._counters["finished"] += 1
-            elif first:
-                self.kv.publish(request)
+        self._share_prefills(step)
         for request in step.rows:
-            self._release_if_over(request)
+            self._settle(request)
         self._counters["output_tokens"] += len(rids)
         if not rids:
             return []
         times = array("q", (step.planned, *result.times, now))
         return [TokenBatch(rids, ints(*[1] * len(rids)), tokens, bytes(finish), cached, times)]
+
+    def _share_prefills(self, step: Step) -> None:
+        """Publish what prompts have computed, chunk by chunk, so that others can share it at once."""
+        for request in step.rows:
+            prefilled = request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len + 1
+            if prefilled and request.slot >= 0 and not request.ended:
+                self.kv.publish(request)
 
     def _finish_reason(self, request: Request, token: int) -> Finish:
         if token in request.stop_token_ids:
@@ -250,28 +389,37 @@ class Scheduler:
         return Finish.NONE
 
     def _end(self, request: Request, event: Event) -> None:
-        if request.status is Status.PREFILLING:
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        elif request.status is Status.PREFILLING:
             self._prefilling.remove(request)
         request.on(event)
         del self.requests[request.rid]
-        self._release_if_over(request)
+        self._settle(request)
 
-    def _release_if_over(self, request: Request) -> None:
-        """Give slot and pages back once the request has ended and no step in flight touches them."""
-        if not request.ended or request.steps_in_flight or request.slot < 0:
+    def _settle(self, request: Request) -> None:
+        """Once no step in flight touches an ended or preempted request, take slot and pages back."""
+        preempted = request.status is Status.PREEMPTED
+        if request.steps_in_flight or request.slot < 0 or not (request.ended or preempted):
             return
-        self.admission.end(request)
         self.kv.release(request)
         self.slots[request.slot] = None
         heapq.heappush(self._free_slots, request.slot)
         self._left.append(request.slot)
         request.slot = -1
+        if preempted:
+            request.on(Event.REQUEUE)
+            self.waiting.add(request)
 
     # ---- seeing it ------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests) or bool(self.in_flight)
+
+    def holders(self) -> Iterable[Request]:
+        """Every request that holds a slot, ended ones with steps in flight too."""
+        return (r for r in self.slots if r is not None)
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters by name; free + evictable + locked + held pages are the total."""

@@ -14,46 +14,57 @@ def raw(tokens):
     return array("i", tokens).tobytes()
 
 
-def whole(tokens, size):
-    return tokens[: len(tokens) // size * size]
-
-
 @st.composite
 def workloads(draw):
-    size = draw(st.sampled_from([1, 2, 3]))
+    size = draw(st.sampled_from([1, 2, 3, 4]))
     sequence = st.lists(st.integers(0, 2), max_size=14)
-    return size, draw(st.lists(st.tuples(st.booleans(), sequence), max_size=25))
+    salt = st.sampled_from(["", "a"])
+    return size, draw(st.lists(st.tuples(st.booleans(), sequence, salt), max_size=25))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(workloads())
 def test_same_as_a_dictionary_of_all_prefixes(workload):
-    """Insert and match many sequences; every prefix that was ever inserted is found, with the page it got first."""
+    """Insert and match many sequences; every prefix that was ever inserted is found, to the token, and nothing else.
+
+    `holds` says what the cells of every page hold, so that a match that leads to a wrong page is seen.
+    """
     size, actions = workload
     pool = BlockPool(1000)
     tree = RadixTree(pool, size)
-    naive: dict[tuple[int, ...], int] = {}  # whole-page prefix -> its last page
-    for is_insert, tokens in actions:
-        count = len(tokens) // size
-        prefixes = [tuple(tokens[: (i + 1) * size]) for i in range(count)]
-        expected = []
-        for prefix in prefixes:
-            if prefix not in naive:
-                break
-            expected.append(naive[prefix])
+    naive: set[tuple[str, tuple[int, ...]]] = set()
+    holds: dict[int, tuple[str, list[int], int]] = {}  # page -> namespace, all tokens up to its end, its start
+    for is_insert, tokens, salt in actions:
+        for most in (len(tokens), len(tokens) // 2):
+            expected = max((n for n in range(most + 1) if (salt, tuple(tokens[:n])) in naive), default=0)
+            assert tree.peek(raw(tokens), most, salt) == expected
+            match = tree.match(raw(tokens), most, salt)
+            assert len(match.pages) * size + match.partial == expected
+            assert len(match.pages) == expected // size and 0 <= match.partial < size
+            read = [*match.pages, match.source] if match.partial else match.pages
+            for i, page in enumerate(read):
+                name, known, start = holds[page]
+                wanted = tokens[i * size : min(expected, (i + 1) * size)]
+                assert name == salt and start == i * size and known[start : start + len(wanted)] == wanted
+                assert known[:start] == tokens[:start], "the page continues the same tokens"
         if is_insert:
+            count = -(-len(tokens) // size)
             pages = pool.allocate(count)
-            _, present = tree.insert(raw(whole(tokens, size)), pages)
-            assert present == len(expected)
-            for prefix, page in zip(prefixes, pages, strict=True):
-                naive.setdefault(prefix, page)
+            _, present = tree.insert(raw(tokens), pages, salt)
+            assert (present * size >= len(tokens)) == ((salt, tuple(tokens)) in naive or not tokens)
+            for i in range(present, count):
+                holds[pages[i]] = (salt, tokens[: (i + 1) * size], i * size)
+            naive |= {(salt, tuple(tokens[:n])) for n in range(len(tokens) + 1)}
             pool.release(pages)  # the caller's own references
-        else:
-            assert tree.match(raw(tokens), 1000)[1] == expected
-            assert tree.match(raw(tokens), 2)[1] == expected[:2]
-    assert tree.num_pages == tree.evictable == len(naive) == pool.num_pages - pool.free
-    assert tree.evict(10**6) == len(naive)
-    assert pool.free == pool.num_pages and list(tree.nodes()) == []
+        assert tree.num_pages == tree.evictable == pool.num_pages - pool.free
+        in_tree = [page for node in tree.nodes() for page in node.pages]
+        assert len(in_tree) == len(set(in_tree)) == tree.num_pages
+        for node in tree.nodes():
+            assert node.parent is not None and sorted(node.children) == node.order
+            assert not node.children or len(node.key) == len(node.pages) * size * 4, "inner edges are whole pages"
+    total = tree.num_pages
+    assert tree.evict(10**6) == total
+    assert pool.free == pool.num_pages and list(tree.nodes()) == [] and tree._roots == {}
 
 
 def grown(page_size=2):
@@ -61,7 +72,7 @@ def grown(page_size=2):
     tree = RadixTree(pool, page_size)
 
     def insert(tokens):
-        pages = pool.allocate(len(tokens) // page_size)
+        pages = pool.allocate(-(-len(tokens) // page_size))
         node, _ = tree.insert(raw(tokens), pages)
         pool.release(pages)
         return node
@@ -69,47 +80,73 @@ def grown(page_size=2):
     return pool, tree, insert
 
 
+def pages_of(tree, tokens):
+    return len(tree.match(raw(tokens), len(tokens)).pages)
+
+
 def test_least_recently_used_leaf_goes_first_from_its_end():
-    pool, tree, insert = grown()
+    _, tree, insert = grown()
     insert([1, 1, 2, 2, 3, 3])
     insert([1, 1, 5, 5])
     tree.match(raw([1, 1, 2, 2, 3, 3]), 9)  # the first one is the younger now
     assert tree.evict(1) == 1
-    assert len(tree.match(raw([1, 1, 5, 5]), 9)[1]) == 1
+    assert pages_of(tree, [1, 1, 5, 5]) == 1
     assert tree.evict(1) == 1
-    assert len(tree.match(raw([1, 1, 2, 2, 3, 3]), 9)[1]) == 2, "evicted from the end, the prefix stays"
+    assert pages_of(tree, [1, 1, 2, 2, 3, 3]) == 2, "evicted from the end, the prefix stays"
 
 
 def test_locked_paths_are_never_evicted():
-    pool, tree, insert = grown()
+    _, tree, insert = grown()
     node = insert([1, 1, 2, 2])
     insert([1, 1, 9, 9])
     tree.lock(node)
     assert tree.evictable == 1
     assert tree.evict(100) == 1
-    assert len(tree.match(raw([1, 1, 2, 2]), 9)[1]) == 2
+    assert pages_of(tree, [1, 1, 2, 2]) == 2
     tree.unlock(node)
     assert tree.evict(100) == 2
     with pytest.raises(ValueError, match="unlocked more often"):
-        _, tree, insert = grown()
-        tree.unlock(insert([1, 1]))
+        tree.unlock(grown()[2]([1, 1]))
 
 
 def test_a_lock_survives_the_split_of_its_edge():
-    pool, tree, insert = grown()
+    _, tree, insert = grown()
     node = insert([1, 1, 2, 2, 3, 3, 4, 4])
     tree.lock(node)
     insert([1, 1, 2, 2, 7, 7])
     assert tree.evict(100) == 1
-    assert len(tree.match(raw([1, 1, 2, 2, 3, 3, 4, 4]), 9)[1]) == 4
+    assert pages_of(tree, [1, 1, 2, 2, 3, 3, 4, 4]) == 4
     tree.unlock(node)
     assert tree.evictable == 4 == tree.num_pages
 
 
-def test_insert_refuses_a_part_of_a_page():
+def test_a_match_inside_a_page_names_the_page_that_shares_most():
+    _, tree, insert = grown(page_size=4)
+    insert([1, 2, 3, 4, 5, 6, 7, 8])
+    node = insert([1, 2, 9, 9, 9])
+    match = tree.match(raw([1, 2, 9, 9, 7]), 5)
+    assert (match.partial == 0 and match.node is node.parent) or len(match.pages) == 1
+    match = tree.match(raw([1, 2, 9, 5, 5]), 5)
+    assert (match.pages, match.partial) == ([], 3)
+    match = tree.match(raw([1, 2, 3, 4, 5, 6, 0]), 7)
+    assert len(match.pages) == 1 and match.partial == 2
+    assert tree.match(raw([1, 2, 3, 4, 5, 6, 0]), 5).partial == 1, "never more than asked for"
+
+
+def test_a_longer_answer_replaces_the_partly_filled_page_that_it_begins_with():
+    pool, tree, insert = grown(page_size=4)
+    insert([1, 2, 3, 4, 5])
+    assert tree.num_pages == 2
+    insert([1, 2, 3, 4, 5, 6, 7])
+    assert tree.num_pages == 2 == pool.num_pages - pool.free
+    insert([1, 2, 3, 4, 5, 6])
+    assert tree.num_pages == 2, "a shorter one adds nothing"
+
+
+def test_insert_refuses_pages_that_the_tokens_do_not_fill():
     _, tree, _ = grown()
-    with pytest.raises(ValueError, match="need 8 bytes"):
-        tree.insert(raw([1, 1, 1]), [0])
+    with pytest.raises(ValueError, match="do not fill 2 pages"):
+        tree.insert(raw([1, 1]), [0, 1])
 
 
 def test_a_long_edge_that_differs_anywhere_is_cut_exactly_there():
@@ -119,5 +156,5 @@ def test_a_long_edge_that_differs_anywhere_is_cut_exactly_there():
     pages = pool.allocate(2000)
     tree.insert(raw(tokens), pages)
     for at in (0, 1, 2, 999, 1000, 1023, 1024, 1025, 1998, 1999):
-        other = tokens[:at] + [-1] + tokens[at + 1 :]
-        assert tree.match(raw(other), 4000)[1] == pages[:at]
+        other = [*tokens[:at], -1, *tokens[at + 1 :]]
+        assert tree.match(raw(other), 4000).pages == pages[:at]

@@ -5,57 +5,18 @@ from itertools import product
 
 import pytest
 
-from common.config import SchedulerConfig
-from common.messages import Abort, AddRequest, ErrorCode, Finish, GetStats, StepResult, ints
+from common.messages import Abort, ErrorCode, Finish, GetStats, StepResult, ints
 from common.sampling_params import DrawParams
 from scheduler_proc.invariants import InvariantViolation, check
-from scheduler_proc.kv_manager import KVManager
-from scheduler_proc.request import TRANSITIONS, Event, IllegalTransition, Status, new_request
-from scheduler_proc.scheduler import ProtocolError, Scheduler
-from tests.paper_worker import PaperWorker, solo_output
-
-
-class Rig:
-    """A scheduler with a paper worker, stepped by the test."""
-
-    def __init__(self, pages=100, page_size=4, context=200, **config):
-        settings = {"max_running": 8, "max_batch_tokens": 64, "chunk_tokens": 8} | config
-        self.scheduler = Scheduler(SchedulerConfig(**settings), KVManager(pages, page_size), context)
-        self.worker = PaperWorker(page_size)
-        self.out: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-        self.finish: dict[int, Finish] = {}
-
-    def add(self, rid, prompt, max_tokens=5, stop=()):
-        return self.scheduler.handle(AddRequest(rid, ints(*prompt), max_tokens, ints(*stop), DrawParams()))
-
-    def take(self, messages):
-        for batch in messages:
-            at = 0
-            for i, rid in enumerate(batch.rids):
-                self.out.setdefault(rid, []).extend(batch.token_ids[at : at + batch.counts[i]])
-                at += batch.counts[i]
-                self.cached[rid] = batch.cached[i]
-                if batch.finish[i]:
-                    self.finish[rid] = Finish(batch.finish[i])
-
-    def step(self):
-        plan = self.scheduler.plan(0)
-        if plan is not None:
-            self.take(self.scheduler.commit(self.worker.execute(plan), 0))
-            check(self.scheduler)
-        return plan
-
-    def run(self):
-        plans = []
-        while (plan := self.step()) is not None:
-            plans.append(plan)
-        return plans
+from scheduler_proc.request import TRANSITIONS, Event, IllegalTransition, Request, Status
+from scheduler_proc.scheduler import ProtocolError
+from tests.paper_worker import solo_output
+from tests.rig import Rig
 
 
 def test_only_the_transitions_of_the_table_are_legal():
     for status, event in product(Status, Event):
-        request = new_request(1, ints(1), 1, frozenset(), DrawParams())
+        request = Request(1, ints(1), 1, 1, frozenset(), DrawParams())
         request.status = status
         if (status, event) in TRANSITIONS:
             request.on(event)
@@ -95,20 +56,6 @@ def test_the_budget_bounds_every_step():
         if any(plan.decode):
             assert len(plan.chunk_tokens) <= 4
     assert sorted(rig.finish) == list(range(6))
-
-
-def test_a_second_request_takes_whole_pages_from_the_cache_and_computes_at_least_one_token():
-    rig = Rig(page_size=4)
-    rig.add(1, range(16), 5)
-    rig.run()
-    rig.add(2, range(16), 5)
-    plans = rig.run()
-    assert rig.cached == {1: 0, 2: 12}, "the last prompt token is computed, so its page is too"
-    assert list(plans[0].enter_lens) == [12] and list(plans[0].chunk_lens) == [4]
-    rig.add(3, [*range(16), *rig.out[1][:4], 7], 5)  # the next turn: the answer is in the tree too
-    rig.run()
-    assert rig.cached[3] == 20
-    assert rig.out[1] == rig.out[2] == solo_output(list(range(16)), 5)
 
 
 def test_a_running_prompt_is_shared_before_its_request_ends():
@@ -178,13 +125,13 @@ def test_abort_in_every_state_answers_once_and_frees_everything():
     rig = Rig(max_running=1, pages=20, max_batch_tokens=16)
     rig.add(1, range(60), 5)  # four chunks: stays in PREFILLING after the first
     rig.add(2, [5, 6], 3)
-    rig.take(rig.scheduler.handle(Abort(2)))  # WAITING
+    rig.abort(2)  # WAITING
     rig.step()
-    rig.take(rig.scheduler.handle(Abort(1)))  # PREFILLING
+    rig.abort(1)  # PREFILLING
     rig.add(3, [7, 8, 9], 30)
     rig.step(), rig.step()
-    rig.take(rig.scheduler.handle(Abort(3)))  # DECODING
-    assert rig.scheduler.handle(Abort(3)) == []
+    rig.abort(3)  # DECODING
+    assert rig.scheduler.handle(Abort(3), 1) == []
     check(rig.scheduler)
     assert rig.finish == {1: Finish.ABORT, 2: Finish.ABORT, 3: Finish.ABORT}
     stats = rig.scheduler.stats()
@@ -195,7 +142,7 @@ def test_an_abort_while_a_step_is_in_flight_keeps_the_pages_until_it_returns():
     rig = Rig(page_size=1)
     rig.add(1, range(10), 9)
     plan = rig.scheduler.plan(0)
-    rig.take(rig.scheduler.handle(Abort(1)))
+    rig.abort(1)
     check(rig.scheduler)
     assert rig.scheduler.stats()["held_pages"] == 10
     assert rig.scheduler.commit(rig.worker.execute(plan), 0) == [], "the token of an aborted request is for nobody"
@@ -207,14 +154,13 @@ def test_two_steps_in_flight_discard_the_token_after_the_end():
     alone = solo_output([4, 4], 30)
     rig = Rig(steps_in_flight=2)
     rig.add(1, [4, 4], 30, stop=[alone[3]])
-    waiting = [rig.scheduler.plan(0), rig.scheduler.plan(0)]
-    assert rig.scheduler.plan(0) is None
-    while waiting:
-        rig.take(rig.scheduler.commit(rig.worker.execute(waiting.pop(0)), 0))
-        check(rig.scheduler)
-        if (plan := rig.scheduler.plan(0)) is not None:
-            waiting.append(plan)
+    first, second = rig.scheduler.plan(1), rig.scheduler.plan(1)
+    assert first is not None and second is not None and rig.scheduler.plan(1) is None
+    rig.take(rig.scheduler.commit(rig.worker.execute(first), 1))
+    rig.take(rig.scheduler.commit(rig.worker.execute(second), 1))
+    rig.run()
     assert rig.out[1] == alone[: alone.index(alone[3]) + 1]
+    assert rig.scheduler.stats()["discarded_tokens"] == 1
     assert not rig.scheduler.has_work
 
 
@@ -244,7 +190,7 @@ def test_stats_sum_to_the_total():
     rig = Rig()
     rig.add(1, range(20), 30)
     rig.step()
-    (answer,) = rig.scheduler.handle(GetStats(7))
+    (answer,) = rig.scheduler.handle(GetStats(7), 1)
     pages = {k: answer.values[f"scheduler.{k}_pages"] for k in ("free", "evictable", "locked", "held", "total")}
     assert answer.query == 7 and answer.values["scheduler.running"] == 1
     assert pages["free"] + pages["evictable"] + pages["locked"] + pages["held"] == pages["total"] == 100
@@ -293,7 +239,9 @@ def test_a_planted_lost_lock_is_caught():
 
 
 def test_a_planted_overcommitment_is_caught():
-    rig = running_rig()
-    rig.scheduler.admission.promised += 1
-    with pytest.raises(InvariantViolation, match="promised"):
+    rig = Rig(admission="reserve")
+    rig.add(1, range(20), 30)
+    rig.step()
+    rig.scheduler.requests[1].max_tokens = 10**4
+    with pytest.raises(InvariantViolation, match="pages are promised"):
         check(rig.scheduler)

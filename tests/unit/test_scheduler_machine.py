@@ -6,9 +6,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.config import SchedulerConfig
-from common.messages import Abort, AddRequest, Finish, RequestError, StepPlan, TokenBatch, ints
+from common.config import ADMISSIONS, POLICIES, SchedulerConfig
+from common.messages import Abort, AddRequest, ErrorCode, Finish, RequestError, StepPlan, TokenBatch, ints
 from common.sampling_params import DrawParams
+from scheduler_proc.admission import NewTokenRatio
 from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
@@ -20,20 +21,31 @@ CONTEXT = 40
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4, 8]),
-        pages=st.integers(4, 30),
-        running=st.integers(1, 5),
-        budget=st.integers(5, 24),
+        pages=st.integers(3, 24),
+        running=st.integers(1, 6),
+        budget=st.integers(6, 24),
         chunk=st.integers(1, 5),
         in_flight=st.integers(1, 2),
         prefix_cache=st.booleans(),
+        policy=st.sampled_from(POLICIES),
+        admission=st.sampled_from(ADMISSIONS),
+        itl_target=st.sampled_from([0.0, 0.0, 1.0]),
+        gain=st.sampled_from([1, 4]),
     )
-    def start(self, page_size, pages, running, budget, chunk, in_flight, prefix_cache):
+    def start(
+        self, page_size, pages, running, budget, chunk, in_flight, prefix_cache, policy, admission, itl_target, gain
+    ):
         config = SchedulerConfig(
             max_running=running,
             max_batch_tokens=budget,
             chunk_tokens=chunk,
             max_waiting=6,
             steps_in_flight=in_flight,
+            policy=policy,
+            admission=admission,
+            ageing_s=1.0,
+            itl_target_ms=itl_target,
+            in_batch_gain=gain,
         )
         self.scheduler = Scheduler(config, KVManager(pages, page_size, prefix_cache=prefix_cache), CONTEXT)
         self.worker = PaperWorker(page_size)
@@ -45,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: dict[int, Finish | RequestError] = {}
         self.aborted: set[int] = set()
         self.rid = 0
+        self.now = 1
 
     def take(self, messages):
         for msg in messages:
@@ -63,17 +76,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert reason != Finish.ABORT or rid in self.aborted
 
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=0, max_size=44),
+        prompt=st.one_of(st.lists(st.integers(0, 1), max_size=12), st.integers(0, 44).map(lambda n: [0] * n)),
         max_tokens=st.integers(1, 20),
         stop=st.sets(st.integers(0, 49), max_size=6),
+        salt=st.sampled_from(["", "", "a"]),
+        priority=st.integers(-1, 1),
+        deadline=st.sampled_from([0, 0, 0, 5, 500]),
     )
-    def arrive(self, prompt, max_tokens, stop):
-        msg = AddRequest(self.rid, ints(*prompt), max_tokens, ints(*stop), DrawParams())
+    def arrive(self, prompt, max_tokens, stop, salt, priority, deadline):
+        msg = AddRequest(self.rid, ints(*prompt), max_tokens, ints(*stop), DrawParams(), salt, priority, deadline)
         self.asked[self.rid] = msg
         self.got[self.rid] = []
         full = len(self.scheduler.waiting) >= 6
         self.rid += 1
-        self.take(self.scheduler.handle(msg))
+        self.take(self.scheduler.handle(msg, self.now))
         refused = msg.rid in self.ended
         assert refused == (not prompt or len(prompt) + 1 > self.limit or full)
 
@@ -82,12 +98,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         rid = data.draw(st.sampled_from(sorted(self.asked)))
         self.aborted.add(rid)
-        self.take(self.scheduler.handle(Abort(rid)))
+        self.take(self.scheduler.handle(Abort(rid), self.now))
         assert rid in self.ended, "an abort ends a request at once"
+
+    @rule(ms=st.integers(1, 3000))
+    def time_passes(self, ms):
+        self.now += ms * 10**6
+        self.take(self.scheduler.expire(self.now))
+        assert self.scheduler.next_deadline is None or self.scheduler.next_deadline > self.now
+
+    @rule()
+    def hope(self):
+        """The ratio has fallen to nothing, as it does while all goes well: requests are admitted that will not fit."""
+        if isinstance(self.scheduler.admission, NewTokenRatio):
+            self.scheduler.admission.ratio = 0.0
+
+    @rule(times=st.integers(1, 12))
+    def work(self, times):
+        """Whole steps, so that requests come far."""
+        for _ in range(times):
+            self.plan()
+            if self.plans:
+                self.execute()
+            if self.results:
+                self.commit()
+            check(self.scheduler)
 
     @rule()
     def plan(self):
-        plan = self.scheduler.plan(0)
+        plan = self.scheduler.plan(self.now)
         if plan is not None:
             self.plans.append(plan)
 
@@ -99,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.results)
     @rule()
     def commit(self):
-        self.take(self.scheduler.commit(self.results.popleft(), 0))
+        self.take(self.scheduler.commit(self.results.popleft(), self.now))
 
     @invariant()
     def sound(self):
@@ -122,19 +161,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = self.scheduler.stats()
         assert stats["held_pages"] == stats["locked_pages"] == stats["running"] == stats["waiting"] == 0
         assert stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"]
-        assert self.scheduler.admission.promised == 0
         for rid, msg in self.asked.items():
-            if isinstance(self.ended[rid], RequestError):
+            end = self.ended[rid]
+            if isinstance(end, RequestError) and end.code != ErrorCode.DEADLINE:
                 assert self.got[rid] == []
                 continue
             room = min(msg.max_tokens, self.limit - len(msg.prompt))
             alone = solo_output(list(msg.prompt), room, frozenset(msg.stop_token_ids))
-            if self.ended[rid] is Finish.ABORT:
+            if isinstance(end, RequestError) or end is Finish.ABORT:
                 assert self.got[rid] == alone[: len(self.got[rid])]
             else:
                 assert self.got[rid] == alone
-                assert (self.ended[rid] is Finish.STOP) == (alone[-1] in msg.stop_token_ids)
+                assert (end is Finish.STOP) == (alone[-1] in msg.stop_token_ids)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,62 @@
+"""Prefix sharing: exact to the token, copy-on-write, namespaces, in-batch sharing."""
+
+from tests.paper_worker import solo_output
+from tests.rig import Rig
+
+
+def test_a_match_inside_a_page_is_copied_and_goes_on_in_the_copy():
+    rig = Rig(page_size=4)
+    rig.add(1, range(16), 5)
+    rig.run()
+    rig.add(2, range(16), 5)
+    plans = rig.run()
+    assert rig.cached == {1: 0, 2: 15}, "to the token: only the last prompt token is computed again"
+    assert list(plans[0].enter_lens) == [15] and list(plans[0].chunk_lens) == [1] and len(plans[0].copies) == 2
+    turn = [*range(16), *rig.out[1][:4], 7]  # the next turn of a conversation: the answer is in the tree too
+    rig.add(3, turn, 5)
+    rig.run()
+    assert rig.cached[3] == 20
+    assert rig.out[1] == rig.out[2] == solo_output(list(range(16)), 5)
+    assert rig.out[3] == solo_output(turn, 5)
+
+
+def test_namespaces_share_nothing():
+    rig = Rig()
+    for rid, salt in enumerate(["", "a", "b", "a", ""]):
+        rig.add(rid, range(20), 3, salt=salt)
+        rig.run()
+    assert rig.cached == {0: 0, 1: 0, 2: 0, 3: 19, 4: 19}
+
+
+def test_of_requests_with_a_common_prefix_one_computes_it():
+    rig = Rig(page_size=4, max_batch_tokens=64)
+    for rid in range(6):
+        rig.add(rid, [*range(100), 200 + rid], 3)
+    plans = rig.run()
+    assert sum(len(plan.chunk_tokens) for plan in plans) == 101 + 5, "the common prefix once, then one token each"
+    assert rig.out == {rid: solo_output([*range(100), 200 + rid], 3) for rid in range(6)}
+    assert [rig.cached[rid] for rid in range(6)] == [0, 100, 100, 100, 100, 100]
+
+
+def test_whoever_waits_for_a_prefix_goes_on_alone_when_its_maker_is_aborted():
+    rig = Rig(page_size=4, max_batch_tokens=32)
+    rig.add(1, range(100), 3)
+    rig.add(2, range(90), 3)
+    rig.step()
+    rig.abort(1)
+    rig.run()
+    assert rig.out[2] == solo_output(list(range(90)), 3) and rig.cached[2] == 32
+
+
+def test_waiting_for_a_prefix_is_never_longer_than_computing_it():
+    """The steps until the follower's first token, with sharing and with a prefix of its own of the same length."""
+    steps = {}
+    for name, prompt in (("shared", [*range(96), 5]), ("own", [*range(200, 296), 5])):
+        rig = Rig(page_size=4, max_batch_tokens=32, policy="round-robin")
+        rig.add(1, range(100), 3)
+        rig.add(2, prompt, 3)
+        steps[name] = 0
+        while 2 not in rig.out:
+            rig.step()
+            steps[name] += 1
+    assert steps["shared"] <= steps["own"]
