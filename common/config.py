@@ -65,8 +65,8 @@ class SchedulerConfig:
     """`max_running` requests at once, `max_batch_tokens` per step, `chunk_tokens` of prefill beside running decodes,
     `max_waiting` requests in the queue, `steps_in_flight` plans sent before the first one's tokens are back.
 
-    `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds how
-    long a policy may favour others. `itl_target_ms` sizes prefill chunks so that running decodes keep it, 0 is off.
+    `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds
+    how long a policy may favour others. `itl_target_ms` sizes prefill chunks so that running decodes keep it, 0 is off.
     `in_batch_gain` tokens are the least for which a request waits for another one to compute a common prefix.
     """
 
@@ -94,7 +94,7 @@ class SchedulerConfig:
         _check(self.policy in POLICIES, "policy", f"one of {', '.join(POLICIES)}")
         _check(self.admission in ADMISSIONS, "admission", f"one of {', '.join(ADMISSIONS)}")
         _check(0 < self.ageing_s <= 86400, "ageing", "more than 0 and at most 86400 seconds")
-        _check(1 <= self.in_batch_gain, "in_batch_gain", "at least 1 token")
+        _check(self.in_batch_gain >= 1, "in_batch_gain", "at least 1 token")
         _check(0 <= self.itl_target_ms <= 60000, "itl_target", "between 0 (off) and 60000 ms")
 
 

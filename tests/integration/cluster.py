@@ -51,11 +51,7 @@ class Cluster:
         return int(self.info["pids"][name])
 
     def wait_ready(self) -> "Cluster":
-        wait_until(
-            lambda: (self.run_dir / "cluster.json").exists() or self.process.poll() is not None,
-            START_S,
-            lambda: self.log,
-        )
+        wait_until(lambda: self._is_up() or self.process.poll() is not None, START_S, lambda: self.log)
         assert self.process.poll() is None, f"the cluster did not start:\n{self.log}"
         self.remember()
         return self

@@ -60,8 +60,10 @@ class Peer:
 
     def receive(self, expected: type[M]) -> M:
         """The next message (beats are passed over), which must be of this type."""
+        deadline = time.monotonic() + PATIENCE_MS / 1000
         while True:
-            assert self.socket.poll(PATIENCE_MS), f"no {expected.__name__} came"
+            left_ms = max(0, int(1000 * (deadline - time.monotonic())))
+            assert self.socket.poll(left_ms), f"no {expected.__name__} came"
             msg = decode(self.socket.recv_multipart()[-1], set(message_types()))
             if not isinstance(msg, Beat) or expected is Beat:
                 assert isinstance(msg, expected), msg

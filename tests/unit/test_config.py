@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import CONFIG_FILE, DTYPES, CacheConfig, ClusterConfig, ConfigError, ModelConfig, SchedulerConfig
+from common.config import (
+    ADMISSIONS,
+    CONFIG_FILE,
+    DTYPES,
+    POLICIES,
+    CacheConfig,
+    ClusterConfig,
+    ConfigError,
+    ModelConfig,
+    SchedulerConfig,
+)
 
 positive = st.integers(1, 10**6)
 
@@ -31,7 +41,16 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
     max_running = draw(st.integers(1, 4096))
     max_batch_tokens = draw(st.integers(max_running, 2**20))
     scheduler = SchedulerConfig(
-        max_running, max_batch_tokens, draw(st.integers(1, max_batch_tokens)), draw(positive), draw(st.integers(1, 2))
+        max_running,
+        max_batch_tokens,
+        chunk_tokens=draw(st.integers(1, max_batch_tokens)),
+        max_waiting=draw(positive),
+        steps_in_flight=draw(st.integers(1, 2)),
+        policy=draw(st.sampled_from(POLICIES)),
+        admission=draw(st.sampled_from(ADMISSIONS)),
+        ageing_s=draw(st.floats(0.1, 86400.0)),
+        itl_target_ms=draw(st.floats(0.0, 60000.0)),
+        in_batch_gain=draw(positive),
     )
     return ClusterConfig(
         run_dir, model, cache, scheduler,
@@ -85,6 +104,13 @@ def build(section: str, **values: Any) -> Any:
         ("scheduler", {"max_waiting": 10**6 + 1}, "max-waiting"),
         ("scheduler", {"steps_in_flight": 0}, "steps-in-flight"),
         ("scheduler", {"steps_in_flight": 3}, "steps-in-flight"),
+        ("scheduler", {"policy": "random"}, "policy"),
+        ("scheduler", {"admission": "all"}, "admission"),
+        ("scheduler", {"ageing_s": 0.0}, "ageing"),
+        ("scheduler", {"ageing_s": float("nan")}, "ageing"),
+        ("scheduler", {"itl_target_ms": -1.0}, "itl-target"),
+        ("scheduler", {"itl_target_ms": float("inf")}, "itl-target"),
+        ("scheduler", {"in_batch_gain": 0}, "in-batch-gain"),
         ("cluster", {"log_level": "loud"}, "log-level"),
         ("cluster", {"start_timeout_s": 0.0}, "start-timeout"),
         ("cluster", {"start_timeout_s": float("nan")}, "start-timeout"),
