@@ -205,7 +205,7 @@ class Cluster:
             "addresses": {"frontend": Endpoints(self.run_dir.path).frontend, "listen": self.config.listen},
             "model": {
                 "path": self.config.model.path,
-                "dtype": self.config.model.dtype,
+                **next(p.ready.labels for p in self.procs.values() if p.ready and p.ready.labels),
                 "tp": self.config.model.tp,
                 "context_len": go.context_len,
                 "kv_tokens": go.num_pages * go.page_size,
@@ -268,7 +268,7 @@ def _panel(info: dict[str, object], go: Go) -> str:
     addresses = info["addresses"]
     assert isinstance(model, dict) and isinstance(pids, dict) and isinstance(addresses, dict)
     rows = [
-        ("model", f"{model['path']} ({model['dtype']}), tensor parallel {model['tp']}"),
+        ("model", f"{model['path']} ({model['architecture']}, {model['dtype']}, {model['device']}), tp {model['tp']}"),
         ("context", f"{go.context_len:,} tokens"),
         ("KV cache", f"{model['kv_tokens']:,} tokens ({go.num_pages:,} pages of {go.page_size})"),
         ("processes", "  ".join(f"{name} {pid}" for name, pid in pids.items())),

@@ -62,9 +62,9 @@ class Child:
     def progress(self, done: int, total: int) -> None:
         self.tell(Progress(self.name, done, total))
 
-    def ready(self, **info: int) -> Go | None:
+    def ready(self, labels: dict[str, str] | None = None, **info: int) -> Go | None:
         """Say that this process is ready and wait until all are. None: the child shall stop instead."""
-        self.tell(Ready(self.name, os.getpid(), info))
+        self.tell(Ready(self.name, os.getpid(), info, labels or {}))
         inbox = Inbox(self._control, Go)
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)

@@ -105,7 +105,8 @@ def encode(msg: Message) -> bytes:
 def decode(frame: bytes, allowed: Collection[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Any:
     """The message in a frame, which must be one of the `allowed` types. Raises FrameError only."""
     if len(frame) > max_bytes:
-        raise FrameError("oversized", f"{len(frame)} bytes, the limit is {max_bytes}")
+        rid = _rid_of_start(frame[:64], allowed)
+        raise FrameError("oversized", f"the message has {len(frame)} bytes, the limit is {max_bytes}", rid=rid)
     try:
         body = msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True, max_ext_len=0)
     except Exception as error:  # msgpack raises many kinds: truncated, extra data, bad UTF-8, nesting, key types
@@ -124,6 +125,19 @@ def decode(frame: bytes, allowed: Collection[type], *, max_bytes: int = MAX_FRAM
         raise FrameError("invalid", error.problem, error.field, _readable_rid(cls, values)) from None
     except ValueError as error:  # a message's own check across fields
         raise FrameError("invalid", str(error), cls.__name__, _readable_rid(cls, values)) from None
+
+
+def _rid_of_start(start: bytes, allowed: Collection[type]) -> int | None:
+    """The request id at the beginning of a frame that is too large to be read as a whole."""
+    unpacker = msgpack.Unpacker(raw=False)
+    unpacker.feed(start)
+    try:
+        unpacker.read_array_header()
+        version, tag, first = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
+    except Exception:  # whatever it is, it is not one of our frames
+        return None
+    cls = _BY_TAG.get(tag) if type(tag) is int and version == PROTOCOL_VERSION else None
+    return _readable_rid(cls, [first]) if cls is not None and cls in allowed else None
 
 
 def _readable_rid(cls: type, values: list[Any]) -> int | None:

@@ -287,12 +287,14 @@ class Beat:
 @message
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A process has loaded all it needs. `info` holds what others must know of it (a worker: its pages, limits)."""
+    """A process has loaded all it needs. `info` holds what others must know of it (a worker: its pages, limits),
+    `labels` what a user wants to read (a worker: architecture, dtype, device)."""
 
     TAG: ClassVar[int] = 13
     name: Annotated[str, Str(64, 1)]
     pid: Annotated[int, Int(1, 2**31)]
     info: Annotated[dict[str, int], MapOf(Int(0, _COUNT), 64)]
+    labels: Annotated[dict[str, str], MapOf(Str(256), 16)] = field(default_factory=dict)
 
 
 @message

@@ -81,7 +81,7 @@ class Frontend:
             self._ignored += 1
             return
         try:
-            msg = decode(frame, _FROM_CLIENTS)
+            msg = decode(frame, _FROM_CLIENTS, max_bytes=self._limits.max_frame)
         except FrameError as error:
             self.refused.count(error)
             if error.rid is not None:

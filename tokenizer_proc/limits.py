@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
+from common.codec import MAX_FRAME_BYTES
 from common.config import SchedulerConfig
 from common.fields import IntArray
 from common.messages import ErrorCode, Go, RequestError
@@ -55,6 +56,11 @@ class Limits:
     def max_chars(self) -> int:
         """Characters beyond which no text is tokenized: as many of the longest token as could fit."""
         return self.max_prompt * self.chars_per_token
+
+    @property
+    def max_frame(self) -> int:
+        """Bytes of the largest message that can hold an acceptable request: decoding more would waste memory."""
+        return min(MAX_FRAME_BYTES, 2**20 + 4 * self.max_chars)
 
     def check_live(self, live: int) -> None:
         if live >= self.max_live:

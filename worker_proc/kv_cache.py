@@ -41,8 +41,9 @@ class KVCache:
         self.scratch_page = num_pages
         k_shape = (num_pages + 1, page_size, spec.num_kv_heads, spec.k_head_dim)
         v_shape = (num_pages + 1, page_size, spec.num_kv_heads, spec.v_head_dim)
-        self.k = [torch.zeros(k_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
-        self.v = [torch.zeros(v_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
+        # Not zeroed, so that the system hands out memory only when a page is first written.
+        self.k = [torch.empty(k_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
+        self.v = [torch.empty(v_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
         self._k_slots = [k.view(-1, spec.num_kv_heads, spec.k_head_dim) for k in self.k]
         self._v_slots = [v.view(-1, spec.num_kv_heads, spec.v_head_dim) for v in self.v]
 

@@ -99,7 +99,7 @@ def serve(child: Child, rank: int) -> None:
         worker = load_worker(child.config, rank, GROUP, progress)
     except _Stopped:
         return
-    if child.ready(**worker.info) is not None:
+    if child.ready(worker.labels, **worker.info) is not None:
         loop.run(worker.runner)
 
 

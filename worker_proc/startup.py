@@ -24,10 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorker:
-    """`info` is what the launcher must know, see `ready_info`."""
+    """`info` is what the launcher must know, see `ready_info`; `labels` is what it shows."""
 
     runner: ModelRunner
     info: dict[str, int]
+    labels: dict[str, str]
 
 
 def load_worker(
@@ -79,7 +80,8 @@ def load_worker(
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
     log.debug("loaded in %.2f s", time.monotonic() - started)
-    return LoadedWorker(runner, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token))
+    labels = {"architecture": info.architecture, "dtype": str(dtype).removeprefix("torch."), "device": device.type}
+    return LoadedWorker(runner, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
 
 
 def ready_info(

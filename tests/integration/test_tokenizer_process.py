@@ -273,13 +273,13 @@ def test_a_client_that_does_not_read_loses_only_its_own_stream(cluster: Cluster)
     fast.send(request())
     fast_rid = cluster.scheduler.receive(AddRequest).rid
     token = ids_of("a")
-    sent = 0
+    sent = fast_got = 0
     while not cluster.scheduler.socket.poll(0):  # until the tokenizer gives up on it
         for _ in range(100):
             cluster.step((slow_rid, token, Finish.NONE), (fast_rid, token, Finish.NONE))
-        for _ in range(100):
-            assert fast.receive(TextBatch).texts == ("a",)
         sent += 100
+        while fast_got < sent:  # a row can hold several tokens, when its OpenStream came late
+            fast_got += len(fast.receive(TextBatch).token_ids)
         assert sent < 100_000
     assert cluster.scheduler.receive(Abort) == Abort(slow_rid)
     cluster.step((slow_rid, [], Finish.ABORT), (fast_rid, [], Finish.LENGTH))
@@ -290,8 +290,8 @@ def test_a_client_that_does_not_read_loses_only_its_own_stream(cluster: Cluster)
         msg = decode(slow.socket.recv(), {TextBatch, RequestError, Beat})
         if isinstance(msg, RequestError):
             break
-        received += isinstance(msg, TextBatch)
-    assert (msg.rid, msg.code) == (1, ErrorCode.OVERLOADED) and 4096 < received < sent
+        received += len(msg.token_ids) if isinstance(msg, TextBatch) else 0
+    assert (msg.rid, msg.code) == (1, ErrorCode.OVERLOADED) and 4096 < received <= sent
     slow.send(request(2))
     cluster.step((cluster.scheduler.receive(AddRequest).rid, token, Finish.LENGTH))
     assert read_all(slow)[0] == "a"

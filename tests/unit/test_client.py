@@ -280,18 +280,22 @@ def write_lines(path: Path, lines: Iterable[Any]) -> str:
 
 
 def test_jsonl_keeps_the_order_and_its_bound(short_dir: Path) -> None:
-    """Every full wave of requests is answered in reverse; results come in input order all the same."""
-    live: list[Generate] = []
+    """The first request is answered last; the results still come in input order, and no more than three run at once."""
+    live: dict[int, Generate] = {}
     most = 0
+
+    def done(msg: Generate) -> Any:
+        del live[msg.rid]
+        return rows(msg.rid, f"to {msg.text}", 5, finish=Finish.LENGTH)
 
     def answer(msg: Any) -> Iterable[Any]:
         nonlocal most
-        live.append(msg)
+        live[msg.rid] = msg
         most = max(most, len(live))
-        if len(live) == 3 or msg.text == "prompt 9":
-            while live:
-                done = live.pop()
-                yield rows(done.rid, f"to {done.text}", 5, finish=Finish.LENGTH)
+        if len(live) == 3:
+            yield done(live[max(live)])
+        if msg.text == "prompt 9":
+            yield from [done(live[rid]) for rid in sorted(live, reverse=True)]
 
     lines = [{"prompt": f"prompt {i}", "seed": i} for i in range(10)]
     with FakeFrontend(short_dir, answer) as cluster:

@@ -21,7 +21,7 @@ from common.codec import (
     schema_of,
 )
 from common.fields import Bool, Bytes, FieldError, Float, Int, Ints, ListOf, MapOf, Maybe, Str
-from common.messages import Abort, AddRequest, Beat, GetStats, Ready, Stats
+from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats
 from common.sampling_params import SamplingParams
 from tests.unit.wire_strategies import messages_of
 
@@ -265,3 +265,14 @@ def test_checkers_name_field_and_limit(checker: Any, wrong: Any, limit: str) -> 
         checker.unpack(wrong, "what")
     assert caught.value.field.startswith("what") and limit in caught.value.problem
     assert len(caught.value.problem) < 200
+
+
+def test_the_sender_of_an_oversized_request_is_named():
+    frame = encode(Generate(77, "x" * 5000, None, None, SamplingParams()))
+    with pytest.raises(FrameError) as refused:
+        decode(frame, {Generate}, max_bytes=4000)
+    assert refused.value.cause == "oversized" and refused.value.rid == 77
+    for other in (b"\xc1" * 5000, b"", frame[:1] + b"\x02" + frame[2:]):
+        with pytest.raises(FrameError) as refused:
+            decode(other + b"\x00" * 5000, {Generate}, max_bytes=4000)
+        assert refused.value.rid is None
