@@ -69,7 +69,7 @@ def steady_decode(policy: str, waiting: int) -> tuple[float, float]:
 
 
 def million_tokens(rng: random.Random) -> tuple[KVManager, list[int]]:
-    """A manager with a million cached tokens in a few thousand conversations, and a prompt of 32k tokens, half known."""
+    """A million cached tokens in a few thousand conversations, and a prompt of 32k tokens, half of them known."""
     kv = KVManager(1_100_000 // PAGE, PAGE)
     long = [rng.randrange(150_000) for _ in range(32_768)]
     conversations = [long[:16_384]]

@@ -47,9 +47,11 @@ def _plan(plan: Planned) -> str:
     parts = [f"plan    {'-' if plan.step is None else plan.step}"]
     parts += [f"preempt {_rids(plan.preempted)}"] if plan.preempted else []
     parts += [f"leave {' '.join(f's{slot}' for slot in plan.left)}"] if plan.left else []
-    parts += [
-        f"enter {' '.join(f'r{e.rid}>s{e.slot}' + (f'(hit {e.cached})' if e.cached else '') for e in plan.entered)}"
-    ] if plan.entered else []
+    parts += (
+        [f"enter {' '.join(f'r{e.rid}>s{e.slot}' + (f'(hit {e.cached})' if e.cached else '') for e in plan.entered)}"]
+        if plan.entered
+        else []
+    )
     chunks = " ".join(f"r{c.rid}[{c.start}:{c.end}]{'*' if c.samples else ''}" for c in plan.chunks)
     parts += [f"prefill {chunks}"] if chunks else []
     if plan.decodes:

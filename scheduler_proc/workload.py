@@ -154,9 +154,7 @@ class Traffic:
             if index + 1 < len(session.turns):
                 self._history[at] = prompt
             self._live[number] = at
-            out.append(
-                Submission(number, prompt, turn.output_tokens, turn.max_tokens, session.salt, session.priority)
-            )
+            out.append(Submission(number, prompt, turn.output_tokens, turn.max_tokens, session.salt, session.priority))
         return out
 
     def ended(self, number: int, answer: Sequence[int] | None, now: int) -> None:
