@@ -100,7 +100,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """All of it. `listen` is an extra tcp address for clients, loopback only, beside the ipc socket."""
+    """All of it. `listen` is an extra tcp address for clients, loopback only, beside the ipc socket.
+
+    `record` is a new file for everything that the scheduler is told and plans (see docs/tracing.md); None is off.
+    """
 
     run_dir: str
     model: ModelConfig
@@ -109,6 +112,7 @@ class ClusterConfig:
     listen: str | None = None
     log_level: str = "info"
     start_timeout_s: float = 300.0
+    record: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.log_level in ("debug", "info", "warning", "error"), "log_level", "debug, info, warning or error")
@@ -117,6 +121,7 @@ class ClusterConfig:
             ok = match is not None and 1 <= int(match[2]) <= 65535
             _check(ok, "listen", f"a loopback address such as tcp://127.0.0.1:5555, got {self.listen!r}")
         _check(0 < self.start_timeout_s <= 86400, "start_timeout", "more than 0 and at most 86400 seconds")
+        _check(self.record is None or Path(self.record).is_absolute(), "record", "an absolute path")
 
     def save(self) -> None:
         path = Path(self.run_dir) / CONFIG_FILE

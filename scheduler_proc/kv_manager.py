@@ -15,10 +15,15 @@ class KVManager:
     """Owns the block pool and the radix tree."""
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True):
-        self.pool = BlockPool(num_pages)
-        self.tree = RadixTree(self.pool, page_size)
         self.page_size = page_size
         self.prefix_cache = prefix_cache
+        self.pool = BlockPool(num_pages)
+        self.tree = RadixTree(self.pool, page_size)
+
+    def forget(self) -> None:
+        """The pages hold nothing any more: an empty pool and an empty tree. Requests must drop their pages, too."""
+        self.pool = BlockPool(self.pool.num_pages)
+        self.tree = self.tree.emptied(self.pool)
 
     @property
     def available(self) -> int:

@@ -63,6 +63,12 @@ class RadixTree:
         self._tie = itertools.count()
         self._leaves: list[tuple[int, int, Node]] = []
 
+    def emptied(self, pool: BlockPool) -> "RadixTree":
+        """A tree over another pool that knows nothing, with counters that go on."""
+        tree = RadixTree(pool, self._page_bytes // TOKEN_BYTES)
+        tree.evicted, tree.version = self.evicted, self.version + 1
+        return tree
+
     def match(self, tokens: bytes, most: int, salt: str = "") -> Match:
         """The longest cached prefix of `tokens`, at most `most` tokens, in the namespace `salt`.
 

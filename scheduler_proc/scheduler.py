@@ -411,6 +411,30 @@ class Scheduler:
             request.on(Event.REQUEUE)
             self.waiting.add(request)
 
+    # ---- after a loss ---------------------------------------------------------------------------------------------
+
+    def reset(self, epoch: int) -> None:
+        """The workers have lost everything: forget all KV and the steps in flight, and queue every running request
+        again with the tokens that it has. Plans of the new `epoch` start at step 0."""
+        self.epoch = epoch
+        self._next_step = 0
+        self.in_flight.clear()
+        self._prefilling.clear()
+        self._left.clear()
+        self._free_slots = list(range(self.config.max_running))
+        self.kv.forget()
+        holders = list(self.holders())
+        self.slots = [None] * self.config.max_running
+        for request in holders:
+            request.pages, request.node, request.shared_pages = [], None, 0
+            request.slot, request.cached_len, request.pending, request.steps_in_flight = -1, 0, 0, 0
+            if request.ended:
+                continue
+            if request.status is not Status.PREEMPTED:
+                request.on(Event.PREEMPT)
+            request.on(Event.REQUEUE)
+            self.waiting.add(request)
+
     # ---- seeing it ------------------------------------------------------------------------------------------------
 
     @property

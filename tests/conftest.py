@@ -12,6 +12,10 @@ settings.register_profile("rhizome", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rhizome")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", type=int, default=400, help="runs of the scheduler's state machine test")
+
+
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A private directory with a path short enough for Unix sockets, removed afterwards."""

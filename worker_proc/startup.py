@@ -21,6 +21,8 @@ from worker_proc.parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
+_SMALL_MODEL_BYTES = 2**25
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorker:
@@ -41,12 +43,12 @@ def load_worker(
     """
     model_config, started = config.model, time.monotonic()
     device = choose_device(model_config, rank)
+    info = describe(model_config.path)
     if device.type == "cpu":
         keep_freed_memory()
-        torch.set_num_threads(model_config.threads or max(1, _num_cores() // model_config.tp))
+        torch.set_num_threads(choose_threads(model_config, info))
     else:
         torch.cuda.set_device(device)
-    info = describe(model_config.path)
     dtype = choose_dtype(model_config, info)
     context_len = choose_context_len(model_config, info)
     tp = TensorParallel.connect(
@@ -119,6 +121,16 @@ def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:
     if wanted is not None and wanted > info.context_length:
         raise ConfigError(f"context-len {wanted} is more than the {info.context_length} tokens that the model supports")
     return wanted or info.context_length
+
+
+def choose_threads(model: ModelConfig, info: ModelInfo) -> int:
+    """CPU threads of a rank: its share of the cores, but one for a model so small that sharing a step's work out
+    costs more than it saves."""
+    if model.threads is not None:
+        return model.threads
+    if info.parameter_bytes // model.tp < _SMALL_MODEL_BYTES:
+        return 1
+    return max(1, _num_cores() // model.tp)
 
 
 def _num_cores() -> int:

@@ -4,7 +4,14 @@ from collections import deque
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from common.config import ADMISSIONS, POLICIES, SchedulerConfig
 from common.messages import Abort, AddRequest, ErrorCode, Finish, RequestError, StepPlan, TokenBatch, ints
@@ -107,6 +114,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.take(self.scheduler.expire(self.now))
         assert self.scheduler.next_deadline is None or self.scheduler.next_deadline > self.now
 
+    @rule(lost=st.integers(0, 3))
+    def workers_restart(self, lost):
+        """All KV is gone, and so are plans and results on their way; it happens rarely."""
+        if lost:
+            return
+        self.scheduler.reset(self.scheduler.epoch + 1)
+        self.worker = PaperWorker(self.worker.page_size)
+        self.plans.clear()
+        self.results.clear()
+
     @rule()
     def hope(self):
         """The ratio has fallen to nothing, as it does while all goes well: requests are admitted that will not fit."""
@@ -175,5 +192,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert (end is Finish.STOP) == (alone[-1] in msg.stop_token_ids)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
-TestSchedulerMachine = SchedulerMachine.TestCase
+def test_random_schedules(request):
+    """400 runs, or as many as `--soak N` says."""
+    runs = request.config.getoption("--soak")
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None)
+    )

@@ -15,7 +15,7 @@ from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
 from worker_proc.memory import available_memory, choose_num_pages
 from worker_proc.models.interface import ModelInfo
-from worker_proc.startup import choose_context_len, choose_device, choose_dtype, ready_info
+from worker_proc.startup import choose_context_len, choose_device, choose_dtype, choose_threads, ready_info
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, k_head_dim=8, v_head_dim=8, dtype=torch.float32)  # 512 bytes per token
@@ -127,3 +127,15 @@ def test_ready_info() -> None:
         "num_pages": 10, "page_size": 16, "context_len": 512, "vocab_size": 320, "kv_bytes_per_token": 2048,
         "eos_0": 2, "eos_1": 7,
     }  # fmt: skip
+
+
+def test_a_small_model_runs_on_one_thread_and_a_large_one_on_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker_proc.startup._num_cores", lambda: 8)
+    large = replace(INFO, parameter_bytes=2**30)
+    assert choose_threads(MODEL, INFO) == 1
+    assert choose_threads(MODEL, large) == 8
+    assert choose_threads(replace(MODEL, tp=2), large) == 4
+    assert choose_threads(replace(MODEL, tp=16), large) == 1
+    assert choose_threads(replace(MODEL, threads=3), INFO) == 3
