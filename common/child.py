@@ -37,6 +37,8 @@ class Child:
         self._wake_in.setblocking(False)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        # The kernel may give the signal to another thread: then nothing but this byte ends the main thread's poll.
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=_die_with_launcher, args=(life_fd,), daemon=True, name="life").start()
         self.config = ClusterConfig.load(run_dir)
         set_up_logging(name, self.config.log_level)

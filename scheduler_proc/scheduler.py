@@ -236,15 +236,27 @@ class Scheduler:
         A victim with a step in flight gives its pages back when that returns, so its senior may skip a step.
         """
         able: list[Request] = []
+        awaiting = 0  # seniors whose page comes with a victim that is still in flight
         for request in sorted(ready, key=lambda r: r.seniority):
             if request.status is not Status.DECODING:
                 continue  # it gave way to a senior
             needs_page = self._at_page_end(request)
-            while needs_page and self._spare(able) < 1 and (junior := self._most_junior(request)) is not None:
+            while (
+                needs_page
+                and self._spare(able) < 1
+                and self._coming_back() <= awaiting
+                and (junior := self._most_junior(request)) is not None
+            ):
                 self._preempt(junior)
             if not needs_page or self._spare(able) >= 1:
                 able.append(request)
+            else:
+                awaiting += 1
         return sorted(able, key=lambda r: r.slot)
+
+    def _coming_back(self) -> int:
+        """Pages that preempted requests give back when their last step returns."""
+        return sum(len(r.pages) - r.shared_pages for r in self.holders() if r.status is Status.PREEMPTED)
 
     def _at_page_end(self, request: Request) -> bool:
         return request.cached_len == len(request.pages) * self.kv.page_size

@@ -81,3 +81,17 @@ def test_a_full_queue_learns_when_to_ask_again():
         rig.run()
     rig.add(100, [5], 2)
     assert 1.5 < rig.add(101, [5], 2)[0].retry_after_s < 2.5
+
+
+def test_no_more_are_preempted_than_pages_are_missing():
+    """With steps in flight a victim's pages come back later; that is no reason to preempt the next one."""
+    rig = pressed(steps_in_flight=2)
+    rig.scheduler.kv.prefix_cache = False
+    for rid, length in enumerate((2, 2, 4, 7)):  # their pages end at different steps
+        rig.add(rid, [rid] + [1] * (length - 1), 14)
+    worst = 0
+    while rig.scheduler.has_work:
+        before = rig.scheduler.stats()["preempted"]
+        rig.step()
+        worst = max(worst, rig.scheduler.stats()["preempted"] - before)
+    assert rig.scheduler.stats()["preempted"] > 0 and worst == 1
