@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from scheduler_proc.timeline import Arrived, Committed, Entry, Gone, Planned
+from scheduler_proc.timeline import Arrived, Committed, Entry, Gone, Planned, Reset
 
 SCHEDULER, WORKER, QUEUE, SLOTS = 1, 2, 3, 4  # process ids of the trace
 LOOP, FORWARD = 0, 0  # thread ids; lanes of steps in flight come after the loop
@@ -64,12 +64,22 @@ class Trace:
                     yield from self._plan(entry, entry.what)
                 case Committed():
                     yield from self._commit(entry, entry.what)
+                case Reset(epoch=epoch):
+                    yield self._event("i", SCHEDULER, LOOP, f"reset: epoch {epoch}", entry.now, s="g")
+                    yield from self._reset(entry.now)
             yield from self._counters(entry)
         for slot in list(self._stays):
             yield from self._leave(slot)
         for rid in list(self._waiting):
             yield from self._admitted(rid, now)
         yield from self._names()
+
+    def _reset(self, now: int) -> Iterator[Event]:
+        """Nobody holds a slot any more, and those who did wait again."""
+        self._planned.clear()
+        for slot in list(self._stays):
+            self._waiting.setdefault(self._stays[slot].rid, now)
+            yield from self._leave(slot)
 
     def _plan(self, entry: Entry, plan: Planned) -> Iterator[Event]:
         name = "plan: nothing" if plan.step is None else f"plan {plan.step}"
@@ -85,8 +95,8 @@ class Trace:
             self._stays[entered.slot] = _Stay(entered.rid, entered.cached)
             if entered.cached:
                 yield self._instant(entered.slot, entry.now, f"hit r{entered.rid}: {entered.cached} tokens")
-        for source, target in plan.copies:
-            yield self._event("i", SCHEDULER, LOOP, f"copy page {source} to {target}", entry.now, s="t")
+            if entered.copied:
+                yield self._instant(entered.slot, entry.now, f"copy on write r{entered.rid}")
         if plan.step is not None:
             self._planned[plan.step] = entry
 
@@ -120,10 +130,9 @@ class Trace:
             yield self._slice(SLOTS, slot, "decode", started, ready, {"step": step.step, "rid": rid})
 
     def _stay(self, slot: int, rid: int, started: int, ready: int) -> None:
-        stay = self._stays.setdefault(slot, _Stay(rid, 0))
-        if stay.rid == rid:  # else its successor entered while the step was in flight
-            stay.started = stay.started or started
-            stay.ready = ready
+        stay = self._stays.setdefault(slot, _Stay(rid, 0))  # it entered before the window when it is not there
+        stay.started = stay.started or started
+        stay.ready = ready
 
     def _leave(self, slot: int) -> Iterator[Event]:
         stay = self._stays.pop(slot, None)
@@ -138,10 +147,12 @@ class Trace:
             yield self._event("e", QUEUE, 0, f"r{rid} waits", now, **link)
 
     def _mark(self, rid: int, now: int, what: str) -> Iterator[Event]:
-        """An instant in the slot of a request, if it has one."""
-        for slot, stay in self._stays.items():
-            if stay.rid == rid:
-                yield self._instant(slot, now, f"{what} r{rid}")
+        """An instant in the slot of a request, or in the queue when it has none."""
+        slot = next((slot for slot, stay in self._stays.items() if stay.rid == rid), None)
+        if slot is None:
+            yield self._event("i", QUEUE, 0, f"{what} r{rid}", now, s="t")
+        else:
+            yield self._instant(slot, now, f"{what} r{rid}")
 
     def _counters(self, entry: Entry) -> Iterator[Event]:
         values = asdict(entry.gauges)
@@ -172,16 +183,16 @@ class Trace:
         """Names and order of the tracks that were used."""
         for pid, name in ((SCHEDULER, "scheduler"), (WORKER, "worker"), (QUEUE, "queue"), (SLOTS, "slots")):
             if any(p == pid for p, _ in self._threads):
-                yield _metadata("process_name", pid, 0, name=name)
-                yield _metadata("process_sort_index", pid, 0, sort_index=pid)
+                yield _metadata("process_name", pid, 0, {"name": name})
+                yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
         for pid, tid in sorted(self._threads):
             first = {SCHEDULER: "loop", WORKER: "forward", QUEUE: "waiting"}.get(pid)
             lane = f"flight {tid - 1}" if pid == SCHEDULER else f"slot {tid}"
-            yield _metadata("thread_name", pid, tid, name=lane if first is None or tid else first)
-            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+            yield _metadata("thread_name", pid, tid, {"name": lane if first is None or tid else first})
+            yield _metadata("thread_sort_index", pid, tid, {"sort_index": tid})
 
 
-def _metadata(name: str, pid: int, tid: int, **args: Any) -> Event:
+def _metadata(name: str, pid: int, tid: int, args: Event) -> Event:
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
 
 

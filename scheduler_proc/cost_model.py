@@ -24,6 +24,7 @@ class StepWork:
     `tokens` are computed, `rows` are requests, `chunks` those of them that prefill, `samples` those that get a token.
     `context` are the tokens whose keys and values are read, all rows together, the step's own included; `pairs` are
     (query, key) pairs in attention, so that a prefill of n tokens onto p cached ones has n * p + n * (n + 1) / 2.
+    `padded` is what an attention reads that pads: the rows that decode, times the context of the longest of them.
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class StepWork:
     samples: int
     context: int
     pairs: int
+    padded: int
 
 
 class CostModel(Protocol):
@@ -48,6 +50,7 @@ class LinearCost:
     per_chunk_s: float = 0.0
     per_context_s: float = 0.0
     per_pair_s: float = 0.0
+    per_padded_s: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         return (
@@ -57,6 +60,7 @@ class LinearCost:
             + self.per_chunk_s * work.chunks
             + self.per_context_s * work.context
             + self.per_pair_s * work.pairs
+            + self.per_padded_s * work.padded
         )
 
 
@@ -144,6 +148,9 @@ class Overheads:
     commit_s: float = 0.0
     deliver_s: float = 0.0
     deliver_row_s: float = 0.0
+
+
+NO_OVERHEADS = Overheads()
 
 
 @dataclass(frozen=True, slots=True)

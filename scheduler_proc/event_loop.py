@@ -13,6 +13,7 @@ from common.codec import Message
 from common.messages import Abort, AddRequest, GetStats, Stats, StepResult
 from common.sockets import Inbox, Outbox, open_socket
 from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.recorder import RecordedScheduler, Recorder
 from scheduler_proc.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,11 @@ def main(child: Child) -> None:
     if go is None:
         return
     kv = KVManager(go.num_pages, go.page_size, prefix_cache=child.config.cache.prefix_cache)
-    loop.run(Scheduler(child.config.scheduler, kv, go.context_len))
+    if child.config.record is None:
+        loop.run(Scheduler(child.config.scheduler, kv, go.context_len))
+        return
+    with Recorder(Path(child.config.record)) as recorder:
+        loop.run(RecordedScheduler(recorder, child.config.scheduler, kv, go.context_len))
 
 
 @click.command()

@@ -41,12 +41,17 @@ class Recorder:
         pool = (kv.pool.num_pages, kv.page_size, kv.prefix_cache)
         self._write((MAGIC, FORMAT, PROTOCOL_VERSION, config, *pool, scheduler.context_len, scheduler.epoch))
 
-    def put(self, kind: Kind, now: int, *rest: bytes | None) -> None:
+    @property
+    def last(self) -> int:
+        """The time of the last record (ns)."""
+        return self._last
+
+    def put(self, kind: Kind, now: int, *rest: bytes | int | None) -> None:
         self._last = now
         self._write((kind, now, *rest))
 
     def flush(self) -> None:
-        if self._unflushed:
+        if self._unflushed and not self._file.closed:
             self._unflushed = False
             try:
                 self._file.flush()
@@ -120,3 +125,7 @@ class RecordedScheduler(Scheduler):
     def commit(self, result: StepResult, now: int) -> list[Message]:
         self._recorder.put(Kind.COMMIT, now, encode(result))
         return super().commit(result, now)
+
+    def reset(self, epoch: int) -> None:
+        self._recorder.put(Kind.RESET, self._recorder.last, epoch)
+        super().reset(epoch)

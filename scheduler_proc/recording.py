@@ -5,7 +5,7 @@ exactly. It is a stream of msgpack objects, a header and then one list per call,
 
     [MAGIC, FORMAT, PROTOCOL_VERSION, {SchedulerConfig}, num_pages, page_size, prefix_cache, context_len, epoch]
     [HANDLE, now, frame]    [EXPIRE, now]    [PLAN, now, frame of the plan or nil]    [COMMIT, now, frame]
-    [END, now, why]
+    [RESET, now, epoch]    [END, now, why]
 
 Frames are those of the wire (common/codec.py), `now` is in nanoseconds. Prompts and sampled tokens are in it, so the
 file is for its owner alone (mode 0600), and an existing file is never overwritten.
@@ -39,6 +39,7 @@ class Kind(IntEnum):
     PLAN = 3
     COMMIT = 4
     END = 5
+    RESET = 6
 
 
 MESSAGES: dict[Kind, frozenset[type]] = {
@@ -56,7 +57,8 @@ class RecordingError(ValueError):
 class Record:
     """One call. `message` is what was handled or committed, or the plan that came out; `frame` its bytes.
 
-    The last record is always an END, whose `why` tells how the recording ended; `index` counts from 0.
+    The last record is always an END, whose `why` tells how the recording ended; `index` counts from 0. `epoch` is that
+    of a RESET.
     """
 
     index: int
@@ -65,6 +67,7 @@ class Record:
     message: Any = None
     frame: bytes | None = None
     why: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +106,17 @@ class Recording:
             unpacker.skip()  # the header
             index, now = 0, 0
             while True:
+                whole = unpacker.tell()
                 try:
                     item = unpacker.unpack()
                 except msgpack.OutOfData:
-                    cut = os.fstat(file.fileno()).st_size - unpacker.tell()
+                    cut = os.fstat(file.fileno()).st_size - whole
                     tail = f", {cut} bytes of an unfinished record follow" if cut else ""
                     why = f"not closed: its process was killed or still runs{tail}"
                     yield Record(index, Kind.END, now, why=why)
                     return
                 except (msgpack.UnpackException, ValueError) as error:
-                    where = f"record {index} at byte {unpacker.tell()}"
+                    where = f"record {index} at byte {whole}"
                     raise RecordingError(f"{self.path}: {where} cannot be read ({error})") from None
                 record = _check_record(f"{self.path}: record {index}", index, item)
                 now = record.now
@@ -173,8 +177,10 @@ def _check_record(where: str, index: int, item: object) -> Record:
         return Record(index, kind, now)
     if kind is Kind.END and isinstance(rest[0], str):
         return Record(index, kind, now, why=rest[0])
-    if not isinstance(rest[0], bytes) or kind is Kind.END:
-        raise RecordingError(f"{where} has no frame")
+    if kind is Kind.RESET and type(rest[0]) is int and 0 <= rest[0] < 2**31:
+        return Record(index, kind, now, epoch=rest[0])
+    if not isinstance(rest[0], bytes) or kind not in MESSAGES:
+        raise RecordingError(f"{where} has a wrong field")
     try:
         return Record(index, kind, now, decode(rest[0], MESSAGES[kind]), rest[0])
     except FrameError as error:

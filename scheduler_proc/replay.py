@@ -13,7 +13,7 @@ from scheduler_proc.chrome_trace import write_trace
 from scheduler_proc.invariants import InvariantViolation, check
 from scheduler_proc.recording import Recording, RecordingError
 from scheduler_proc.show_tree import show_tree
-from scheduler_proc.timeline import Arrived, Committed, Diverged, Ended, Entry, Gone, Planned, Timeline, window
+from scheduler_proc.timeline import Arrived, Committed, Diverged, Ended, Entry, Gone, Planned, Reset, Timeline, window
 
 SHOWN_DECODES = 12
 
@@ -34,6 +34,8 @@ def describe(entry: Entry, origin: int) -> str:
             parts += [f"finish {' '.join(f'r{rid}:{why.name.lower()}' for rid, why in finished)}"] if finished else []
             parts += [f"forward {(times[2] - times[1]) / 1e6:.3f} ms"] if times else []
             text = "  ".join(parts)
+        case Reset(epoch=epoch):
+            text = f"reset   the workers lost everything, epoch {epoch} begins"
         case Ended(why=why):
             text = f"end     {why}"
     g = entry.gauges
@@ -68,11 +70,9 @@ def _rids(rids: Iterable[int]) -> str:
     return " ".join(f"r{rid}" for rid in rids)
 
 
-def _steps(entries: Iterable[Entry]) -> Iterator[Entry]:
-    origin: int | None = None
+def _steps(timeline: Timeline, entries: Iterable[Entry]) -> Iterator[Entry]:
     for entry in entries:
-        origin = entry.now if origin is None else origin
-        click.echo(describe(entry, origin))
+        click.echo(describe(entry, timeline.origin))
         yield entry
 
 
@@ -95,21 +95,20 @@ def main(
         timeline = Timeline(Recording.open(file), check if checked else None)
         entries = window(timeline, first, last)
         if step:
-            entries = _steps(entries)
+            entries = _steps(timeline, entries)
         if chrome is not None:
             with chrome.open("w") as out:
                 count = write_trace(out, entries, timeline.recording.config.steps_in_flight)
             click.echo(f"{chrome}: {count} trace events")
-        ended = ""
-        for entry in entries:
-            if isinstance(entry.what, Ended):
-                ended = f"; {entry.what.why}"
+        for _ in entries:
+            pass
     except (RecordingError, Diverged, InvariantViolation, OSError) as error:
         raise click.ClickException(str(error)) from None
     if tree:
         for line in show_tree(timeline.scheduler.kv.tree, depth=depth, most=most):
             click.echo(line)
-    click.echo(f"{file}: {timeline.records} events, {timeline.plans} plans, all identical{ended}")
+    end = f"; {timeline.why}" if timeline.why else ""
+    click.echo(f"{file}: {timeline.records} events, {timeline.plans} plans, all identical{end}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def show_tree(tree: RadixTree, *, depth: int = 12, most: int = 60) -> Iterator[s
         f"{nodes} nodes, {tree.evicted} pages evicted so far"
     )
     shown = _chosen(list(roots.values()), depth, most)
-    for root in roots.values():
+    for root in sorted(roots.values(), key=lambda r: r.key):
         if root.key or len(roots) > 1:
             yield f"namespace {root.key.decode()!r}"
         yield from _children(root, shown, "")

@@ -51,12 +51,16 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A request took a slot with `cached` tokens from the cache; `first` unless it had been preempted."""
+    """A request took a slot with `cached` tokens from the cache; `first` unless it had held one before.
+
+    `copied` when that ended inside a page, which it got a copy of (copy-on-write).
+    """
 
     rid: int
     slot: int
     cached: int
     first: bool
+    copied: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,20 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """The workers lost everything: steps in flight are void, all running requests wait again, steps count from 0."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The recording is over."""
 
     why: str
 
 
-What = Arrived | Gone | Planned | Committed | Ended
+What = Arrived | Gone | Planned | Committed | Reset | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +143,27 @@ class Timeline:
         self.recording = recording
         self.scheduler = recording.new_scheduler()
         self.records = 0
+        self.origin = 0  # when the first record was made (ns)
         self.plans = 0
+        self.why = ""  # how the recording ended, once it did
         self._after = after
         self._preemptions: dict[int, int] = {}  # rid -> how often, of those that live
+        self._entered: set[int] = set()  # live requests that have held a slot
 
     def __iter__(self) -> Iterator[Entry]:
         """Raises RecordingError for a damaged file, Diverged at the first difference."""
         end = Record(-1, Kind.END, 0)
         for record, following in pairwise(chain(self.recording.records(), [end])):
             what = self._apply(record, is_last=following.kind is Kind.END)
+            self.origin = self.origin or record.now
             self.records += record.kind is not Kind.END
             if self._after is not None:
                 self._after(self.scheduler)
             if what is not None:
+                self._forget(what)
                 # the loop makes its next call when it is done with this one, unless it found nothing to plan
-                until = max(record.now, following.now)
+                idle = isinstance(what, Planned) and what.step is None
+                until = record.now if idle else max(record.now, following.now)
                 yield Entry(record.index, record.now, until, what, self._gauges())
 
     def _apply(self, record: Record, *, is_last: bool) -> What | None:
@@ -161,7 +178,11 @@ class Timeline:
                     return self._plan(record)
                 case Kind.COMMIT:
                     return self._commit(record.message, record.now)
+                case Kind.RESET:
+                    self.scheduler.reset(record.epoch)
+                    return Reset(record.epoch)
                 case Kind.END:
+                    self.why = record.why
                     return Ended(record.why)
         except Diverged:
             raise
@@ -208,10 +229,13 @@ class Timeline:
         for slot, length, samples in zip(plan.chunk_slots, plan.chunk_lens, plan.chunk_samples, strict=True):
             end = holder[slot].cached_len
             chunks.append(Chunk(holder[slot].rid, slot, end - length, end, bool(samples)))
-        entered = [
-            Entered(holder[slot].rid, slot, cached, holder[slot].preemptions == 0)
-            for slot, cached in zip(plan.enter_slots, plan.enter_lens, strict=True)
-        ]
+        targets = set(plan.copies[1::2])
+        entered = []
+        for slot, cached in zip(plan.enter_slots, plan.enter_lens, strict=True):
+            r = holder[slot]
+            first, copied = r.rid not in self._entered, not targets.isdisjoint(r.pages)
+            entered.append(Entered(r.rid, slot, cached, first, copied))
+            self._entered.add(r.rid)
         return Planned(
             step=plan.step_id,
             chunks=tuple(chunks),
@@ -231,6 +255,14 @@ class Timeline:
         times = (result.times[0], result.times[1], result.times[2]) if len(result.times) == 3 else None
         return Committed(result.step_id, times, tokens, len(result.tokens) - tokens, tuple(finished))
 
+    def _forget(self, what: What) -> None:
+        """Ids may be used again once their requests are over."""
+        match what:
+            case Gone(rids=rids):
+                self._entered.difference_update(rids)
+            case Committed(finished=finished):
+                self._entered.difference_update(rid for rid, _ in finished)
+
     def _gauges(self) -> Gauges:
         stats = self.scheduler.stats()
         pages = (stats[f"{name}_pages"] for name in ("free", "evictable", "locked", "held"))
@@ -239,12 +271,12 @@ class Timeline:
 
 def window(entries: Iterable[Entry], first: int | None, last: int | None) -> Iterator[Entry]:
     """From what happened before step `first` was planned until step `last` was committed."""
-    planned = -1
+    started = first is None or first == 0
     for entry in entries:
-        if first is None or planned >= first - 1:
+        if started:
             yield entry
-        if isinstance(entry.what, Planned) and entry.what.step is not None:
-            planned = entry.what.step
+        if isinstance(entry.what, Planned) and entry.what.step is not None and not started:
+            started = entry.what.step + 1 == first
         if last is not None and isinstance(entry.what, Committed) and entry.what.step >= last:
             return
 

@@ -48,6 +48,9 @@ def read_trace(lines: Iterable[str]) -> Workload:
         row = _parse(at, line)
         key = ("session", row["session"]) if "session" in row else ("line", at)
         session = sessions.setdefault(key, _Open(row.get("salt", ""), row.get("priority", 0)))
+        for name, first in (("salt", session.salt), ("priority", session.priority)):
+            if row.get(name, first) != first:
+                raise _wrong(at, name, f"as in the first line of the session ({first!r})", row)
         own = row["prompt_tokens"] - session.history
         if own < 1:
             raise _wrong(at, "prompt_tokens", f"more than the {session.history} tokens of the session so far", row)

@@ -20,7 +20,7 @@ launcher=$!
 until "$python" client.py --run-dir "$home/run" --wait 1 --stats >"$home/stats" 2>&1; do
     kill -0 "$launcher" 2>/dev/null || exit 1 # it has said why
 done
-prompt="The with statement is used to"
+prompt="Open the file"
 echo
 echo "> $prompt"
 "$python" client.py --run-dir "$home/run" --temperature 0 --max-tokens 100 "$prompt"

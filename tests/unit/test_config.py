@@ -57,6 +57,7 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         listen=draw(st.none() | st.integers(1, 65535).map(lambda port: f"tcp://127.0.0.1:{port}")),
         log_level=draw(st.sampled_from(("debug", "info", "warning", "error"))),
         start_timeout_s=draw(st.floats(0.1, 86400.0)),
+        record=draw(st.none() | st.just("/tmp/run.rec")),
     )  # fmt: skip
 
 
@@ -115,6 +116,7 @@ def build(section: str, **values: Any) -> Any:
         ("cluster", {"start_timeout_s": 0.0}, "start-timeout"),
         ("cluster", {"start_timeout_s": float("nan")}, "start-timeout"),
         ("cluster", {"start_timeout_s": float("inf")}, "start-timeout"),
+        ("cluster", {"record": "run.rec"}, "record"),
         ("cluster", {"listen": "tcp://0.0.0.0:5555"}, "listen"),
         ("cluster", {"listen": "tcp://*:5555"}, "listen"),
         ("cluster", {"listen": "tcp://192.168.0.1:5555"}, "listen"),
