@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 if TYPE_CHECKING:
-    from common.connection import Answer, Connection
+    from common.connection import Answer, Connection, Row
     from common.json_request import JsonRequest
     from common.messages import RequestError
 
@@ -159,26 +159,40 @@ def describe(error: "RequestError") -> str:
     return text
 
 
+def submit(connection: "Connection", request: "JsonRequest") -> "tuple[int, list[Answer]]":
+    """Send a request; returns its id and an empty answer for each of its choices."""
+    from common.connection import Answer
+
+    answers = [Answer() for _ in range(request.n)]
+    rid = connection.submit(
+        request.prompt, request.params, n=request.n, cache_salt=request.cache_salt, priority=request.priority,
+        deadline_ms=request.deadline_ms,
+    )  # fmt: skip
+    return rid, answers
+
+
 def run_one(
-    connection: "Connection", request: "JsonRequest", on_text: Callable[[str], None], check: Callable[[], None]
-) -> "Answer":
-    """Submit a request and follow it to its end; raises ClientError when the cluster refuses it."""
-    from common.connection import Answer, Row
+    connection: "Connection", request: "JsonRequest", on_row: "Callable[[Row, Answer], None]", check: Callable[[], None]
+) -> "list[Answer]":
+    """Submit a request and follow its choices to their ends; raises ClientError when the cluster refuses it.
+
+    `on_row` gets each row and its choice so far.
+    """
+    from common.connection import Row
     from common.messages import Finish
 
-    answer = Answer()
-    connection.submit(request.prompt, request.params)
-    while answer.finish is Finish.NONE:
+    _, answers = submit(connection, request)
+    while any(answer.finish is Finish.NONE for answer in answers):
         check()
         for row in connection.poll(POLL_S):
             if not isinstance(row, Row):
                 raise ClientError(describe(row))
+            answer = answers[row.choice]
             answer.add(row)
-            if row.text:
-                on_text(row.text)
-    if answer.finish is Finish.ABORT:
+            on_row(row, answer)
+    if any(answer.finish is Finish.ABORT for answer in answers):
         raise ClientError("the cluster aborted the request")
-    return answer
+    return answers
 
 
 def run_many(
@@ -189,32 +203,32 @@ def run_many(
     check: Callable[[], None],
 ) -> int:
     """Run requests, at most `concurrency` at once, hand out results in their order, return how many failed."""
-    from common.connection import Answer, Row
+    from common.connection import Row, result_of
     from common.messages import ErrorCode, Finish
 
     waiting = iter(enumerate(requests))
-    answers: dict[int, tuple[int, Answer]] = {}
+    live: dict[int, tuple[int, list[Answer]]] = {}
     done: dict[int, dict[str, Any]] = {}
     shown = failed = 0
     while shown < len(requests):
         check()
         while connection.live < concurrency and (following := next(waiting, None)) is not None:
             index, request = following
-            answer = Answer()
-            answers[connection.submit(request.prompt, request.params)] = (index, answer)
+            rid, answers = submit(connection, request)
+            live[rid] = (index, answers)
         for row in connection.poll(POLL_S):
-            index, answer = answers[row.rid]
+            index, answers = live[row.rid]
             if not isinstance(row, Row):
                 code = ErrorCode(row.code).name.lower()
                 done[index] = {"index": index, "error": {"code": code, "message": describe(row)}}
                 failed += 1
             else:
-                answer.add(row)
-                if row.finish is Finish.NONE:
+                answers[row.choice].add(row)
+                if any(answer.finish is Finish.NONE for answer in answers):
                     continue
-                done[index] = {"index": index, **answer.as_dict()}
-                failed += row.finish is Finish.ABORT
-            del answers[row.rid]
+                done[index] = {"index": index, **result_of(answers)}
+                failed += any(answer.finish is Finish.ABORT for answer in answers)
+            del live[row.rid]
         while shown in done:
             on_result(done.pop(shown))
             shown += 1
@@ -236,7 +250,7 @@ def _token_list(_context: click.Context, _parameter: click.Parameter, value: str
 @click.option("--system", metavar="TEXT", help="A system message before it (implies --chat).")
 @click.option("--token-ids", metavar="IDS", callback=_token_list, help='The prompt as token ids: "1,2,3".')
 @click.option("--jsonl", type=click.File(encoding="utf-8"), help="Submit every line of a file: an object with prompt, "
-              "token_ids or messages, and sampling fields.")  # fmt: skip
+              "token_ids or messages, and the fields that the flags below set.")  # fmt: skip
 @click.option("--concurrency", type=click.IntRange(1, 10_000), default=32, help="Requests of --jsonl at once.")
 @click.option("--output", type=click.File("w", encoding="utf-8"), help="Where the results of --jsonl go, not stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and timing.")
@@ -250,6 +264,10 @@ def _token_list(_context: click.Context, _parameter: click.Parameter, value: str
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable).")
 @click.option("--stop-token-id", type=int, multiple=True, help="End at this token (repeatable).")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
+@click.option("--n", type=int, default=1, help="Answers to the prompt; their seeds are seed, seed + 1, and so on.")
+@click.option("--cache-salt", default="", metavar="TEXT", help="Share cached prefixes only with requests of this salt.")
+@click.option("--priority", type=int, default=0, help="Higher goes first.")
+@click.option("--deadline-ms", type=int, default=0, help="End with an error what is not finished by then; 0: none.")
 @click.option("--keep-special-tokens", is_flag=True, help="Show special tokens in the text.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The cluster's run directory; else the one that runs.")
 @click.option("--address", metavar="URL", help="The cluster's tcp address, such as tcp://127.0.0.1:5555.")
@@ -258,7 +276,8 @@ def main(
     prompt: str | None, chat: bool, system: str | None, token_ids: list[int] | None, jsonl: TextIO | None,
     concurrency: int, output: TextIO | None, as_json: bool, stats: bool, max_tokens: int, temperature: float,
     top_k: int, top_p: float, min_p: float, seed: int | None, stop: tuple[str, ...], stop_token_id: tuple[int, ...],
-    ignore_eos: bool, keep_special_tokens: bool, run_dir: Path | None, address: str | None, wait_s: float,
+    ignore_eos: bool, n: int, cache_salt: str, priority: int, deadline_ms: int, keep_special_tokens: bool,
+    run_dir: Path | None, address: str | None, wait_s: float,
 ) -> None:  # fmt: skip
     """Generate text with a running Rhizome cluster.
 
@@ -275,26 +294,27 @@ def main(
         raise click.UsageError("--output belongs to --jsonl.")
     if (chat or system is not None) and (token_ids is not None or jsonl is not None or stats):
         raise click.UsageError("--chat and --system need a text prompt.")
-    sampling: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "seed": seed, "stop": list(stop), "stop_token_ids": list(stop_token_id), "ignore_eos": ignore_eos,
-        "skip_special_tokens": not keep_special_tokens,
+        "skip_special_tokens": not keep_special_tokens, "n": n, "cache_salt": cache_salt, "priority": priority,
+        "deadline_ms": deadline_ms,
     }  # fmt: skip
     try:
         if stats:
             print_stats(find_address(run_dir, address, wait_s), as_json)
         elif jsonl is not None:
-            requests = read_jsonl(jsonl, sampling)
+            requests = read_jsonl(jsonl, options)
             answer_file(find_address(run_dir, address, wait_s), requests, concurrency, output or sys.stdout)
         else:
-            request = one_request(prompt, token_ids, chat, system, sampling)
+            request = one_request(prompt, token_ids, chat, system, options)
             answer_prompt(find_address(run_dir, address, wait_s), request, as_json)
     except KeyboardInterrupt:  # before anything was submitted
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def one_request(
-    prompt: str | None, token_ids: list[int] | None, chat: bool, system: str | None, sampling: dict[str, Any]
+    prompt: str | None, token_ids: list[int] | None, chat: bool, system: str | None, options: dict[str, Any]
 ) -> "JsonRequest":
     """The request of the command line, with the prompt from stdin when none is given."""
     from common.fields import FieldError
@@ -312,21 +332,34 @@ def one_request(
         system_part = [{"role": "system", "content": system}] if system is not None else []
         values = {"messages": [*system_part, {"role": "user", "content": prompt}]}
     try:
-        return parse_request({**values, **sampling})
+        return parse_request({**values, **options})
     except FieldError as error:
         raise click.UsageError(f"{error.field.replace('_', '-')}: {error.problem}") from None
 
 
 def answer_prompt(address: str, request: "JsonRequest", as_json: bool) -> None:
-    """Stream the answer to stdout, or print it as one JSON object."""
+    """Stream the answer to stdout, print each of several when it is complete, or all as one JSON object."""
+    from common.connection import result_of
+    from common.messages import Finish
 
     def show(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
+    def on_row(row: "Row", answer: "Answer") -> None:
+        if as_json:
+            return
+        if request.n == 1 and row.text:
+            show(row.text)
+        elif request.n > 1 and row.finish is not Finish.NONE:
+            show(f"--- {row.choice + 1}/{request.n}\n{''.join(answer.texts)}\n")
+
     with connected(address) as connection, deferred_interrupt() as check:
-        answer = run_one(connection, request, (lambda _: None) if as_json else show, check)
-        show(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" if as_json else "\n")
+        answers = run_one(connection, request, on_row, check)
+        if as_json:
+            show(json.dumps(result_of(answers), ensure_ascii=False) + "\n")
+        elif request.n == 1:
+            show("\n")
 
 
 def answer_file(address: str, requests: "list[JsonRequest]", concurrency: int, output: TextIO) -> None:

@@ -16,6 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from common.messages import (
+    MAX_CHOICES,
     MAX_RID,
     Abort,
     Beat,
@@ -50,10 +51,11 @@ class Unreachable(ConnectionLost):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """New output of one request. `finish` is not NONE in its last row. `times` is TextBatch.times (nanoseconds),
-    `received_ns` the CLOCK_MONOTONIC time when the row arrived here."""
+    """New output of one choice of a request (0 for the only one). `finish` is not NONE in the choice's last row.
+    `times` is TextBatch.times (nanoseconds), `received_ns` the CLOCK_MONOTONIC time when the row arrived here."""
 
     rid: int
+    choice: int
     text: str
     token_ids: Sequence[int]
     finish: Finish
@@ -74,7 +76,7 @@ class Connection:
         self._address = address
         self._silence_limit_s = silence_limit_s
         self._silent_s = 0.0
-        self._live: set[int] = set()
+        self._live: dict[int, set[int]] = {}  # the choices of each request that have not ended
         self._numbers = count()
         self._rows: deque[Row | RequestError] = deque()
         self._stats: dict[int, dict[str, int]] = {}
@@ -115,8 +117,15 @@ class Connection:
         params: SamplingParams,
         *,
         stream: bool = True,
+        n: int = 1,
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
     ) -> int:
         """Send a request and return its id. The prompt is text, token ids (used as they are) or chat messages.
+
+        `n` to `deadline_ms` are as in `Generate`. The request is live until all its choices have ended, each with a
+        row of its own or together by a RequestError.
 
         Raises FrameError when it is too large for a frame, PeerStalled when the cluster takes no messages.
         """
@@ -128,14 +137,14 @@ class Connection:
             chat = tuple(cast(Sequence[ChatMessage], prompt))
         else:
             token_ids = array("i", cast(Sequence[int], prompt))
-        self._outbox.send(Generate(rid, text, token_ids, chat, params, stream))
+        self._outbox.send(Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms))
         if not self._live:
             self._silent_s = 0.0
-        self._live.add(rid)
+        self._live[rid] = set(range(min(n, MAX_CHOICES)))
         return rid
 
     def abort(self, rid: int) -> None:
-        """Ask the cluster to end a request; its last row (finish ABORT) still comes."""
+        """Ask the cluster to end a request; the last row of each live choice (finish ABORT) still comes."""
         if rid in self._live:
             self._outbox.send(Abort(rid))
 
@@ -195,8 +204,7 @@ class Connection:
         if isinstance(msg, Stats):
             self._stats[msg.query] = msg.values
         elif isinstance(msg, RequestError):
-            if msg.rid in self._live:
-                self._live.remove(msg.rid)
+            if self._live.pop(msg.rid, None) is not None:
                 self._rows.append(msg)
         elif isinstance(msg, TextBatch):
             self._take_batch(msg, now_ns)
@@ -206,18 +214,25 @@ class Connection:
         for i, rid in enumerate(batch.rids):
             tokens = batch.token_ids[start : start + batch.counts[i]]
             start += batch.counts[i]
-            if rid not in self._live:
+            choice = batch.choices[i]
+            if choice not in self._live.get(rid, ()):
                 continue
             finish = Finish(batch.finish[i])
             if finish is not Finish.NONE:
-                self._live.remove(rid)
-            row = Row(rid, batch.texts[i], tokens, finish, batch.prompt_tokens[i], batch.cached[i], batch.times, now_ns)
-            self._rows.append(row)
+                self._end_choice(rid, choice)
+            prompt, cached = batch.prompt_tokens[i], batch.cached[i]
+            self._rows.append(Row(rid, choice, batch.texts[i], tokens, finish, prompt, cached, batch.times, now_ns))
+
+    def _end_choice(self, rid: int, choice: int) -> None:
+        running = self._live[rid]
+        running.remove(choice)
+        if not running:
+            del self._live[rid]
 
 
 @dataclass(slots=True)
 class Answer:
-    """The rows of one request, put together, and their timing as the client saw it."""
+    """The rows of one choice of a request, put together, and their timing as the client saw it."""
 
     sent_ns: int = field(default_factory=time.monotonic_ns)
     first_ns: int = 0
@@ -252,3 +267,13 @@ class Answer:
             "itl_ms": None if itl_ms is None else round(itl_ms, 3),
             "e2e_ms": round((self.last_ns - self.sent_ns) / 1e6, 3),
         }
+
+
+def result_of(answers: Sequence[Answer]) -> dict[str, object]:
+    """A request as JSON-ready values: those of its first choice, and where it has several, all of them in `choices`."""
+    result = answers[0].as_dict()
+    if len(answers) > 1:
+        shown = ("text", "token_ids", "finish_reason", "cached_tokens")
+        each = [answer.as_dict() for answer in answers]
+        result["choices"] = [{"index": i} | {name: values[name] for name in shown} for i, values in enumerate(each)]
+    return result

@@ -10,37 +10,44 @@ from common.messages import ChatMessage, Generate
 from common.sampling_params import MAX_TOKEN_ID, SamplingParams
 
 PROMPT_FIELDS = ("prompt", "token_ids", "messages")
+REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class JsonRequest:
-    """A checked request: the prompt is text, token ids or chat messages."""
+    """A checked request: the prompt is text, token ids or chat messages; the other fields are as in `Generate`."""
 
     prompt: str | list[int] | list[ChatMessage]
     params: SamplingParams
+    n: int = 1
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_ms: int = 0
 
 
 def parse_request(values: dict[str, Any]) -> JsonRequest:
-    """Check a request given as JSON-like values: one of prompt, token_ids and messages, and sampling fields.
+    """Check a request given as JSON-like values: one of prompt, token_ids and messages, the fields of
+    REQUEST_FIELDS, and sampling fields.
 
     Raises FieldError, which names the field, for anything unknown, missing or outside its range.
     """
     sampling = dict(schema_of(SamplingParams))
+    known = (*PROMPT_FIELDS, *REQUEST_FIELDS, *sampling)
     for name in values:
-        if name not in sampling and name not in PROMPT_FIELDS:
-            raise FieldError(name or '""', f"is not known; known are {', '.join((*PROMPT_FIELDS, *sampling))}")
+        if name not in known:
+            raise FieldError(name or '""', f"is not known; known are {', '.join(known)}")
     given = [name for name in PROMPT_FIELDS if values.get(name) is not None]
     if len(given) != 1:
         raise FieldError("prompt", f"exactly one of {', '.join(PROMPT_FIELDS)} must be given")
-    prompts = dict(schema_of(Generate))
+    generate = dict(schema_of(Generate))
     value = values[given[0]]
     prompt: Any
     if given[0] == "prompt":
-        prompt = prompts["text"].unpack(value, "prompt")
+        prompt = generate["text"].unpack(value, "prompt")
     elif given[0] == "token_ids":
-        prompt = list(prompts["token_ids"].unpack(_int_bytes(value, "token_ids"), "token_ids"))
+        prompt = list(generate["token_ids"].unpack(_int_bytes(value, "token_ids"), "token_ids"))
     else:
-        prompt = list(prompts["chat"].unpack(_chat_wire(value), "messages"))
+        prompt = list(generate["chat"].unpack(_chat_wire(value), "messages"))
     params = {}
     for name, checker in sampling.items():
         if name in values:
@@ -49,7 +56,8 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
                 value = [value]
             wire = _int_bytes(value, name) if name == "stop_token_ids" else value
             params[name] = checker.unpack(wire, name)
-    return JsonRequest(prompt, SamplingParams(**params))
+    options = {name: generate[name].unpack(values[name], name) for name in REQUEST_FIELDS if name in values}
+    return JsonRequest(prompt, SamplingParams(**params), **options)
 
 
 def _int_bytes(value: Any, field: str) -> bytes:

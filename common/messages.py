@@ -8,9 +8,9 @@
     every process ── Ready, Fatal ──► launcher ── Go ──► every process
 
 Request ids (`rid`) are int32. A client chooses its own, unique among its live requests on one connection; the
-tokenizer replaces it by one that is unique in the cluster. Every request ends with exactly one terminal row: a batch
-row whose finish code is not NONE, or a RequestError. Times are CLOCK_MONOTONIC nanoseconds, comparable between the
-processes of one machine.
+tokenizer replaces it by one per choice (of the `n` answers that were asked for) that is unique in the cluster. Every
+choice ends with exactly one terminal row, a batch row whose finish code is not NONE, or with all others of its request
+by a RequestError. Times are CLOCK_MONOTONIC nanoseconds, comparable between the processes of one machine.
 """
 
 from array import array
@@ -27,6 +27,7 @@ MAX_SLOTS = 2**14
 MAX_BATCH_TOKENS = 2**22
 MAX_PROMPT_CHARS = 2**24
 MAX_CHAT_MESSAGES = 4096
+MAX_CHOICES = 64
 _COUNT = 2**62
 
 Rid = Annotated[int, Int(0, MAX_RID)]
@@ -34,6 +35,9 @@ Rids = Annotated[IntArray, Ints(MAX_SLOTS)]
 TokenIds = Annotated[IntArray, Ints(MAX_BATCH_TOKENS, 0, MAX_TOKEN_ID)]
 Counts = Annotated[IntArray, Ints(MAX_SLOTS)]
 Times = Annotated[IntArray, Ints(16, 0, 2**63 - 1, "q")]
+CacheSalt = Annotated[str, Str(256)]
+Priority = Annotated[int, Int(-1000, 1000)]
+Milliseconds = Annotated[int, Int(0, 2**31 - 1)]
 
 
 class Finish(IntEnum):
@@ -74,7 +78,10 @@ class ChatMessage:
 class Generate:
     """Generate from exactly one of `text`, `token_ids` (used as they are) or `chat` (through the chat template).
 
-    The answer is a stream of TextBatch rows, one per step when `stream`, else one row at the end.
+    The answer is a stream of TextBatch rows, one per step when `stream`, else one row at the end, for each of `n`
+    choices. They share the prompt's KV; choice i draws like a request of its own with seed + i (modulo 2**63).
+    Requests with different `cache_salt` never share cached prefixes. Higher `priority` goes first. What has not ended
+    `deadline_ms` after its arrival ends with RequestError(DEADLINE); 0 is no deadline.
     """
 
     TAG: ClassVar[int] = 1
@@ -84,6 +91,10 @@ class Generate:
     chat: Annotated[tuple[ChatMessage, ...] | None, Maybe(ListOf(Struct(ChatMessage), MAX_CHAT_MESSAGES, 1))]
     params: Annotated[SamplingParams, SAMPLING_PARAMS]
     stream: Annotated[bool, Bool()] = True
+    n: Annotated[int, Int(1, MAX_CHOICES)] = 1
+    cache_salt: CacheSalt = ""
+    priority: Priority = 0
+    deadline_ms: Milliseconds = 0
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.text, self.token_ids, self.chat)) != 1:
@@ -93,7 +104,7 @@ class Generate:
 @message
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request now. Unknown ids are ignored: the request may have just finished."""
+    """End a request with all its choices now. Unknown ids are ignored: the request may have just finished."""
 
     TAG: ClassVar[int] = 2
     rid: Rid
@@ -122,9 +133,9 @@ class AddRequest:
     max_tokens: Annotated[int, Int(1, MAX_BATCH_TOKENS)]
     stop_token_ids: Annotated[IntArray, Ints(1024, 0, MAX_TOKEN_ID)]
     draw: Annotated[DrawParams, DRAW_PARAMS]
-    salt: Annotated[str, Str(256)] = ""  # namespace of the prefix cache
-    priority: Annotated[int, Int(-1000, 1000)] = 0  # higher goes first
-    deadline_ms: Annotated[int, Int(0, 2**31 - 1)] = 0  # from arrival at the scheduler; 0 is none
+    salt: CacheSalt = ""  # namespace of the prefix cache
+    priority: Priority = 0  # higher goes first
+    deadline_ms: Milliseconds = 0  # from arrival at the scheduler; 0 is none
 
 
 @message
@@ -227,13 +238,16 @@ class TokenBatch:
 @message
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """New text of a step, a row per request. A stop string's text is never in `texts`; its tokens are in `token_ids`.
+    """New text of a step, a row per choice. A stop string's text is never in `texts`; its tokens are in `token_ids`.
 
-    `times`: TokenBatch.times, then received and sent by the detokenizer, then sent by the tokenizer.
+    `choices` says which of its request's answers a row belongs to, from 0; between detokenizer and tokenizer, where
+    every choice has a rid of its own, it is 0. `times`: TokenBatch.times, then received and sent by the detokenizer,
+    then sent by the tokenizer.
     """
 
     TAG: ClassVar[int] = 9
     rids: Rids
+    choices: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_CHOICES - 1)]
     counts: Counts
     token_ids: TokenIds
     texts: Annotated[tuple[str, ...], ListOf(Str(MAX_PROMPT_CHARS), MAX_SLOTS)]
@@ -243,7 +257,8 @@ class TextBatch:
     times: Times
 
     def __post_init__(self) -> None:
-        _same_length("rids", self.rids, self.counts, self.texts, self.finish, self.prompt_tokens, self.cached)
+        columns = (self.choices, self.counts, self.texts, self.finish, self.prompt_tokens, self.cached)
+        _same_length("rids", self.rids, *columns)
         _known_finish(self.finish)
         if sum(self.counts) != len(self.token_ids):
             raise FieldError("token_ids", "as many as counts say")
@@ -252,7 +267,8 @@ class TextBatch:
 @message
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """The request ended without a result. `field` and `limit` name what was wrong where something was."""
+    """The request ended with an error, and with it all its choices that had not ended. `field` and `limit` name what
+    was wrong where something was."""
 
     TAG: ClassVar[int] = 10
     rid: Rid

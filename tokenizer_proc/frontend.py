@@ -28,7 +28,7 @@ from common.messages import (
     ints,
 )
 from tokenizer_proc.clients import Clients, Delivery
-from tokenizer_proc.ledger import Entry, Ledger, Owner
+from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.rows import Rows
@@ -102,7 +102,7 @@ class Frontend:
         except Refused as refusal:
             self._send(owner, refusal.answer(msg.rid))
             return
-        entry = self._ledger.open(owner, msg)
+        entry = self._ledger.open(owner, msg, self._clock())
         task = asyncio.get_running_loop().create_task(self._prepare(entry, msg))
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
@@ -115,7 +115,7 @@ class Frontend:
             raise _unread()
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
-        self._limits.check_live(len(self._ledger))
+        self._limits.check_live(self._ledger.choices, msg.n)
         self._limits.check_token_ids(msg.params.stop_token_ids, "params.stop_token_ids")
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
@@ -127,11 +127,8 @@ class Frontend:
         """Tokenize, then hand over to detokenizer and scheduler, unless the request has ended in the meantime."""
         self._pending_chars += _chars(msg)
         try:
-            if msg.token_ids is not None:
-                prompt = self._encoder.encode(msg)
-            else:
-                prompt = await asyncio.get_running_loop().run_in_executor(self._pool, self._encoder.encode, msg)
-            if self._ledger.get(entry.rid) is entry:
+            prompt = self._encoder.encode(msg) if msg.token_ids is not None else await self._encode(entry, msg)
+            if self._ledger.holds(entry):
                 self._admit(entry, prompt)
         except Refused as refusal:
             self._refuse(entry, refusal)
@@ -141,18 +138,39 @@ class Frontend:
         finally:
             self._pending_chars -= _chars(msg)
 
-    def _admit(self, entry: Entry, prompt: IntArray) -> None:
-        params = entry.params
-        entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
-        stops = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self._eos}
-        add = AddRequest(entry.rid, prompt, entry.max_tokens, ints(*sorted(stops)), params.draw(entry.seed))
-        self._send_detokenizer(OpenStream(entry.rid, params.stop, params.skip_special_tokens))
-        self._send_scheduler(add)
-        entry.prompt = prompt
+    async def _encode(self, entry: Entry, msg: Generate) -> IntArray:
+        """Tokenize in the pool. A request whose deadline passes meanwhile is answered at once."""
+        encoding = asyncio.get_running_loop().run_in_executor(self._pool, self._encoder.encode, msg)
+        if entry.deadline_ms:
+            await asyncio.wait({encoding}, timeout=entry.time_left(self._clock()) / 1e9)
+            if not encoding.done():
+                self._refuse(entry, _expired(entry))
+        return await encoding
 
-    def _refuse(self, entry: Entry, refusal: Refused) -> None:
-        if self._ledger.get(entry.rid) is entry:
+    def _admit(self, entry: Entry, prompt: IntArray) -> None:
+        """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
+        params = entry.params
+        left_ms = 0
+        if entry.deadline_ms:
+            left = entry.time_left(self._clock())
+            if left <= 0:
+                raise _expired(entry)
+            left_ms = max(1, left // 10**6)
+        entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
+        stops = ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+        entry.prompt = prompt
+        for choice in entry.choices:
+            draw = params.draw(choice.seed)
+            self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens))
+            self._send_scheduler(
+                AddRequest(choice.rid, prompt, entry.max_tokens, stops, draw, entry.cache_salt, entry.priority, left_ms)
+            )
+
+    def _refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
+        """End a request with an error, unless it has ended. The scheduler itself has ended the choice `ended`."""
+        if self._ledger.holds(entry):
             self._ledger.close(entry)
+            self._abort_running(entry, ended)
             self._send(entry.owner, refusal.answer(entry.client_rid))
 
     def _abort(self, owner: Owner, client_rid: int) -> None:
@@ -162,11 +180,12 @@ class Frontend:
         if entry.admitted:
             if not entry.aborting:
                 entry.aborting = True
-                self._send_scheduler(Abort(entry.rid))  # which answers with the terminal row
+                self._abort_running(entry)  # the scheduler answers with the terminal rows
             return
         self._ledger.close(entry)
         rows = Rows()
-        rows.add(client_rid, ints(), "", Finish.ABORT, 0, 0)
+        for choice in entry.choices:
+            rows.add(client_rid, choice.index, ints(), "", Finish.ABORT, 0, 0)
         self._send(owner, rows.batch(array("q", [self._clock()])))
 
     def _ask(self, owner: Owner, query: int) -> None:
@@ -185,13 +204,18 @@ class Frontend:
             case TextBatch():
                 self._on_text(msg)
             case RequestError():
-                entry = self._ledger.get(msg.rid)
-                if entry is not None:
-                    self._refuse(
-                        entry, Refused(ErrorCode(msg.code), msg.problem, msg.field, msg.limit, msg.retry_after_s)
-                    )
+                self._on_error(msg)
             case Stats():
                 self._on_stats(msg)
+
+    def _on_error(self, error: RequestError) -> None:
+        choice = self._ledger.get(error.rid)
+        if choice is None:
+            return
+        refusal = Refused(ErrorCode(error.code), error.problem, error.field, error.limit, error.retry_after_s)
+        if error.code == ErrorCode.DEADLINE:
+            refusal = _expired(choice.entry)  # the scheduler knows only the time that was left for it
+        self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
         by_owner: dict[Owner, Rows] = {}
@@ -199,42 +223,43 @@ class Frontend:
         for i, rid in enumerate(batch.rids):
             tokens = batch.token_ids[at : at + batch.counts[i]]
             at += batch.counts[i]
-            entry = self._ledger.get(rid)
-            if entry is None:
-                continue  # its client is gone
-            entry.emitted.extend(tokens)
-            entry.cached = max(entry.cached, batch.cached[i])
+            choice = self._ledger.get(rid)
+            if choice is None:
+                continue  # its client is gone, or the request ended with an error
+            entry = choice.entry
+            choice.emitted.extend(tokens)
+            choice.cached = max(choice.cached, batch.cached[i])
             finish, text = batch.finish[i], batch.texts[i]
             if finish != Finish.NONE:
-                self._end(entry, finish)
+                self._end(choice, finish)
             if not entry.stream:
-                entry.texts.append(text)
+                choice.texts.append(text)
                 if finish == Finish.NONE:
                     continue
-                tokens, text = entry.emitted, "".join(entry.texts)
+                tokens, text = choice.emitted, "".join(choice.texts)
             rows = by_owner.setdefault(entry.owner, Rows())
-            rows.add(entry.client_rid, tokens, text, finish, len(entry.prompt or ()), entry.cached)
+            rows.add(entry.client_rid, choice.index, tokens, text, finish, len(entry.prompt or ()), choice.cached)
         for owner, rows in by_owner.items():
             times = batch.times[:]
             times.append(self._clock())
             self._send_rows(owner, rows.batch(times))
 
-    def _end(self, entry: Entry, finish: int) -> None:
-        self._ledger.close(entry)
-        if finish == Finish.STOP and entry.params.stop:
+    def _end(self, choice: Choice, finish: int) -> None:
+        self._ledger.end(choice)
+        if finish == Finish.STOP and choice.entry.params.stop:
             # Perhaps the detokenizer found a stop string, of which the scheduler knows nothing.
-            self._send_scheduler(Abort(entry.rid))
+            self._send_scheduler(Abort(choice.rid))
 
     def _send_rows(self, owner: Owner, batch: TextBatch) -> None:
         try:
             self._send(owner, batch)
         except FrameError as error:  # larger than a frame may be
             refusal = Refused(ErrorCode.INTERNAL, f"the answer cannot be sent: {error}")
-            for rid in batch.rids:
+            for rid in dict.fromkeys(batch.rids):  # a request can have several rows
                 entry = self._ledger.find(owner, rid)
                 if entry is not None:
-                    self._send_scheduler(Abort(entry.rid))
                     self._ledger.close(entry)
+                    self._abort_running(entry)
                 self._send(owner, refusal.answer(rid))
 
     def _on_stats(self, stats: Stats) -> None:
@@ -244,6 +269,7 @@ class Frontend:
         owner, query = asked
         own = {
             "tokenizer.live_requests": len(self._ledger),
+            "tokenizer.live_choices": self._ledger.choices,
             "tokenizer.clients": len(self._ledger.owners),
             "tokenizer.slow_clients": self._clients.backlogs,
             "tokenizer.refused_frames": self.refused.total,
@@ -304,9 +330,15 @@ class Frontend:
             self._abort_running(entry)
             self._clients.send(owner, _unread().answer(entry.client_rid))
 
-    def _abort_running(self, entry: Entry) -> None:
-        if entry.admitted:
-            self._send_scheduler(Abort(entry.rid))
+    def _abort_running(self, entry: Entry, ended: Choice | None = None) -> None:
+        for choice in entry.choices if entry.admitted else ():
+            if choice is not ended:
+                self._send_scheduler(Abort(choice.rid))
+
+
+def _expired(entry: Entry) -> Refused:
+    problem = f"not finished {entry.deadline_ms} ms after it arrived, which was its deadline"
+    return Refused(ErrorCode.DEADLINE, problem, "deadline_ms", entry.deadline_ms)
 
 
 def _stopping() -> Refused:

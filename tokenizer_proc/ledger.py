@@ -9,83 +9,130 @@ from common.messages import MAX_RID, Generate
 from common.sampling_params import SamplingParams
 
 Owner = bytes  # the identity of a client's connection
+SEEDS = 2**63
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A live request. `prompt` is None until it is tokenized; then `max_tokens` is what the answer may have.
+    """A live request of a client. `prompt` is None until it is tokenized; then `max_tokens` is what each answer may
+    have."""
 
-    Prompt, parameters with `seed`, and the tokens `emitted` so far determine every further token.
-    """
-
-    rid: int
     owner: Owner
     client_rid: int
     params: SamplingParams
     stream: bool
-    seed: int
+    cache_salt: str
+    priority: int
+    deadline_ms: int
+    arrival: int  # ns
+    choices: list["Choice"] = field(default_factory=list)  # those that have not ended
     prompt: IntArray | None = None
     max_tokens: int = 0
-    emitted: IntArray = field(default_factory=lambda: array("i"))
-    cached: int = 0
     aborting: bool = False  # the scheduler has been told to end it
-    texts: list[str] = field(default_factory=list)  # the answer so far, where it is sent in one row at the end
 
     @property
     def admitted(self) -> bool:
         return self.prompt is not None
 
+    def time_left(self, now: int) -> int:
+        """Until its deadline, which it must have (ns); not positive when it has passed."""
+        return self.arrival + self.deadline_ms * 10**6 - now
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One of the answers of a request, under an id of its own in the cluster.
+
+    Prompt and parameters of the request, `seed`, and the tokens `emitted` so far determine every further token.
+    """
+
+    rid: int
+    entry: Entry
+    index: int  # among the choices of the request
+    seed: int
+    emitted: IntArray = field(default_factory=lambda: array("i"))
+    cached: int = 0
+    texts: list[str] = field(default_factory=list)  # the answer so far, where it is sent in one row at the end
+
 
 class Ledger:
-    """Live requests by their id in the cluster, by owner, and by the owner's own id."""
+    """Live requests by owner and by the owner's own id, their choices by id in the cluster."""
 
     def __init__(self, new_seed: Callable[[], int]):
         self._new_seed = new_seed
         self._next_rid = 0
-        self._entries: dict[int, Entry] = {}
+        self._choices: dict[int, Choice] = {}
         self._owners: dict[Owner, dict[int, Entry]] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Live requests."""
+        return sum(map(len, self._owners.values()))
+
+    @property
+    def choices(self) -> int:
+        """Live choices of all requests."""
+        return len(self._choices)
 
     @property
     def owners(self) -> list[Owner]:
         return list(self._owners)
 
-    def open(self, owner: Owner, msg: Generate) -> Entry:
-        """Take in a request, whose id must not be in use by the same owner (see `find`)."""
+    def open(self, owner: Owner, msg: Generate, now: int) -> Entry:
+        """Take in a request that arrived `now` (ns), whose id must not be in use by the same owner (see `find`)."""
         own = self._owners.setdefault(owner, {})
         if msg.rid in own:
             raise ValueError(f"request id {msg.rid} is in use")
+        entry = Entry(
+            owner, msg.rid, msg.params, msg.stream, msg.cache_salt, msg.priority, msg.deadline_ms, arrival=now
+        )
         seed = msg.params.seed if msg.params.seed is not None else self._new_seed()
-        entry = Entry(self._unused_rid(), owner, msg.rid, msg.params, msg.stream, seed)
-        self._entries[entry.rid] = own[msg.rid] = entry
+        for index in range(msg.n):
+            choice = Choice(self._unused_rid(), entry, index, (seed + index) % SEEDS)
+            entry.choices.append(choice)
+            self._choices[choice.rid] = choice
+        own[msg.rid] = entry
         return entry
 
-    def get(self, rid: int) -> Entry | None:
-        return self._entries.get(rid)
+    def get(self, rid: int) -> Choice | None:
+        return self._choices.get(rid)
 
     def find(self, owner: Owner, client_rid: int) -> Entry | None:
         return self._owners.get(owner, {}).get(client_rid)
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether a request is still live."""
+        return self.find(entry.owner, entry.client_rid) is entry
+
+    def end(self, choice: Choice) -> None:
+        """Forget a live choice, and with the last one its request."""
+        entry = choice.entry
+        del self._choices[choice.rid]
+        entry.choices.remove(choice)
+        if not entry.choices:
+            self._forget(entry)
+
     def close(self, entry: Entry) -> None:
-        """Forget a live request."""
-        del self._entries[entry.rid]
+        """Forget a live request. Its `choices` are those that were live."""
+        for choice in entry.choices:
+            del self._choices[choice.rid]
+        self._forget(entry)
+
+    def close_all_of(self, owner: Owner) -> list[Entry]:
+        """Forget and return all live requests of a client."""
+        entries = list(self._owners.get(owner, {}).values())
+        for entry in entries:
+            self.close(entry)
+        return entries
+
+    def _forget(self, entry: Entry) -> None:
         own = self._owners[entry.owner]
         del own[entry.client_rid]
         if not own:
             del self._owners[entry.owner]
 
-    def close_all_of(self, owner: Owner) -> list[Entry]:
-        """Forget and return all live requests of a client."""
-        own = self._owners.pop(owner, {})
-        for entry in own.values():
-            del self._entries[entry.rid]
-        return list(own.values())
-
     def _unused_rid(self) -> int:
         while True:
             rid = self._next_rid
             self._next_rid = (rid + 1) & MAX_RID
-            if rid not in self._entries:
+            if rid not in self._choices:
                 return rid

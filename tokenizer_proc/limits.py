@@ -34,7 +34,8 @@ class Limits:
     context_len: int
     pool_tokens: int
     vocab_size: int
-    max_live: int
+    max_live: int  # requests, each choice of one counted
+    max_choices: int  # of one request
     chars_per_token: int = CHARS_PER_TOKEN
 
     @classmethod
@@ -44,6 +45,7 @@ class Limits:
             pool_tokens=go.num_pages * go.page_size,
             vocab_size=go.vocab_size,
             max_live=scheduler.max_waiting + scheduler.max_running,
+            max_choices=scheduler.max_waiting,  # they arrive together, so an idle cluster must let all of them wait
             chars_per_token=max(CHARS_PER_TOKEN, longest_token),
         )
 
@@ -62,9 +64,13 @@ class Limits:
         """Bytes of the largest message that can hold an acceptable request: decoding more would waste memory."""
         return min(MAX_FRAME_BYTES, 2**20 + 4 * self.max_chars)
 
-    def check_live(self, live: int) -> None:
-        if live >= self.max_live:
-            problem = f"{live} requests are running or waiting, which is the limit; try again later"
+    def check_live(self, live: int, n: int) -> None:
+        """Whether a request with `n` choices has room beside `live` ones of others."""
+        if n > self.max_choices:
+            problem = f"n: {n} choices are more than the {self.max_choices} requests that may wait in this cluster"
+            raise Refused(ErrorCode.INVALID, problem, "n", self.max_choices)
+        if live + n > self.max_live:
+            problem = f"{live} requests are running or waiting, {self.max_live} is the limit; try again later"
             raise Refused(ErrorCode.OVERLOADED, problem, "max_waiting", self.max_live, RETRY_AFTER_S)
 
     def check_chars(self, chars: int, field: str) -> None:

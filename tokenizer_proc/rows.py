@@ -14,6 +14,7 @@ def _column() -> IntArray:
 @dataclass(slots=True)
 class Rows:
     rids: IntArray = field(default_factory=_column)
+    choices: IntArray = field(default_factory=_column)
     counts: IntArray = field(default_factory=_column)
     token_ids: IntArray = field(default_factory=_column)
     texts: list[str] = field(default_factory=list)
@@ -21,8 +22,11 @@ class Rows:
     prompt_tokens: IntArray = field(default_factory=_column)
     cached: IntArray = field(default_factory=_column)
 
-    def add(self, rid: int, tokens: IntArray, text: str, finish: int, prompt_tokens: int, cached: int) -> None:
+    def add(
+        self, rid: int, choice: int, tokens: IntArray, text: str, finish: int, prompt_tokens: int, cached: int
+    ) -> None:
         self.rids.append(rid)
+        self.choices.append(choice)
         self.counts.append(len(tokens))
         self.token_ids.extend(tokens)
         self.texts.append(text)
@@ -33,6 +37,7 @@ class Rows:
     def batch(self, times: IntArray) -> TextBatch:
         return TextBatch(
             self.rids,
+            self.choices,
             self.counts,
             self.token_ids,
             tuple(self.texts),

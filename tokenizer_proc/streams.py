@@ -93,7 +93,7 @@ class Streams:
         if stream.stopped:
             finish = Finish.STOP
         if shown or finish != Finish.NONE:
-            rows.add(rid, shown, text, finish, 0, cached)
+            rows.add(rid, 0, shown, text, finish, 0, cached)
 
     def _text(self, stream: _Stream, tokens: IntArray, finish: int) -> tuple[str, IntArray]:
         """The text to show, and the tokens up to the one that completed a stop string."""

@@ -18,13 +18,17 @@ TIMEOUT_S = 30.0
 Answer = Callable[[Any], Iterable[Any]]
 
 
-def rows(rid: int, text: str, *token_ids: int, finish: Finish = Finish.NONE, cached: int = 2) -> TextBatch:
+def rows(
+    rid: int, text: str, *token_ids: int, finish: Finish = Finish.NONE, cached: int = 2, choice: int = 0
+) -> TextBatch:
     """A TextBatch with one row, as the tokenizer sends it."""
     from array import array
 
     times = array("q", range(1, 9))
     tokens = ints(*token_ids)
-    return TextBatch(ints(rid), ints(len(tokens)), tokens, (text,), bytes([finish]), ints(3), ints(cached), times)
+    return TextBatch(
+        ints(rid), ints(choice), ints(len(tokens)), tokens, (text,), bytes([finish]), ints(3), ints(cached), times
+    )
 
 
 class FakeFrontend:
@@ -99,6 +103,15 @@ def echo(msg: Any) -> Iterable[Any]:
         yield rows(msg.rid, text[1:], 12, 13, finish=Finish.STOP)
     elif isinstance(msg, Abort):
         yield rows(msg.rid, "", finish=Finish.ABORT)
+
+
+def choices_backwards(msg: Any) -> Iterable[Any]:
+    """Answer each choice with its number, all begun first and the last one ended first."""
+    if isinstance(msg, Generate):
+        for choice in range(msg.n):
+            yield rows(msg.rid, f"choice {choice}", 10 + choice, choice=choice)
+        for choice in reversed(range(msg.n)):
+            yield rows(msg.rid, "!", 20, choice=choice, finish=Finish.LENGTH, cached=2 * choice)
 
 
 def silent_after_one_row(msg: Any) -> Iterable[Any]:

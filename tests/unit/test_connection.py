@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.codec import PROTOCOL_VERSION
-from common.connection import Answer, Connection, ConnectionLost, Row, Unreachable
+from common.connection import Answer, Connection, ConnectionLost, Row, Unreachable, result_of
 from common.messages import (
     Abort,
     Beat,
@@ -23,7 +23,15 @@ from common.messages import (
     ints,
 )
 from common.sampling_params import SamplingParams
-from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, echo, refuse, rows, silent_after_one_row
+from tests.unit.fake_frontend import (
+    TIMEOUT_S,
+    FakeFrontend,
+    choices_backwards,
+    echo,
+    refuse,
+    rows,
+    silent_after_one_row,
+)
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5)
 
@@ -66,7 +74,7 @@ def test_a_batch_is_split_into_the_rows_of_live_requests(short_dir: Path) -> Non
     def answer(msg: Any) -> Iterable[Any]:
         if msg.rid == 1:
             both = TextBatch(
-                ints(1, 0, 99, 1), ints(1, 2, 1, 0), ints(5, 6, 7, 8), ("a", "b", "c", "d"),
+                ints(1, 0, 99, 1), ints(0, 0, 0, 0), ints(1, 2, 1, 0), ints(5, 6, 7, 8), ("a", "b", "c", "d"),
                 bytes([Finish.LENGTH, Finish.ABORT, Finish.NONE, Finish.STOP]), ints(3, 4, 5, 6), ints(0, 1, 2, 3),
                 array("q", [1]),
             )  # fmt: skip
@@ -83,6 +91,65 @@ def test_a_batch_is_split_into_the_rows_of_live_requests(short_dir: Path) -> Non
         (1, "a", [5], 3, 0),
         (0, "b", [6, 7], 4, 1),
     ]
+
+
+def test_every_option_of_a_request_arrives(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, choices_backwards) as cluster, Connection(cluster.address) as connection:
+        rid = connection.submit("x", PARAMS, stream=False, n=2, cache_salt="s", priority=-3, deadline_ms=9)
+        collect(connection)
+        assert cluster.next(Generate) == Generate(rid, "x", None, None, PARAMS, False, 2, "s", -3, 9)
+
+
+def test_a_request_is_live_until_all_its_choices_have_ended(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, choices_backwards) as cluster, Connection(cluster.address) as connection:
+        rid = connection.submit("x", PARAMS, n=3)
+        found = collect(connection)
+        assert connection.live == 0
+    assert [(r.rid, r.choice, r.text, r.finish, r.cached_tokens) for r in found if isinstance(r, Row)] == [
+        (rid, 0, "choice 0", Finish.NONE, 2), (rid, 1, "choice 1", Finish.NONE, 2),
+        (rid, 2, "choice 2", Finish.NONE, 2), (rid, 2, "!", Finish.LENGTH, 4),
+        (rid, 1, "!", Finish.LENGTH, 2), (rid, 0, "!", Finish.LENGTH, 0),
+    ]  # fmt: skip
+
+
+def test_rows_of_choices_that_ended_or_were_not_asked_for_are_not_handed_out(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        yield rows(msg.rid, "a", 1, choice=1, finish=Finish.LENGTH)
+        yield rows(msg.rid, "b", 1, choice=1)
+        yield rows(msg.rid, "c", 1, choice=2, finish=Finish.LENGTH)
+        yield rows(msg.rid, "d", 1, choice=0, finish=Finish.LENGTH)
+
+    with FakeFrontend(short_dir, answer) as cluster, Connection(cluster.address) as connection:
+        connection.submit("x", PARAMS, n=2)
+        assert [(r.choice, r.text) for r in collect(connection) if isinstance(r, Row)] == [(1, "a"), (0, "d")]
+
+
+def test_an_error_ends_all_choices(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        yield rows(msg.rid, "a", 1, choice=1, finish=Finish.LENGTH)
+        yield RequestError(msg.rid, ErrorCode.DEADLINE, "too late")
+        yield rows(msg.rid, "b", 1, choice=0, finish=Finish.LENGTH)
+
+    with FakeFrontend(short_dir, answer) as cluster, Connection(cluster.address) as connection:
+        connection.submit("x", PARAMS, n=3)
+        row, error = collect(connection)
+        assert isinstance(row, Row) and isinstance(error, RequestError) and error.code == ErrorCode.DEADLINE
+        assert connection.live == 0
+
+
+def test_an_abort_in_the_middle_waits_for_the_choices_that_are_left(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Generate):
+            yield rows(msg.rid, "a", 1, choice=1, finish=Finish.LENGTH)
+        elif isinstance(msg, Abort):
+            yield rows(msg.rid, "", choice=2, finish=Finish.ABORT)
+            yield rows(msg.rid, "", choice=0, finish=Finish.ABORT)
+
+    with FakeFrontend(short_dir, answer) as cluster, Connection(cluster.address) as connection:
+        rid = connection.submit("x", PARAMS, n=3)
+        assert [row.rid for row in connection.poll(TIMEOUT_S)] == [rid] and connection.live == 1
+        connection.abort_all()
+        assert [row.choice for row in collect(connection) if isinstance(row, Row)] == [2, 0]
 
 
 def test_an_abort_ends_with_its_row_and_only_live_requests_are_aborted(short_dir: Path) -> None:
@@ -199,7 +266,7 @@ def test_answer_adds_up() -> None:
         ("ab", [5], Finish.NONE, 4),
         ("c", [6, 7], Finish.STOP, 9),
     ):
-        answer.add(Row(1, text, tokens, finish, 8, 4, (), at_ms * 1_000_000))
+        answer.add(Row(1, 0, text, tokens, finish, 8, 4, (), at_ms * 1_000_000))
     assert answer.as_dict() == {
         "text": "abc", "token_ids": [5, 6, 7], "prompt_tokens": 8, "completion_tokens": 3, "cached_tokens": 4,
         "finish_reason": "stop", "ttft_ms": 3.0, "itl_ms": 2.5, "e2e_ms": 8.0,
@@ -209,6 +276,19 @@ def test_answer_adds_up() -> None:
 @pytest.mark.parametrize(("tokens", "ttft", "itl"), [([], None, None), ([3], 1.0, None)])
 def test_an_answer_with_few_tokens_has_no_inter_token_latency(tokens: list[int], ttft: float | None, itl: None) -> None:
     answer = Answer(sent_ns=0)
-    answer.add(Row(1, "", tokens, Finish.STOP, 8, 0, (), 1_000_000))
+    answer.add(Row(1, 0, "", tokens, Finish.STOP, 8, 0, (), 1_000_000))
     values = answer.as_dict()
     assert (values["ttft_ms"], values["itl_ms"], values["e2e_ms"]) == (ttft, itl, 1.0)
+
+
+def test_a_result_shows_all_choices_where_there_are_several() -> None:
+    answers = [Answer(sent_ns=0), Answer(sent_ns=0)]
+    for at, text, finish, cached in ((0, "a", Finish.LENGTH, 0), (1, "b", Finish.STOP, 7)):
+        answers[at].add(Row(1, at, text, [5 + at], finish, 8, cached, (), 1_000_000 * (at + 1)))
+    assert result_of(answers[:1]) == answers[0].as_dict()
+    assert result_of(answers) == answers[0].as_dict() | {
+        "choices": [
+            {"index": 0, "text": "a", "token_ids": [5], "finish_reason": "length", "cached_tokens": 0},
+            {"index": 1, "text": "b", "token_ids": [6], "finish_reason": "stop", "cached_tokens": 7},
+        ]
+    }

@@ -1,17 +1,13 @@
-"""What the tokenizer does with messages, without sockets: only the places where they leave are stand-ins."""
+"""What the tokenizer does with messages, without sockets."""
 
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
-from common.codec import Message, decode, encode, message_types
+from common.codec import encode
 from common.messages import (
     Abort,
     AddRequest,
@@ -28,89 +24,10 @@ from common.messages import (
     ints,
 )
 from common.sampling_params import SamplingParams
-from tests.helpers_tokenizers import byte_level
+from tests.unit.frontend_world import World, request, run, text_batch, tokenizer
 from tokenizer_proc import clients as clients_module
-from tokenizer_proc.chat_template import ChatTemplate
-from tokenizer_proc.clients import Clients, Sent
-from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.ledger import Ledger
-from tokenizer_proc.limits import Limits
+from tokenizer_proc.clients import Sent
 from tokenizer_proc.prompt import PromptEncoder
-
-GREEDY = SamplingParams(temperature=0.0, seed=1)
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    return byte_level()
-
-
-class Slow(PromptEncoder):
-    """Waits, once told to, as a long prompt would."""
-
-    gate: threading.Event | None = None
-
-    def encode(self, msg: Generate) -> Any:
-        if self.gate is not None:
-            assert self.gate.wait(10)
-        return super().encode(msg)
-
-
-class World:
-    """A Frontend with everything that it sends, by destination."""
-
-    def __init__(self, template: str | None = "{{ messages[0].content }}", max_live: int = 4):
-        limits = Limits(context_len=32, pool_tokens=4096, vocab_size=1000, max_live=max_live)
-        self.scheduler: list[Message] = []
-        self.detokenizer: list[Message] = []
-        self.answers: dict[bytes, list[Any]] = {}
-        self.state: dict[bytes, Sent] = {}
-        self.pool = ThreadPoolExecutor(1)
-        self.encoder = Slow(tokenizer(), ChatTemplate(template, {}) if template else None, limits)
-        self.frontend = Frontend(
-            limits=limits,
-            encoder=self.encoder,
-            eos_token_ids=ints(0),
-            ledger=Ledger(lambda: 77),
-            clients=Clients(self.send),
-            send_scheduler=self.scheduler.append,
-            send_detokenizer=self.detokenizer.append,
-            clock=lambda: 99,
-            pool=self.pool,
-        )
-
-    def send(self, owner: bytes, frame: bytes) -> Sent:
-        sent = self.state.get(owner, Sent.YES)
-        if sent is Sent.YES:
-            self.answers.setdefault(owner, []).append(decode(frame, set(message_types())))
-        return sent
-
-    def receive(self, msg: Message, owner: bytes = b"a") -> None:
-        self.frontend.on_client(owner, encode(msg))
-
-    async def settle(self) -> None:
-        """Until every request that came is with the scheduler or refused."""
-        while self.frontend.preparing:
-            await asyncio.sleep(0.001)
-
-    def live_rid(self) -> int:
-        add = [m for m in self.scheduler if isinstance(m, AddRequest)][-1]
-        return add.rid
-
-
-def request(rid: int = 5, params: SamplingParams = GREEDY, stream: bool = True, **prompt: Any) -> Generate:
-    given = {"text": None, "token_ids": None, "chat": None} | (prompt or {"token_ids": ints(1, 2, 3)})
-    return Generate(rid=rid, params=params, stream=stream, **given)
-
-
-def text_batch(rid: int, text: str, finish: Finish = Finish.NONE, tokens: tuple[int, ...] = (9,)) -> TextBatch:
-    return TextBatch(
-        ints(rid), ints(len(tokens)), ints(*tokens), (text,), bytes([finish]), ints(0), ints(2), array("q", [1, 2])
-    )
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
 
 
 def test_a_request_goes_to_both_and_its_text_comes_back() -> None:
@@ -175,6 +92,7 @@ def test_one_batch_per_client_however_many_rows() -> None:
         rids = [m.rid for m in world.scheduler if isinstance(m, AddRequest)]
         batch = TextBatch(
             ints(*rids),
+            ints(0, 0, 0, 0),
             ints(1, 1, 1, 1),
             ints(*range(4)),
             ("p", "q", "r", "s"),

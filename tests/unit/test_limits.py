@@ -8,8 +8,8 @@ from common.config import SchedulerConfig
 from common.messages import ErrorCode, Go, ints
 from tokenizer_proc.limits import Limits, Refused
 
-WINDOW = Limits(context_len=10, pool_tokens=64, vocab_size=100, max_live=3)
-POOL = Limits(context_len=100, pool_tokens=16, vocab_size=100, max_live=3)
+WINDOW = Limits(context_len=10, pool_tokens=64, vocab_size=100, max_live=3, max_choices=2)
+POOL = Limits(context_len=100, pool_tokens=16, vocab_size=100, max_live=3, max_choices=2)
 
 
 def refusal(check: Callable[[], object]) -> Refused:
@@ -51,10 +51,18 @@ def test_text_that_cannot_fit_is_not_tokenized() -> None:
 
 
 def test_too_many_requests() -> None:
-    WINDOW.check_live(2)
-    error = refusal(lambda: WINDOW.check_live(3))
-    assert (error.code, error.limit) == (ErrorCode.OVERLOADED, 3) and error.retry_after_s > 0
+    WINDOW.check_live(2, 1)
+    WINDOW.check_live(1, 2)
+    for live, n in ((3, 1), (2, 2)):
+        error = refusal(lambda: WINDOW.check_live(live, n))  # noqa: B023 (called at once)
+        assert (error.code, error.limit) == (ErrorCode.OVERLOADED, 3) and error.retry_after_s > 0
     assert error.answer(5).rid == 5
+
+
+def test_more_choices_than_may_ever_wait() -> None:
+    error = refusal(lambda: WINDOW.check_live(0, 3))
+    assert (error.code, error.field, error.limit) == (ErrorCode.INVALID, "n", 2)
+    assert error.retry_after_s == 0, "trying again does not help"
 
 
 def test_the_answer_gets_what_fits() -> None:
@@ -68,3 +76,4 @@ def test_limits_of_a_cluster() -> None:
     go = Go(num_pages=4, page_size=16, context_len=50, vocab_size=9, eos_token_ids=ints())
     limits = Limits.of_cluster(go, SchedulerConfig(max_running=2, max_waiting=5), longest_token=100)
     assert (limits.pool_tokens, limits.max_prompt, limits.max_live, limits.max_chars) == (64, 49, 7, 4900)
+    assert limits.max_choices == 5

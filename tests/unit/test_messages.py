@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.codec import MAX_FRAME_BYTES, FrameError, decode, encode, message_types, schema_of
 from common.fields import FieldError, Float, Int
 from common.messages import (
+    MAX_CHOICES,
     MAX_PROMPT_CHARS,
     ErrorCode,
     Finish,
@@ -38,8 +39,8 @@ def plan(**changes: Any) -> StepPlan:
 
 def text_batch(**changes: Any) -> TextBatch:
     row: dict[str, Any] = {
-        "rids": ints(7), "counts": ints(2), "token_ids": ints(4, 5), "texts": ("ab",), "finish": bytes([Finish.NONE]),
-        "prompt_tokens": ints(3), "cached": ints(0), "times": array("q", [1, 2]),
+        "rids": ints(7), "choices": ints(1), "counts": ints(2), "token_ids": ints(4, 5), "texts": ("ab",),
+        "finish": bytes([Finish.NONE]), "prompt_tokens": ints(3), "cached": ints(0), "times": array("q", [1, 2]),
     }  # fmt: skip
     return TextBatch(**{**row, **changes})
 
@@ -103,6 +104,7 @@ def reencode(msg: Any, position: int, value: Any) -> bytes:
     ("changes", "field"),
     [
         ({"rids": ints(7, 8)}, "rids"),
+        ({"choices": NONE}, "rids"),
         ({"counts": ints(1)}, "token_ids"),
         ({"token_ids": ints(4)}, "token_ids"),
         ({"texts": ()}, "rids"),
@@ -160,6 +162,40 @@ def test_a_refused_frame_tells_its_rid() -> None:
     with pytest.raises(FrameError) as caught:
         decode(reencode(good, 0, -1), {Generate})
     assert caught.value.rid is None
+
+
+def test_a_choice_beyond_the_largest_is_refused() -> None:
+    last = text_batch(choices=ints(MAX_CHOICES - 1))
+    assert decode(encode(last), {TextBatch}) == last
+    with pytest.raises(FrameError) as caught:
+        decode(encode(text_batch(choices=ints(MAX_CHOICES))), {TextBatch})
+    assert caught.value.field == "choices"
+
+
+def test_what_generate_leaves_out() -> None:
+    plain = Generate(1, "x", None, None, SamplingParams())
+    assert (plain.stream, plain.n, plain.cache_salt, plain.priority, plain.deadline_ms) == (True, 1, "", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("n", (1, 64), (0, 65)),
+        ("cache_salt", ("", "x" * 256), ("x" * 257, 5)),
+        ("priority", (-1000, 1000), (-1001, 1001)),
+        ("deadline_ms", (0, 2**31 - 1), (-1, 2**31)),
+    ],
+)
+def test_ranges_of_generate(name: str, good: tuple[Any, ...], bad: tuple[Any, ...]) -> None:
+    def frame(value: Any) -> bytes:
+        return encode(Generate(41, "x", None, None, SamplingParams(), **{name: value}))
+
+    for value in good:
+        assert getattr(decode(frame(value), {Generate}), name) == value
+    for value in bad:
+        with pytest.raises(FrameError) as caught:
+            decode(frame(value), {Generate})
+        assert (caught.value.rid, caught.value.field) == (41, name)
 
 
 @given(st.sampled_from(ErrorCode))

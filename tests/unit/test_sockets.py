@@ -8,7 +8,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.codec import Message, encode
+from common.codec import PROTOCOL_VERSION, Message, encode
 from common.messages import Abort, Beat, GetStats
 from common.sockets import HIGH_WATER_MARK, MAX_IPC_PATH, Endpoints, Inbox, Outbox, PeerStalled, open_socket
 
@@ -54,8 +54,8 @@ def test_bad_frames_are_counted_and_the_rest_arrives(pair: Pair) -> None:
         encode(GetStats(1)),
         bytes(1001),
         encode(Abort(1))[:-1],
-        b"\x93\x02\x02\x01",
-        b"\x93\x01\x02\xff",
+        bytes([0x93, PROTOCOL_VERSION + 1, Abort.TAG, 1]),
+        bytes([0x93, PROTOCOL_VERSION, Abort.TAG, 0xFF]),
     ]
     for number, frame in enumerate(bad):
         sending.send(frame)

@@ -37,7 +37,8 @@ COLUMNS = {
     ),
     TokenBatch: Rules(groups=(("rids", "counts", "finish", "cached"),), sums={"token_ids": "counts"}),
     TextBatch: Rules(
-        groups=(("rids", "counts", "texts", "finish", "prompt_tokens", "cached"),), sums={"token_ids": "counts"}
+        groups=(("rids", "choices", "counts", "texts", "finish", "prompt_tokens", "cached"),),
+        sums={"token_ids": "counts"},
     ),
 }
 

@@ -1,0 +1,25 @@
+"""client.py as its users run it: a real process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.fake_frontend import TIMEOUT_S
+
+ROOT = Path(__file__).parents[2]
+CLIENT = [sys.executable, str(ROOT / "client.py")]
+Ended = subprocess.CompletedProcess[str]
+
+
+def run(*args: str, stdin: str = "", **env: str) -> Ended:
+    """Run the client to its end."""
+    return subprocess.run(
+        [*CLIENT, *args], input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, **env}
+    )
+
+
+def start(*args: str) -> "subprocess.Popen[str]":
+    """Start the client for tests that interrupt it."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*CLIENT, *args], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
