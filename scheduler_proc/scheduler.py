@@ -192,6 +192,7 @@ class Scheduler:
             if budget <= 0:
                 break
             budget -= self._plan_chunk(step, request, budget)
+        self._share_prefills(step)
         if step.num_tokens == 0:
             return None
         if not preempted:
@@ -377,7 +378,6 @@ class Scheduler:
                 self._end(request, Event.FINISH)
                 self._service.finished(now)
                 self._counters["finished"] += 1
-        self._share_prefills(step)
         for request in step.rows:
             self._settle(request)
         self._counters["output_tokens"] += len(rids)
@@ -386,11 +386,11 @@ class Scheduler:
         times = array("q", (step.planned, *result.times, now))
         return [TokenBatch(rids, ints(*[1] * len(rids)), tokens, bytes(finish), cached, times)]
 
-    def _share_prefills(self, step: Step) -> None:
-        """Publish what prompts have computed, chunk by chunk, so that others can share it at once."""
+    def _share_prefills(self, step: PlanBuilder) -> None:
+        """Publish what prompts compute in this step, chunk by chunk, so that the next one can share it: workers execute
+        steps in order."""
         for request in step.rows:
-            prefilled = request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len + 1
-            if prefilled and request.slot >= 0 and not request.ended:
+            if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len:
                 self.kv.publish(request)
 
     def _finish_reason(self, request: Request, token: int) -> Finish:

@@ -144,9 +144,9 @@ def test_an_abort_while_a_step_is_in_flight_keeps_the_pages_until_it_returns():
     plan = rig.scheduler.plan(0)
     rig.abort(1)
     check(rig.scheduler)
-    assert rig.scheduler.stats()["held_pages"] == 10
+    assert rig.scheduler.stats()["locked_pages"] == 10
     assert rig.scheduler.commit(rig.worker.execute(plan), 0) == [], "the token of an aborted request is for nobody"
-    assert rig.scheduler.stats()["held_pages"] == 0
+    assert rig.scheduler.stats()["locked_pages"] == 0
     check(rig.scheduler)
 
 

@@ -60,3 +60,14 @@ def test_waiting_for_a_prefix_is_never_longer_than_computing_it():
             rig.step()
             steps[name] += 1
     assert steps["shared"] <= steps["own"]
+
+
+def test_equal_prompts_are_computed_once_with_two_steps_in_flight():
+    """As the choices of one request are: the second step shares what the first one computes, before its result."""
+    for page_size, shared in ((1, 99), (4, 99), (16, 96)):
+        rig = Rig(pages=1000, page_size=page_size, max_batch_tokens=128, steps_in_flight=2)
+        for rid in range(4):
+            rig.add(rid, range(100), 3)
+        rig.run()
+        assert rig.cached == {0: 0, 1: shared, 2: shared, 3: shared}
+        assert list(rig.out.values()) == [solo_output(list(range(100)), 3)] * 4
