@@ -203,7 +203,7 @@ def chunking(repeats: int, base: list[str]) -> None:
         rows.append(
             (name, s["short_p50"], s["short_p99"], s["long_p50"], s["itl_p50"], s["itl_p99"], f"{r.seconds:.2f}")
         )
-    columns = ("", "short TTFT p50, ms", "p99", "long TTFT p50", "ITL p50 of running", "p99", "s in all")
+    columns = ("", "short TTFT p50, ms", "p99 TTFT", "long TTFT p50", "ITL p50 of running", "p99 ITL", "s in all")
     table("24 short prompts (20 tokens) behind 12 long ones (900), 4 requests decoding", columns, rows)
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism between real processes on the CPU (gloo)."""
+"""Tensor parallelism between real processes on the CPU."""
 
 import json
 import os
@@ -90,3 +90,17 @@ def test_a_dead_peer_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
             tp.all_reduce(torch.zeros(4))
         tp.close()
         tp.close()
+
+
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+def test_collectives_of_any_size_round_after_round(way: str, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-m", "tests.helpers_tp_rounds", str(rank), str(tmp_path / "store"), way])
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
