@@ -65,7 +65,7 @@ class SharedMemory:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by the sum over ranks."""
         flat = tensor.view(-1)
-        for piece in flat.split(_PART_BYTES // tensor.element_size()):
+        for piece in torch.split(flat, _PART_BYTES // tensor.element_size()):
             parts = self._exchange(piece)
             torch.add(parts[0], parts[1], out=piece)
             for part in parts[2:]:
@@ -73,7 +73,7 @@ class SharedMemory:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by that of rank 0."""
-        for piece in tensor.view(-1).split(_PART_BYTES // tensor.element_size()):
+        for piece in torch.split(tensor.view(-1), _PART_BYTES // tensor.element_size()):
             parts = self._exchange(piece, writes=self._rank == 0)
             if self._rank != 0:
                 piece.copy_(parts[0])
@@ -83,7 +83,7 @@ class SharedMemory:
         flat = tensor.view(-1)
         gathered = [torch.empty_like(flat) for _ in range(self._size)] if self._rank == 0 else []
         at = 0
-        for piece in flat.split(_PART_BYTES // tensor.element_size()):
+        for piece in torch.split(flat, _PART_BYTES // tensor.element_size()):
             parts = self._exchange(piece)
             for whole, part in zip(gathered, parts, strict=False):
                 whole[at : at + len(piece)] = part
