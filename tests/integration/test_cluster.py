@@ -75,6 +75,7 @@ CASES = [  # steps in flight: 2 unless it is said
     ("qwen3", ("--tp", "1", "--page-size", "16")),
     ("mistral", ("--tp", "1", "--page-size", "16", "--steps-in-flight", "1")),
     ("gpt2", ("--tp", "2", "--page-size", "16")),
+    ("gptneox", ("--tp", "1", "--page-size", "16")),  # through the transformers backend
 ]
 
 
