@@ -20,10 +20,10 @@ launcher=$!
 until "$python" client.py --run-dir "$home/run" --wait 1 --stats >"$home/stats" 2>&1; do
     kill -0 "$launcher" 2>/dev/null || exit 1 # it has said why
 done
-prompt="Open the file"
+prompt="Return a copy of the string"
 echo
 echo "> $prompt"
-"$python" client.py --run-dir "$home/run" --temperature 0 --max-tokens 100 "$prompt"
+"$python" client.py --run-dir "$home/run" --temperature 0.6 --top-p 0.9 --seed 1 --max-tokens 100 "$prompt"
 echo
 kill -TERM "$launcher"
 wait "$launcher"

@@ -1,6 +1,6 @@
 """One of two ranks that check collectives round after round: `python -m tests.helpers_tp_rounds RANK STORE WAY`.
 
-WAY is "memory", or "gloo" as on machines where ranks cannot share memory. Sizes are below, at and beyond what fits in
+WAY is "memory", or "gloo" as on machines where ranks cannot share memory. Sizes are nothing, below, at and beyond what fits in
 one piece of shared memory.
 """
 
@@ -11,7 +11,7 @@ import torch
 import worker_proc.parallel
 from worker_proc.parallel import TensorParallel
 
-SIZES = (1, 7, 4096, 2**18, 2**18 + 1, 700_001)
+SIZES = (0, 1, 7, 4096, 2**18, 2**18 + 1, 700_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 

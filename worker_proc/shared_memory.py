@@ -92,6 +92,8 @@ class SharedMemory:
 
     def _exchange(self, piece: Tensor, *, writes: bool = True) -> list[Tensor]:
         """Show `piece` to all, wait for all, and return everybody's, to be read before the next call."""
+        if piece.numel() == 0:  # a step that samples nothing has no logits; all ranks know that, so none waits
+            return [piece] * self._size
         self._round += 1
         places = [self._place(rank, piece) for rank in range(self._size)]
         if writes:
