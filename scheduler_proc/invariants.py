@@ -16,7 +16,7 @@ class InvariantViolation(AssertionError):
 
 def check(scheduler: Scheduler) -> None:
     """Raises InvariantViolation with the first disagreement found."""
-    live = list(scheduler.holders())
+    live = scheduler.holders()
     _check_pages(scheduler, live)
     _check_tree(scheduler, live)
     _check_requests(scheduler, live)

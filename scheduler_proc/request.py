@@ -118,6 +118,11 @@ class Request:
         return (-self.priority, self.seq)
 
     @property
+    def is_running(self) -> bool:
+        """It holds pages and will compute more."""
+        return self.status in (Status.PREFILLING, Status.DECODING)
+
+    @property
     def ended(self) -> bool:
         return self.status in ENDED
 

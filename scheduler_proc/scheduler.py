@@ -18,7 +18,6 @@ pages stay in the tree as long as nobody needs them), refuse new requests.
 import heapq
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.codec import Message
@@ -41,6 +40,7 @@ from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.plan_builder import PlanBuilder
 from scheduler_proc.policy import MAX_PREFILLS, make_policy
+from scheduler_proc.pressure import make_room, spare_pages
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.service_rate import ServiceRate
 from scheduler_proc.step_time import StepShape, StepTimeModel
@@ -211,7 +211,7 @@ class Scheduler:
     @property
     def _running(self) -> list[Request]:
         """Requests that hold pages and will compute more."""
-        return [r for r in self.slots if r is not None and r.status in (Status.PREFILLING, Status.DECODING)]
+        return [r for r in self.holders() if r.is_running]
 
     def _plan_decodes(self, step: PlanBuilder) -> bool:
         """Plan one token for each decoding request that can have a page; True when somebody was preempted for it."""
@@ -221,54 +221,15 @@ class Scheduler:
             # the length limit never lags behind steps in flight
             if r is not None and r.status is Status.DECODING and r.generated < r.max_tokens
         ]
-        preempted = self._spare(ready) < 0
+        preempted = spare_pages(self.kv, ready) < 0
         if preempted:
-            ready = self._make_room(ready)
+            ready = make_room(ready, self.kv, self.holders, self._preempt)
         for request in ready:
             step.append_pages(request, self.kv.grow(request, request.cached_len + 1))
             step.decode(request)
             request.cached_len += 1
             request.pending += 1
         return preempted
-
-    def _make_room(self, ready: list[Request]) -> list[Request]:
-        """Those of `ready` that can decode now, in slot order, after juniors gave their pages back for seniors.
-
-        A victim with a step in flight gives its pages back when that returns, so its senior may skip a step.
-        """
-        able: list[Request] = []
-        awaiting = 0  # seniors whose page comes with a victim that is still in flight
-        for request in sorted(ready, key=lambda r: r.seniority):
-            if request.status is not Status.DECODING:
-                continue  # it gave way to a senior
-            needs_page = self._at_page_end(request)
-            while (
-                needs_page
-                and self._spare(able) < 1
-                and self._coming_back() <= awaiting
-                and (junior := self._most_junior(request)) is not None
-            ):
-                self._preempt(junior)
-            if not needs_page or self._spare(able) >= 1:
-                able.append(request)
-            else:
-                awaiting += 1
-        return sorted(able, key=lambda r: r.slot)
-
-    def _coming_back(self) -> int:
-        """Pages that preempted requests give back when their last step returns."""
-        return sum(len(r.pages) - r.shared_pages for r in self.holders() if r.status is Status.PREEMPTED)
-
-    def _at_page_end(self, request: Request) -> bool:
-        return request.cached_len == len(request.pages) * self.kv.page_size
-
-    def _spare(self, able: list[Request]) -> int:
-        """Pages that can be had beside those that `able` take in this step."""
-        return self.kv.available - sum(map(self._at_page_end, able))
-
-    def _most_junior(self, than: Request) -> Request | None:
-        junior = max(self._running, key=lambda r: r.seniority)
-        return junior if junior.seniority > than.seniority else None
 
     def _preempt(self, victim: Request) -> None:
         if victim.status is Status.PREFILLING:
@@ -435,7 +396,7 @@ class Scheduler:
         self._left.clear()
         self._free_slots = list(range(self.config.max_running))
         self.kv.forget()
-        holders = list(self.holders())
+        holders = self.holders()
         self.slots = [None] * self.config.max_running
         for request in holders:
             request.pages, request.node, request.shared_pages = [], None, 0
@@ -453,9 +414,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests) or bool(self.in_flight)
 
-    def holders(self) -> Iterable[Request]:
+    def holders(self) -> list[Request]:
         """Every request that holds a slot, ended ones with steps in flight too."""
-        return (r for r in self.slots if r is not None)
+        return [r for r in self.slots if r is not None]
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters by name; free + evictable + locked + held pages are the total."""

@@ -1,7 +1,7 @@
 """One of two ranks that check collectives round after round: `python -m tests.helpers_tp_rounds RANK STORE WAY`.
 
-WAY is "memory", or "gloo" as on machines where ranks cannot share memory. Sizes are nothing, below, at and beyond what fits in
-one piece of shared memory.
+WAY is "memory", or "gloo" as on machines where ranks cannot share memory. Sizes are nothing, below, at and beyond what
+fits in one piece of shared memory.
 """
 
 import sys
