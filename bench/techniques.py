@@ -24,6 +24,7 @@ from common.messages import Finish
 from common.sampling_params import SamplingParams
 
 Prompt = list[int]
+POOL_TOKENS = 8192  # of the memory table
 VOCAB = 2000  # token ids below this exist in the demo model
 
 
@@ -138,8 +139,7 @@ def memory(repeats: int, base: list[str]) -> None:
     """A page as long as the context window is a contiguous reservation per request."""
     rng = random.Random(2)
     work = [(tokens(rng, rng.randrange(20, 200)), rng.choice([20, 60, 150])) for _ in range(96)]
-    pool = 8192
-    common = [*base, "--kv-tokens", str(pool), "--no-prefix-cache", "--max-running", "128"]
+    common = [*base, "--kv-tokens", str(POOL_TOKENS), "--no-prefix-cache", "--max-running", "128"]
     needed = statistics.mean(len(p) + n for p, n in work)
     settings = {}
     for name, size in (("contiguous (1024 per request)", 1024), ("pages of 16", 16), ("pages of 1", 1)):
@@ -148,7 +148,7 @@ def memory(repeats: int, base: list[str]) -> None:
     for name, r in repeated(settings, repeats).items():
         used, held, running = r.stats["used_tokens"], r.stats["held_tokens"], r.stats["most_running"]
         rows.append((name, running, f"{100 * (1 - used / held):.0f} %", f"{r.seconds:.2f}"))
-    title = f"KV memory of {pool} tokens, requests of {needed:.0f} tokens on average"
+    title = f"KV memory of {POOL_TOKENS} tokens, requests of {needed:.0f} tokens on average"
     table(title, ("", "most requests at once", "held but unused", "s"), rows)
 
 
@@ -159,7 +159,6 @@ def watched(connection: Connection, work: Sequence[tuple[Prompt, int]]) -> Outco
     outcome = Outcome()
     for prompt, count in work:
         live[connection.submit(prompt, greedy(count))] = (len(prompt), Answer())
-    page = 0
     used = held = most = 0
     while live:
         for row in connection.poll(10):
@@ -170,9 +169,9 @@ def watched(connection: Connection, work: Sequence[tuple[Prompt, int]]) -> Outco
             if row.finish is not Finish.NONE:
                 del live[row.rid]
         stats = connection.stats()
-        page = stats["scheduler.total_pages"]
+        pages = stats["scheduler.total_pages"]
         in_use = sum(length + len(a.token_ids) for length, a in live.values() if a.token_ids)
-        holding = (page - stats["scheduler.free_pages"]) * (8192 // page)
+        holding = (pages - stats["scheduler.free_pages"]) * (POOL_TOKENS // pages)
         if stats["scheduler.waiting"] and in_use:  # while the pool is what limits
             used, held = used + in_use, held + holding
             most = max(most, stats["scheduler.running"])
@@ -211,7 +210,6 @@ def mixed(connection: Connection, long: list[Prompt], short: list[Prompt]) -> Ou
     started = time.monotonic()
     running = {connection.submit([7, 8, i + 10], greedy(300)): Answer() for i in range(4)}
     live = dict(running)
-    arrivals: list[int] = []
     gaps: list[float] = []
     last: dict[int, int] = {}
     while not all(a.token_ids for a in running.values()):
@@ -234,7 +232,6 @@ def mixed(connection: Connection, long: list[Prompt], short: list[Prompt]) -> Ou
                 last[row.rid] = row.received_ns
             if row.finish is not Finish.NONE:
                 del live[row.rid]
-    del arrivals
     outcome = Outcome(time.monotonic() - started)
     gaps.sort()
     ttft = {kind: outcome.ttft_ms(answers) for kind, answers in kinds.items()}
