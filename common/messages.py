@@ -20,7 +20,15 @@ from typing import Annotated, ClassVar
 
 from common.codec import Struct, message
 from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, Ints, ListOf, MapOf, Maybe, Str
-from common.sampling_params import DRAW_PARAMS, MAX_TOKEN_ID, SAMPLING_PARAMS, DrawParams, SamplingParams
+from common.sampling_params import (
+    DRAW_PARAMS,
+    GRAMMAR,
+    MAX_TOKEN_ID,
+    SAMPLING_PARAMS,
+    DrawParams,
+    Grammar,
+    SamplingParams,
+)
 
 MAX_RID = 2**31 - 1
 MAX_SLOTS = 2**14
@@ -136,6 +144,8 @@ class AddRequest:
     salt: CacheSalt = ""  # namespace of the prefix cache
     priority: Priority = 0  # higher goes first
     deadline_ms: Milliseconds = 0  # from arrival at the scheduler; 0 is none
+    grammar: Annotated[Grammar | None, Maybe(GRAMMAR)] = None
+    ignore_eos: Annotated[bool, Bool()] = False  # the grammar's answer ends only where it cannot go on
 
 
 @message
@@ -152,13 +162,24 @@ class OpenStream:
 # ---- scheduler <-> workers -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class EnterGrammar:
+    """The grammar of a request that enters a slot: its place in `enter_slots`, and the tokens of the answer so far."""
+
+    entry: Annotated[int, Int(0, MAX_SLOTS)]
+    grammar: Annotated[Grammar, GRAMMAR]
+    ignore_eos: Annotated[bool, Bool()]
+    generated: TokenIds
+
+
 @message
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step for the workers of `group`, as the difference to what they know. Applied in the order of the fields.
 
     `leave`          slots that are free now
-    `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw
+    `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw; `enter_grammars` are of those
+                     that have one
     `page_*`         pages appended to slots' page tables (entering ones start empty): slot, how many, the page ids
     `copies`         page pairs src, dst, src, dst, ...: whole-page copies before anything is computed (copy-on-write)
     `chunk_*`        prefill chunks: slot, length, and 1 where the chunk ends at the last known token, so that the next
@@ -183,9 +204,12 @@ class StepPlan:
     chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)]
     chunk_tokens: TokenIds
     decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)]
+    enter_grammars: Annotated[tuple[EnterGrammar, ...], ListOf(Struct(EnterGrammar), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         _same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
+        if self.enter_grammars and max(g.entry for g in self.enter_grammars) >= len(self.enter_slots):
+            raise FieldError("enter_grammars", "entries must be places in enter_slots")
         _same_length("page", self.page_slots, self.page_counts)
         _same_length("chunk", self.chunk_slots, self.chunk_lens, self.chunk_samples)
         if sum(self.page_counts) != len(self.pages):
@@ -201,7 +225,8 @@ class StepPlan:
 class StepResult:
     """The sampled tokens of a step: first the sampling chunks in plan order, then the decoding slots in slot order.
 
-    `times`: plan received, forward started, tokens ready.
+    `times`: plan received, forward started, tokens ready. `failed` are rows whose token is not to be used because their
+    grammar cannot be followed any more, `problems` say why.
     """
 
     TAG: ClassVar[int] = 7
@@ -210,6 +235,13 @@ class StepResult:
     group: Annotated[str, Str(64)]
     tokens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_TOKEN_ID)]
     times: Times
+    failed: Annotated[IntArray, Ints(MAX_SLOTS)] = field(default_factory=ints)
+    problems: Annotated[tuple[str, ...], ListOf(Str(1024), MAX_SLOTS)] = ()
+
+    def __post_init__(self) -> None:
+        _same_length("failed", self.failed, self.problems)
+        if self.failed and max(self.failed) >= len(self.tokens):
+            raise FieldError("failed", "rows must have a token")
 
 
 # ---- scheduler -> detokenizer -> tokenizer -> client ---------------------------------------------------------------

@@ -47,8 +47,9 @@ from scheduler_proc.step_time import StepShape, StepTimeModel
 
 GROUP = "0"
 LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
+MAX_GRAMMAR_CHARS_PER_STEP = 2**21  # so that the plan fits in a frame
 COUNTERS = (
-    "steps", "requests", "finished", "aborted", "refused", "expired", "preempted",
+    "steps", "requests", "finished", "aborted", "refused", "expired", "failed", "preempted",
     "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
 )  # fmt: skip
 
@@ -120,6 +121,8 @@ class Scheduler:
             salt=msg.salt,
             priority=msg.priority,
             deadline=now + msg.deadline_ms * 10**6 if msg.deadline_ms else 0,
+            grammar=msg.grammar,
+            ignore_eos=msg.ignore_eos,
             arrival=now,
             seq=self._next_seq,
         )
@@ -262,6 +265,8 @@ class Scheduler:
             several = self.waiting.concurrent_prefills and len(self._prefilling) < MAX_PREFILLS
             if budget <= 0 or not self._free_slots or (planned >= budget and not several) or looked > LOOK_AHEAD:
                 break
+            if step.grammar_chars > MAX_GRAMMAR_CHARS_PER_STEP:
+                break
             if self._shares_soon(request):
                 looked += 1
                 continue
@@ -324,11 +329,18 @@ class Scheduler:
         for request in step.rows:
             request.steps_in_flight -= 1
         rids, tokens, cached, finish = ints(), ints(), ints(), bytearray()
-        for request, token in zip(step.sampled, result.tokens, strict=True):
+        failed = dict(zip(result.failed, result.problems, strict=True))
+        errors: list[Message] = []
+        for row, (request, token) in enumerate(zip(step.sampled, result.tokens, strict=True)):
             request.pending -= 1
             if request.ended:
                 self._counters["discarded_tokens"] += 1
                 continue  # it ended while this step ran: nobody may see the token
+            if row in failed:
+                self._counters["failed"] += 1
+                self._end(request, Event.ABORT)
+                errors.append(RequestError(request.rid, ErrorCode.INVALID, failed[row], "params.grammar"))
+                continue
             request.tokens.append(token)
             reason = self._finish_reason(request, token)
             rids.append(request.rid)
@@ -343,9 +355,9 @@ class Scheduler:
             self._settle(request)
         self._counters["output_tokens"] += len(rids)
         if not rids:
-            return []
+            return errors
         times = array("q", (step.planned, *result.times, now))
-        return [TokenBatch(rids, ints(*[1] * len(rids)), tokens, bytes(finish), cached, times)]
+        return [TokenBatch(rids, ints(*[1] * len(rids)), tokens, bytes(finish), cached, times), *errors]
 
     def _share_prefills(self, step: PlanBuilder) -> None:
         """Publish what prompts compute in this step, chunk by chunk, so that the next one can share it: workers execute
