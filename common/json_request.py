@@ -1,5 +1,6 @@
 """Requests as JSON-like values, as the client's files and flags give them: checked against the wire schema."""
 
+import json
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,13 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
             value = values[name]
             if name == "stop" and isinstance(value, str):
                 value = [value]
-            wire = _int_bytes(value, name) if name == "stop_token_ids" else value
-            params[name] = checker.unpack(wire, name)
+            if name == "stop_token_ids":
+                value = _int_bytes(value, name)
+            elif name == "logit_bias":
+                value = _int_map(value, name)
+            elif name == "grammar":
+                value = _grammar_wire(value)
+            params[name] = checker.unpack(value, name)
     options = {name: generate[name].unpack(values[name], name) for name in REQUEST_FIELDS if name in values}
     return JsonRequest(prompt, SamplingParams(**params), **options)
 
@@ -70,13 +76,37 @@ def _int_bytes(value: Any, field: str) -> bytes:
         raise FieldError(field, f"entries must be between 0 and {MAX_TOKEN_ID}") from None
 
 
+def _int_map(value: Any, field: str) -> list[Any]:
+    """A JSON object with token ids for keys as the wire carries it."""
+    if type(value) is not dict:
+        raise FieldError(field, "must be an object from token ids to numbers")
+    try:
+        keys = [int(key) for key in value]
+    except ValueError:
+        raise FieldError(field, "keys must be token ids") from None
+    return [_int_bytes(keys, field), list(value.values())]
+
+
+def _grammar_wire(value: Any) -> list[Any] | None:
+    """A JSON object with the fields of Grammar as the wire carries it. A schema or choices may be JSON themselves."""
+    if value is None:
+        return None
+    if type(value) is not dict or not {"kind"} <= set(value) <= {"kind", "text", "opening", "closing"}:
+        raise FieldError("grammar", "must be an object with kind, and text, opening and closing where they are needed")
+    text = value.get("text", "")
+    if type(text) in (dict, list):
+        text = json.dumps(text, ensure_ascii=False)
+    return [value["kind"], text, value.get("opening", ""), value.get("closing", "")]
+
+
 def _chat_wire(value: Any) -> list[list[Any]]:
-    """JSON chat messages as the wire carries them."""
+    """JSON chat messages as the wire carries them. What is more than role and content is checked by the receiver."""
     if type(value) is not list:
         raise FieldError("messages", "must be a list")
     wire = []
     for i, item in enumerate(value):
-        if type(item) is not dict or set(item) != {"role", "content"}:
-            raise FieldError(f"messages[{i}]", "must be an object with role and content and nothing else")
-        wire.append([item["role"], item["content"]])
+        if type(item) is not dict or not {"role", "content"} <= set(item):
+            raise FieldError(f"messages[{i}]", "must be an object with role and content")
+        extra = {name: value for name, value in item.items() if name not in ("role", "content")}
+        wire.append([item["role"], item["content"], json.dumps(extra, ensure_ascii=False) if extra else ""])
     return wire

@@ -19,11 +19,14 @@ from enum import IntEnum
 from typing import Annotated, ClassVar
 
 from common.codec import Struct, message
-from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, Ints, ListOf, MapOf, Maybe, Str
+from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, IntMap, Ints, ListOf, MapOf, Maybe, Str
+from common.logprobs import LOGPROB_ROWS, LogprobRows
 from common.sampling_params import (
     DRAW_PARAMS,
     GRAMMAR,
+    MAX_STOP_CHARS,
     MAX_TOKEN_ID,
+    MAX_TOKENS,
     SAMPLING_PARAMS,
     DrawParams,
     Grammar,
@@ -36,6 +39,9 @@ MAX_BATCH_TOKENS = 2**22
 MAX_PROMPT_CHARS = 2**24
 MAX_CHAT_MESSAGES = 4096
 MAX_CHOICES = 64
+MAX_TOKEN_BYTES = 2**12
+MAX_TOOLS_CHARS = 2**20
+MAX_TEMPLATE_ARGS_CHARS = 2**16
 _COUNT = 2**62
 
 Rid = Annotated[int, Int(0, MAX_RID)]
@@ -77,8 +83,12 @@ def ints(*values: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """`extra` is the rest of OpenAI's message, a JSON object with any of `name`, `tool_calls`, `tool_call_id` and
+    `reasoning_content`, or empty."""
+
     role: Annotated[str, Str(64, 1)]
     content: Annotated[str, Str(MAX_PROMPT_CHARS)]
+    extra: Annotated[str, Str(MAX_PROMPT_CHARS)] = ""
 
 
 @message
@@ -87,9 +97,16 @@ class Generate:
     """Generate from exactly one of `text`, `token_ids` (used as they are) or `chat` (through the chat template).
 
     The answer is a stream of TextBatch rows, one per step when `stream`, else one row at the end, for each of `n`
-    choices. They share the prompt's KV; choice i draws like a request of its own with seed + i (modulo 2**63).
+    choices. They share the prompt's KV; choice i draws like a request of its own with seed + i (modulo 2**63). With
+    beam search `n` is the number of beams, and all rows come at the end. Long answers with log probabilities come in
+    several rows even without `stream`.
     Requests with different `cache_salt` never share cached prefixes. Higher `priority` goes first. What has not ended
     `deadline_ms` after its arrival ends with RequestError(DEADLINE); 0 is no deadline.
+
+    The rest is for chats. `tools` (a JSON list in OpenAI's form) and `template_args` (a JSON object, such as
+    {"enable_thinking": false}) go to the chat template, or are empty. `add_generation_prompt` ends the prompt where the
+    assistant begins to speak, `continue_final_message` in the middle of the last message, so that the answer goes on
+    with it.
     """
 
     TAG: ClassVar[int] = 1
@@ -103,10 +120,20 @@ class Generate:
     cache_salt: CacheSalt = ""
     priority: Priority = 0
     deadline_ms: Milliseconds = 0
+    tools: Annotated[str, Str(MAX_TOOLS_CHARS)] = ""
+    template_args: Annotated[str, Str(MAX_TEMPLATE_ARGS_CHARS)] = ""
+    add_generation_prompt: Annotated[bool, Bool()] = True
+    continue_final_message: Annotated[bool, Bool()] = False
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.text, self.token_ids, self.chat)) != 1:
             raise FieldError("prompt", "exactly one of text, token_ids and chat must be given")
+        if self.chat is None:
+            for name in ("tools", "template_args", "continue_final_message"):
+                if getattr(self, name):
+                    raise FieldError(name, "is for chats")
+        elif self.continue_final_message and self.add_generation_prompt:
+            raise FieldError("continue_final_message", "cannot be together with add_generation_prompt")
 
 
 @message
@@ -157,16 +184,36 @@ class OpenStream:
     rid: Rid
     stop: Annotated[tuple[str, ...], ListOf(Str(512, 1), 16)]
     skip_special_tokens: Annotated[bool, Bool()]
+    min_tokens: Annotated[int, Int(0, MAX_TOKENS)] = 0  # stop strings that end in their text do not count
 
 
 # ---- scheduler <-> workers -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class EnterGrammar:
-    """The grammar of a request that enters a slot: its place in `enter_slots`, and the tokens of the answer so far."""
+class History:
+    """All known tokens of the request that enters `slot`: its prompt, then what it has generated so far."""
 
-    entry: Annotated[int, Int(0, MAX_SLOTS)]
+    slot: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    prompt_len: Annotated[int, Int(0, MAX_BATCH_TOKENS)]
+    tokens: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Prompt tokens whose log probability is asked for: chunk number `chunk` of the plan predicts `targets` with its
+    tokens from number `begin` on."""
+
+    chunk: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    begin: Annotated[int, Int(0, MAX_BATCH_TOKENS)]
+    targets: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class EnterGrammar:
+    """The grammar of the request that enters `slot`, and what it has generated so far."""
+
+    slot: Annotated[int, Int(0, MAX_SLOTS - 1)]
     grammar: Annotated[Grammar, GRAMMAR]
     ignore_eos: Annotated[bool, Bool()]
     generated: TokenIds
@@ -178,13 +225,15 @@ class StepPlan:
     """One step for the workers of `group`, as the difference to what they know. Applied in the order of the fields.
 
     `leave`          slots that are free now
-    `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw; `enter_grammars` are of those
-                     that have one
+    `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw
     `page_*`         pages appended to slots' page tables (entering ones start empty): slot, how many, the page ids
     `copies`         page pairs src, dst, src, dst, ...: whole-page copies before anything is computed (copy-on-write)
     `chunk_*`        prefill chunks: slot, length, and 1 where the chunk ends at the last known token, so that the next
                      one is sampled; `chunk_tokens` are all their tokens, one after another
     `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
+    `histories`      of entering slots that need one (DrawParams.needs_history)
+    `enter_grammars` of entering slots that have one
+    `scorings`       prompt tokens to score, of slots with `prompt_logprobs`
     """
 
     TAG: ClassVar[int] = 6
@@ -204,12 +253,12 @@ class StepPlan:
     chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)]
     chunk_tokens: TokenIds
     decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)]
+    histories: Annotated[tuple[History, ...], ListOf(Struct(History), MAX_SLOTS)] = ()
+    scorings: Annotated[tuple[Scoring, ...], ListOf(Struct(Scoring), MAX_SLOTS)] = ()
     enter_grammars: Annotated[tuple[EnterGrammar, ...], ListOf(Struct(EnterGrammar), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         _same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
-        if self.enter_grammars and max(g.entry for g in self.enter_grammars) >= len(self.enter_slots):
-            raise FieldError("enter_grammars", "entries must be places in enter_slots")
         _same_length("page", self.page_slots, self.page_counts)
         _same_length("chunk", self.chunk_slots, self.chunk_lens, self.chunk_samples)
         if sum(self.page_counts) != len(self.pages):
@@ -225,8 +274,9 @@ class StepPlan:
 class StepResult:
     """The sampled tokens of a step: first the sampling chunks in plan order, then the decoding slots in slot order.
 
-    `times`: plan received, forward started, tokens ready. `failed` are rows whose token is not to be used because their
-    grammar cannot be followed any more, `problems` say why.
+    `times`: plan received, forward started, tokens ready. `logprobs` are of the tokens (by number) whose request asked
+    for them, `prompt_logprobs` of the plan's scorings (by number). `failed` are tokens (by number) that are not to be
+    used, because the request's grammar cannot be followed any more; `problems` say why.
     """
 
     TAG: ClassVar[int] = 7
@@ -235,13 +285,13 @@ class StepResult:
     group: Annotated[str, Str(64)]
     tokens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_TOKEN_ID)]
     times: Times
+    logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
     failed: Annotated[IntArray, Ints(MAX_SLOTS)] = field(default_factory=ints)
     problems: Annotated[tuple[str, ...], ListOf(Str(1024), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         _same_length("failed", self.failed, self.problems)
-        if self.failed and max(self.failed) >= len(self.tokens):
-            raise FieldError("failed", "rows must have a token")
 
 
 # ---- scheduler -> detokenizer -> tokenizer -> client ---------------------------------------------------------------
@@ -250,7 +300,11 @@ class StepResult:
 @message
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """New tokens of a step, a row per request. `times`: planned, then StepResult.times, then committed."""
+    """New tokens of a step, a row per request. `times`: planned, then StepResult.times, then committed.
+
+    `logprobs` has an entry for each token of a row that asked for them; `prompt_logprobs` come in rows before or with
+    the first token.
+    """
 
     TAG: ClassVar[int] = 8
     rids: Rids
@@ -259,12 +313,26 @@ class TokenBatch:
     finish: Annotated[bytes, Bytes(MAX_SLOTS)]
     cached: Annotated[IntArray, Ints(MAX_SLOTS)]  # prompt tokens that came from the prefix cache
     times: Times
+    logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
 
     def __post_init__(self) -> None:
         _same_length("rids", self.rids, self.counts, self.finish, self.cached)
         _known_finish(self.finish)
         if sum(self.counts) != len(self.token_ids):
             raise FieldError("token_ids", "as many as counts say")
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Row `row` of a TextBatch ended with the stop token `token` or the stop string `string`."""
+
+    row: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    token: Annotated[int | None, Maybe(Int(0, MAX_TOKEN_ID))] = None
+    string: Annotated[str | None, Maybe(Str(MAX_STOP_CHARS, 1))] = None
+
+
+_TOKEN_BYTES = IntMap(Ints(MAX_BATCH_TOKENS, 0, MAX_TOKEN_ID), Bytes(MAX_TOKEN_BYTES))
 
 
 @message
@@ -274,7 +342,8 @@ class TextBatch:
 
     `choices` says which of its request's answers a row belongs to, from 0; between detokenizer and tokenizer, where
     every choice has a rid of its own, it is 0. `times`: TokenBatch.times, then received and sent by the detokenizer,
-    then sent by the tokenizer.
+    then sent by the tokenizer. `logprobs` and `prompt_logprobs` are as in TokenBatch, and `token_bytes` holds the raw
+    bytes of all tokens in them. `stopped` says what ended rows with finish STOP, where it was not the model's own end.
     """
 
     TAG: ClassVar[int] = 9
@@ -287,6 +356,10 @@ class TextBatch:
     prompt_tokens: Counts
     cached: Counts
     times: Times
+    logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    token_bytes: Annotated[dict[int, bytes], _TOKEN_BYTES] = field(default_factory=dict)
+    stopped: Annotated[tuple[Stopped, ...], ListOf(Struct(Stopped), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         columns = (self.choices, self.counts, self.texts, self.finish, self.prompt_tokens, self.cached)

@@ -45,8 +45,7 @@ class PlanBuilder:
         self._enter_lens.append(request.cached_len)
         self._enter_draw.append(request.draw)
         if request.grammar is not None:
-            entry = len(self._enter_slots) - 1
-            self._enter_grammars.append(EnterGrammar(entry, request.grammar, request.ignore_eos, request.answer))
+            self._enter_grammars.append(EnterGrammar(request.slot, request.grammar, request.ignore_eos, request.answer))
             self.grammar_chars += len(request.grammar.text)
         self.append_pages(request, request.pages)
 

@@ -9,6 +9,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import TypeVar
 
 from common.codec import FrameError, Message, RefusedFrames, decode
 from common.fields import IntArray
@@ -28,10 +29,12 @@ from common.messages import (
     ints,
 )
 from tokenizer_proc.clients import Clients, Delivery
+from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.rows import Rows
+from tokenizer_proc.sampling_checks import check_sampling
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ MAX_QUERIES = 1024  # Stats questions on their way
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats})
 
 Send = Callable[[Message], None]
+_Result = TypeVar("_Result")
 
 
 class Frontend:
@@ -48,6 +52,7 @@ class Frontend:
         *,
         limits: Limits,
         encoder: PromptEncoder,
+        grammars: GrammarCheck,
         eos_token_ids: IntArray,
         ledger: Ledger,
         clients: Clients,
@@ -58,6 +63,7 @@ class Frontend:
     ):
         self._limits = limits
         self._encoder = encoder
+        self._grammars = grammars
         self._eos = eos_token_ids
         self._ledger = ledger
         self._clients = clients
@@ -116,7 +122,7 @@ class Frontend:
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
-        self._limits.check_token_ids(msg.params.stop_token_ids, "params.stop_token_ids")
+        check_sampling(msg, self._limits)
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
         if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
@@ -124,9 +130,12 @@ class Frontend:
             raise Refused(ErrorCode.OVERLOADED, problem, field, MAX_PENDING_CHARS, RETRY_AFTER_S)
 
     async def _prepare(self, entry: Entry, msg: Generate) -> None:
-        """Tokenize, then hand over to detokenizer and scheduler, unless the request has ended in the meantime."""
+        """Tokenize and check the grammar, then hand over to detokenizer and scheduler, unless the request has ended in
+        the meantime."""
         self._pending_chars += _chars(msg)
         try:
+            if msg.params.grammar is not None:
+                await self._in_time(entry, asyncio.ensure_future(self._grammars.check(msg.params.grammar)))
             prompt = self._encoder.encode(msg) if msg.token_ids is not None else await self._encode(entry, msg)
             if self._ledger.holds(entry):
                 self._admit(entry, prompt)
@@ -139,13 +148,17 @@ class Frontend:
             self._pending_chars -= _chars(msg)
 
     async def _encode(self, entry: Entry, msg: Generate) -> IntArray:
-        """Tokenize in the pool. A request whose deadline passes meanwhile is answered at once."""
+        """Tokenize in the pool."""
         encoding = asyncio.get_running_loop().run_in_executor(self._pool, self._encoder.encode, msg)
+        return await self._in_time(entry, encoding)
+
+    async def _in_time(self, entry: Entry, work: "asyncio.Future[_Result]") -> _Result:
+        """The result of some work. A request whose deadline passes meanwhile is answered at once."""
         if entry.deadline_ms:
-            await asyncio.wait({encoding}, timeout=entry.time_left(self._clock()) / 1e9)
-            if not encoding.done():
+            await asyncio.wait({work}, timeout=entry.time_left(self._clock()) / 1e9)
+            if not work.done():
                 self._refuse(entry, _expired(entry))
-        return await encoding
+        return await work
 
     def _admit(self, entry: Entry, prompt: IntArray) -> None:
         """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
@@ -157,13 +170,28 @@ class Frontend:
                 raise _expired(entry)
             left_ms = max(1, left // 10**6)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
-        stops = ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+        grammar = params.grammar
+        # A complete answer under a grammar can only end, with ignore_eos too: the worker holds the end back until then.
+        goes_on = params.ignore_eos and grammar is None
+        stops = ints(*sorted({*params.stop_token_ids, *(() if goes_on else self._eos)}))
         entry.prompt = prompt
         for choice in entry.choices:
             draw = params.draw(choice.seed)
             self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens))
+            salt, priority = entry.cache_salt, entry.priority
             self._send_scheduler(
-                AddRequest(choice.rid, prompt, entry.max_tokens, stops, draw, entry.cache_salt, entry.priority, left_ms)
+                AddRequest(
+                    choice.rid,
+                    prompt,
+                    entry.max_tokens,
+                    stops,
+                    draw,
+                    salt,
+                    priority,
+                    left_ms,
+                    grammar,
+                    grammar is not None and params.ignore_eos,
+                )
             )
 
     def _refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
@@ -351,4 +379,4 @@ def _unread() -> Refused:
 
 def _chars(msg: Generate) -> int:
     """Characters to tokenize, as far as the message itself tells."""
-    return len(msg.text or "") + sum(len(m.content) for m in msg.chat or ())
+    return len(msg.text or "") + len(msg.tools) + sum(len(m.content) + len(m.extra) for m in msg.chat or ())

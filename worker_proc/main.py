@@ -66,7 +66,12 @@ class WorkerLoop:
             raise
         if self._outbox is not None:
             times = array("q", (received, output.forward_started, output.tokens_ready))
-            self._outbox.send(StepResult(plan.step_id, plan.epoch, plan.group, array("i", output.tokens), times))
+            tokens = array("i", output.tokens)
+            failed = array("i", [failure.row for failure in output.failures])
+            problems = tuple(failure.problem for failure in output.failures)
+            self._outbox.send(
+                StepResult(plan.step_id, plan.epoch, plan.group, tokens, times, failed=failed, problems=problems)
+            )
 
     def _log_refused(self) -> None:
         refused = self._inbox.refused

@@ -1,13 +1,14 @@
 """Executes StepPlans: slots, cache, model and sampler in the order that a plan prescribes."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
+from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
 from worker_proc.input_batch import PlanError, SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import LanguageModel
@@ -17,15 +18,20 @@ from worker_proc.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`tokens` as in StepResult (only rank 0 knows them on the host); times are CLOCK_MONOTONIC nanoseconds."""
+    """`tokens` and `failures` as in StepResult (only rank 0 knows them on the host); times are CLOCK_MONOTONIC
+    nanoseconds."""
 
     tokens: list[int]
     forward_started: int
     tokens_ready: int
+    failures: list[Failure] = field(default_factory=list)
 
 
 class ModelRunner:
-    """One rank's model and the state of its requests. Every rank must execute the same plans in the same order."""
+    """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
+
+    `grammars` are those of rank 0; the other ranks have none.
+    """
 
     def __init__(
         self,
@@ -37,8 +43,10 @@ class ModelRunner:
         group: str,
         tp: TensorParallel,
         device: torch.device | str,
+        grammars: GrammarMatchers | None = None,
     ) -> None:
         self._model = model
+        self._grammars = grammars
         self._cache = cache
         self._tp = tp
         self._device = torch.device(device)
@@ -80,16 +88,24 @@ class ModelRunner:
         self._check_order(plan)
         self._slots.apply(plan)
         self._sampler.set_params(plan.enter_slots, plan.enter_draw)
+        if self._grammars is not None:
+            self._grammars.leave(plan.leave)
+            self._grammars.enter(plan.enter_grammars)
         if plan.copies:
             self._cache.copy_pages(plan.copies[::2].tolist(), plan.copies[1::2].tolist())
         if not plan.chunk_slots and not any(plan.decode):
             now = time.monotonic_ns()
             return StepOutput([], now, now)
         batch, sampled = self._slots.build(plan)
+        masks = self._grammars.start(sampled.slots) if self._grammars is not None else None
         forward_started = time.monotonic_ns()
         logits = self._model.forward(batch, self._cache)
-        tokens = self._draw(logits, sampled) if len(sampled.slots) else []
-        return StepOutput(tokens, forward_started, time.monotonic_ns())
+        tokens = self._draw(logits, sampled, masks) if len(sampled.slots) else []
+        tokens_ready = time.monotonic_ns()
+        failures = []
+        if masks is not None and self._grammars is not None:
+            failures = self._grammars.advance(masks, tokens)
+        return StepOutput(tokens, forward_started, tokens_ready, failures)
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:
@@ -98,15 +114,19 @@ class ModelRunner:
             self._epoch = plan.epoch
             self._next_step = plan.step_id
             self._slots.reset()
+            if self._grammars is not None:
+                self._grammars.reset()
         if plan.epoch < self._epoch:
             raise PlanError(f"epoch: the plan is of {plan.epoch}, this worker is in {self._epoch}")
         if plan.step_id != self._next_step:
             raise PlanError(f"step_id: expected {self._next_step}, got {plan.step_id}")
         self._next_step += 1
 
-    def _draw(self, logits: Tensor, sampled: SampledRows) -> list[int]:
+    def _draw(self, logits: Tensor, sampled: SampledRows, masks: Masks | None) -> list[int]:
         """Rank 0 samples; the others need its tokens as their next inputs, but not on the host."""
         if self._tp.rank == 0:
+            if masks is not None and self._grammars is not None:
+                self._grammars.apply(masks, logits)
             tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
         else:
             tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)

@@ -5,12 +5,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from common.config import ClusterConfig, ConfigError, ModelConfig
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.kv_cache import KVCache
 from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
@@ -51,6 +53,10 @@ def load_worker(
         torch.cuda.set_device(device)
     dtype = choose_dtype(model_config, info)
     context_len = choose_context_len(model_config, info)
+    grammars = None
+    if rank == 0:
+        load = partial(load_vocabulary, Path(model_config.path), info.vocab_size, info.eos_token_ids)
+        grammars = GrammarMatchers(load, info.vocab_size, device)  # loads while the weights are read
     tp = TensorParallel.connect(
         rank, model_config.tp, Path(config.run_dir) / "store", device, timeout=config.start_timeout_s
     )
@@ -76,8 +82,11 @@ def load_worker(
         group=group,
         tp=tp,
         device=device,
+        grammars=grammars,
     )
     runner.warm_up()
+    if grammars is not None:
+        grammars.wait_ready()
     if rank == 0:
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
