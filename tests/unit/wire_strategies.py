@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.codec import Struct, schema_of
 from common.fields import Bool, Bytes, Checker, Float, Int, Ints, ListOf, MapOf, Maybe, Str
-from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch
+from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch, Tokenize
 
 FEW = 6
 
@@ -123,4 +123,13 @@ def _generates(draw: st.DrawFn) -> Generate:
     return Generate(**prompt, **rest)
 
 
-OWN = {Generate: _generates}
+@st.composite
+def _tokenizes(draw: st.DrawFn) -> Tokenize:
+    values = {name: draw(values_of(checker)) for name, checker in schema_of(Tokenize)}
+    prompt = draw(st.sampled_from(("text", "chat")))
+    maybe = dict(schema_of(Tokenize))[prompt]
+    assert isinstance(maybe, Maybe)
+    return Tokenize(**values | {"text": None, "chat": None, prompt: draw(values_of(maybe.inner))})
+
+
+OWN = {Generate: _generates, Tokenize: _tokenizes}
