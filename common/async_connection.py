@@ -19,7 +19,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from common.codec import Message, encode
-from common.connection import ENDINGS, SILENCE_LIMIT_S, ConnectionLost, Row, Unreachable
+from common.connection import ENDINGS, SILENCE_LIMIT_S, ConnectionLost, Unreachable
 from common.messages import (
     MAX_CHOICES,
     MAX_RID,
@@ -40,6 +40,7 @@ from common.messages import (
     Tokens,
     ints,
 )
+from common.rows import Row, RowReader
 from common.sampling_params import SamplingParams
 from common.sockets import Inbox, PeerStalled, open_socket
 
@@ -107,13 +108,16 @@ class Stream:
             self._rows.extend(await self.take())
         return self._rows.popleft()
 
+    def is_open(self, choice: int) -> bool:
+        """Whether a choice has not ended."""
+        return choice in self._open and self._error is None
+
     def push(self, row: Row) -> None:
-        """For the connection: a new row, if it is of a live choice."""
-        if row.choice in self._open and self._error is None:
-            if row.finish is not Finish.NONE:
-                self._open.remove(row.choice)
-            self._rows.append(row)
-            self._changed.set()
+        """For the connection: a new row of an open choice."""
+        if row.finish is not Finish.NONE:
+            self._open.remove(row.choice)
+        self._rows.append(row)
+        self._changed.set()
 
     def fail(self, error: Exception) -> None:
         """For the connection: nothing more will come. Rows that came before can still be read."""
@@ -140,6 +144,7 @@ class AsyncConnection:
         self._silent_s = 0.0
         self._streams: dict[int, Stream] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._reader = RowReader()
         self._numbers = count()
         self._unsent: deque[bytes] = deque()
         self._lost: ConnectionLost | None = None
@@ -341,6 +346,7 @@ class AsyncConnection:
             case Stats():
                 self._answer(msg.query, msg)
             case RequestError():
+                self._reader.forget(msg.rid)
                 stream = self._streams.pop(msg.rid, None)
                 if stream is not None:
                     stream.fail(RequestFailed(msg))
@@ -358,21 +364,19 @@ class AsyncConnection:
             waiting.set_result(answer)
 
     def _take_batch(self, batch: TextBatch, now_ns: int) -> None:
-        start = 0
-        for i, rid in enumerate(batch.rids):
-            tokens = batch.token_ids[start : start + batch.counts[i]]
-            start += batch.counts[i]
-            stream = self._streams.get(rid)
-            if stream is None:
-                continue
-            prompt, cached, finish = batch.prompt_tokens[i], batch.cached[i], Finish(batch.finish[i])
-            stream.push(Row(rid, batch.choices[i], batch.texts[i], tokens, finish, prompt, cached, batch.times, now_ns))
+        for row in self._reader.rows(batch, now_ns, self._is_live):
+            stream = self._streams[row.rid]
+            stream.push(row)
             if stream.ended:
-                del self._streams[rid]
+                del self._streams[row.rid]
             elif stream.unread > self._max_unread:
                 stream.abort()
                 stream.fail(UnreadRows(f"the reader left more than {self._max_unread} rows unread"))
-                del self._streams[rid]
+                del self._streams[row.rid]
+
+    def _is_live(self, rid: int, choice: int) -> bool:
+        stream = self._streams.get(rid)
+        return stream is not None and stream.is_open(choice)
 
     # ---- losing it ------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows
+from tokenizer_proc.sampling_checks import check_sampling
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Frontend:
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
-        self._limits.check_token_ids(msg.params.stop_token_ids, "params.stop_token_ids")
+        check_sampling(msg, self._limits)
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
         if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:

@@ -56,9 +56,9 @@ class PromptEncoder:
         return Text(msg.rid, self._tokenizer.decode(list(msg.token_ids), skip_special_tokens=msg.skip_special_tokens))
 
     @property
-    def has_template(self) -> bool:
-        """Whether chats can be rendered."""
-        return isinstance(self._template, ChatTemplate)
+    def chat_template_source(self) -> str:
+        """The text of the template that renders chats; empty where none does."""
+        return self._template.source if isinstance(self._template, ChatTemplate) else ""
 
     def _render(self, chat: tuple[ChatMessage, ...]) -> str:
         match self._template:

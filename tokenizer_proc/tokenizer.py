@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from common.child import Child, child_options, run_child
-from common.messages import Go, Info, RequestError, Stats, TextBatch
+from common.messages import MAX_TEMPLATE_CHARS, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
@@ -139,7 +139,7 @@ def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder) -> Info:
         page_size=go.page_size,
         vocab_size=go.vocab_size,
         eos_token_ids=go.eos_token_ids,
-        has_chat_template=encoder.has_template,
+        chat_template=encoder.chat_template_source[:MAX_TEMPLATE_CHARS],
         started_at=int(time.time()),
     )
 

@@ -29,8 +29,9 @@ from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
 
 INFO = Info(
-    0, "/models/tiny", ("tiny",), "LlamaForCausalLM", "float32", "cpu", "9", 1, 32, 31, 4096, 16, 1000, ints(0), True, 5
-)
+    0, "/models/tiny", ("tiny",), "LlamaForCausalLM", "float32", "cpu", "9", 1, 32, 31, 4096, 16, 1000, ints(0),
+    "{{ messages }}", 5,
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 
 

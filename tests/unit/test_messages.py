@@ -33,7 +33,7 @@ NONE = ints()
 def plan(**changes: Any) -> StepPlan:
     """A StepPlan with nothing in it, but for the changes."""
     empty: dict[str, Any] = {f.name: NONE for f in fields(StepPlan)}
-    empty |= {"step_id": 0, "epoch": 0, "group": "0", "enter_draw": (), "decode": b""}
+    empty |= {"step_id": 0, "epoch": 0, "group": "0", "enter_draw": (), "decode": b"", "histories": (), "scorings": ()}
     return StepPlan(**{**empty, **changes})
 
 
@@ -156,7 +156,7 @@ def test_a_refused_frame_tells_its_rid() -> None:
     """The receiver can answer the sender of a bad request only when the request id is known."""
     good = Generate(41, "hello", None, None, SamplingParams())
     assert schema_of(Generate)[4][0] == "params"
-    frame = reencode(good, 4, [200.0, *[0] * 9])
+    frame = reencode(good, 4, [200.0, *[0] * (len(schema_of(SamplingParams)) - 1)])
     with pytest.raises(FrameError) as caught:
         decode(frame, {Generate})
     assert (caught.value.rid, caught.value.field) == (41, "params.temperature")
