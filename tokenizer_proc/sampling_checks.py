@@ -7,7 +7,7 @@ from tokenizer_proc.limits import Limits, Refused
 _DEFAULTS = SamplingParams()
 _NOT_BUILT = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs",
-    "prompt_logprobs", "use_beam_search", "length_penalty", "early_stopping",
+    "prompt_logprobs", "use_beam_search", "length_penalty", "early_stopping", "grammar",
 )  # fmt: skip
 
 
