@@ -105,7 +105,7 @@ class Generate:
     Requests with different `cache_salt` never share cached prefixes. Higher `priority` goes first. What has not ended
     `deadline_ms` after its arrival ends with RequestError(DEADLINE); 0 is no deadline.
 
-    The rest is for chats. `tools` (a JSON list in OpenAI's form) and `template_args` (a JSON object, such as
+    From `tools` on it is for chats. `tools` (a JSON list in OpenAI's form) and `template_args` (a JSON object, such as
     {"enable_thinking": false}) go to the chat template, or are empty. `add_generation_prompt` ends the prompt where the
     assistant begins to speak, `continue_final_message` in the middle of the last message, so that the answer goes on
     with it.
@@ -130,12 +130,7 @@ class Generate:
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.text, self.token_ids, self.chat)) != 1:
             raise FieldError("prompt", "exactly one of text, token_ids and chat must be given")
-        if self.chat is None:
-            for name in ("tools", "template_args", "continue_final_message"):
-                if getattr(self, name):
-                    raise FieldError(name, "is for chats")
-        elif self.continue_final_message and self.add_generation_prompt:
-            raise FieldError("continue_final_message", "cannot be together with add_generation_prompt")
+        _check_chat_fields(self)
 
 
 @message
@@ -163,7 +158,8 @@ class Tokenize:
     context window.
 
     `rid` is one of the client's numbers, as in Generate, of which a refusal speaks. `add_special_tokens` lets the
-    tokenizer add its own to a text; `with_pieces` asks for the tokenizer's name of each token too.
+    tokenizer add its own to a text; `with_pieces` asks for the tokenizer's name of each token too. The rest is as in
+    Generate.
     """
 
     TAG: ClassVar[int] = 20
@@ -172,10 +168,15 @@ class Tokenize:
     chat: Annotated[tuple[ChatMessage, ...] | None, Maybe(ListOf(Struct(ChatMessage), MAX_CHAT_MESSAGES, 1))]
     add_special_tokens: Annotated[bool, Bool()] = True
     with_pieces: Annotated[bool, Bool()] = False
+    tools: Annotated[str, Str(MAX_TOOLS_CHARS)] = ""
+    template_args: Annotated[str, Str(MAX_TEMPLATE_ARGS_CHARS)] = ""
+    add_generation_prompt: Annotated[bool, Bool()] = True
+    continue_final_message: Annotated[bool, Bool()] = False
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.chat is None):
             raise FieldError("prompt", "exactly one of text and chat must be given")
+        _check_chat_fields(self)
 
 
 @message
@@ -545,6 +546,15 @@ class Progress:
     name: Annotated[str, Str(64, 1)]
     done: Annotated[int, Int(0, _COUNT)]
     total: Annotated[int, Int(0, _COUNT)]
+
+
+def _check_chat_fields(msg: Generate | Tokenize) -> None:
+    if msg.chat is None:
+        for name in ("tools", "template_args", "continue_final_message"):
+            if getattr(msg, name):
+                raise FieldError(name, "is for chats")
+    elif msg.continue_final_message and msg.add_generation_prompt:
+        raise FieldError("continue_final_message", "cannot be together with add_generation_prompt")
 
 
 def _known_finish(codes: bytes) -> None:

@@ -134,11 +134,13 @@ def _generates(draw: st.DrawFn) -> Generate:
     assert isinstance(maybe, Maybe)
     prompt[chosen] = draw(values_of(maybe.inner))
     rest = {name: draw(values_of(checker)) for name, checker in checkers.items() if name not in prompt}
-    if chosen != "chat":
-        rest |= {"tools": "", "template_args": "", "continue_final_message": False}
-    elif rest["continue_final_message"]:
-        rest["add_generation_prompt"] = False
-    return Generate(**prompt, **rest)
+    return Generate(**_chat_fields(prompt | rest))
+
+
+def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
+    if values["chat"] is None:
+        return values | {"tools": "", "template_args": "", "continue_final_message": False}
+    return values | {"add_generation_prompt": values["add_generation_prompt"] and not values["continue_final_message"]}
 
 
 @st.composite
@@ -147,7 +149,7 @@ def _tokenizes(draw: st.DrawFn) -> Tokenize:
     prompt = draw(st.sampled_from(("text", "chat")))
     maybe = dict(schema_of(Tokenize))[prompt]
     assert isinstance(maybe, Maybe)
-    return Tokenize(**values | {"text": None, "chat": None, prompt: draw(values_of(maybe.inner))})
+    return Tokenize(**_chat_fields(values | {"text": None, "chat": None, prompt: draw(values_of(maybe.inner))}))
 
 
 @st.composite
