@@ -41,10 +41,11 @@ def to_llguidance(grammar: Grammar) -> str:
     # A rule with a suffix ends where the suffix is complete for the first time.
     thought = f"thought[suffix={json.dumps(grammar.closing)}]: /(?s:.*)/\n"
     if grammar.opening:
-        start = f"start: /\\s*/ @answer | /\\s*/ {json.dumps(grammar.opening)} thought /\\s*/ @answer\n"
+        start = f"start: SPACE @answer | SPACE {json.dumps(grammar.opening)} thought SPACE @answer\n"
     else:
-        start = "start: thought /\\s*/ @answer\n"
-    return json.dumps({"grammars": [{"lark_grammar": start + thought}, {"name": "answer", **answer}]})
+        start = "start: thought SPACE @answer\n"
+    around = f"{start}{thought}SPACE: /[ \\n]{{0,8}}/\n"
+    return json.dumps({"grammars": [{"lark_grammar": around}, {"name": "answer", **answer}]})
 
 
 def _answer(grammar: Grammar) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Slot:
     length: int
     pages: list[int] = field(default_factory=list)
     last: int = -1
+    answer: list[int] | None = None  # what a grammar has seen of the answer, where there is one
+    fails_after: int = -1  # tokens of the answer
 
 
 class PaperWorker:
@@ -54,6 +56,9 @@ class PaperWorker:
         for slot, length in zip(plan.enter_slots, plan.enter_lens, strict=True):
             assert slot not in self.slots, "a slot is entered twice"
             self.slots[slot] = Slot(length)
+        for entered in plan.enter_grammars:  # the "grammar" is how many tokens it can be followed
+            state = self.slots[entered.slot]
+            state.answer, state.fails_after = list(entered.generated), int(entered.grammar.text or -1)
         at = 0
         for slot, count in zip(plan.page_slots, plan.page_counts, strict=True):
             self.slots[slot].pages += plan.pages[at : at + count]
@@ -77,12 +82,24 @@ class PaperWorker:
                 written.add(cell)
                 self.cells[cell] = token
                 state.length += 1
-        sampled = ints()
+        sampled, failed = ints(), ints()
         for slot, _, samples in rows:
             if samples:
-                self.slots[slot].last = next_token(self.read(slot))
+                failed.extend([len(sampled)] * self.follow(slot))
                 sampled.append(self.slots[slot].last)
-        return StepResult(plan.step_id, plan.epoch, plan.group, sampled, array("q", (1, 2, 3)))
+        problems = ("a reason",) * len(failed)
+        times = array("q", (1, 2, 3))
+        return StepResult(plan.step_id, plan.epoch, plan.group, sampled, times, failed=failed, problems=problems)
+
+    def follow(self, slot: int) -> bool:
+        """Draw a slot's next token; whether its grammar cannot be followed any more."""
+        state, context = self.slots[slot], self.read(slot)
+        state.last = next_token(context)
+        if state.answer is None:
+            return False
+        assert context[len(context) - len(state.answer) :] == state.answer, "a grammar has seen another answer"
+        state.answer.append(state.last)
+        return len(state.answer) == state.fails_after
 
     def read(self, slot: int) -> list[int]:
         """The tokens whose keys and values the slot's page table leads to."""

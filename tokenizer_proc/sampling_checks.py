@@ -7,7 +7,7 @@ from tokenizer_proc.limits import Limits, Refused
 _DEFAULTS = SamplingParams()
 _NOT_BUILT = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs",
-    "prompt_logprobs", "use_beam_search", "length_penalty", "early_stopping", "grammar",
+    "prompt_logprobs", "use_beam_search", "length_penalty", "early_stopping",
 )  # fmt: skip
 
 
@@ -17,6 +17,8 @@ def check_sampling(msg: Generate, limits: Limits) -> None:
     for name in _NOT_BUILT:
         if getattr(params, name) != getattr(_DEFAULTS, name):
             raise _refused(name, "is not supported yet")
+    if params.grammar is not None and params.use_beam_search:
+        raise _refused("use_beam_search", "cannot be together with a grammar")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
 
 

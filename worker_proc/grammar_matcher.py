@@ -62,12 +62,8 @@ class SlotMatcher:
     def __init__(self, entered: EnterGrammar) -> None:
         self._entered = entered
         self._matcher: LLMatcher | None = None
-        self.ended = False  # the end-of-sequence token was drawn: what comes is for nobody
         self.problem = ""
-
-    @property
-    def active(self) -> bool:
-        return not (self.ended or self.problem)
+        self.over = False  # the end was drawn, or the problem reported: what comes is for nobody
 
     @property
     def ends_late(self) -> bool:
@@ -150,7 +146,7 @@ class GrammarMatchers:
         if not self._slots:
             return None
         found = [(row, self._slots.get(slot)) for row, slot in enumerate(slots.tolist())]
-        active = [(row, matcher) for row, matcher in found if matcher is not None and matcher.active]
+        active = [(row, matcher) for row, matcher in found if matcher is not None and not matcher.over]
         if not active:
             return None
         rows, matchers = [row for row, _ in active], [matcher for _, matcher in active]
@@ -175,12 +171,12 @@ class GrammarMatchers:
         """Follow the drawn tokens, one per row of the step; the rows whose grammar failed, now or before the draw."""
         failures = []
         for row, slot in zip(masks.rows, masks.matchers, strict=True):
-            token = tokens[row]
-            if slot.active and token in self._eos:
-                slot.ended = True
-            elif slot.active and not slot.matcher.consume_token(token):
-                slot.fail()
+            if not slot.problem:
+                slot.over = tokens[row] in self._eos
+                if not slot.over and not slot.matcher.consume_token(tokens[row]):
+                    slot.fail()
             if slot.problem:
+                slot.over = True
                 failures.append(Failure(row, slot.problem))
         return failures
 
