@@ -118,7 +118,8 @@ class SamplingParams:
     `use_beam_search` finds the `n` (of Generate) sequences that transformers' beam search finds with `num_beams` and
     `num_return_sequences` n: `length_penalty` is the power of the length that a sequence's log probability is divided
     by; with `early_stopping` the search ends as soon as n sequences have ended. Their rows come at the end, best first.
-    which `ignore_eos` switches off. `grammar` allows only tokens that keep the answer in it; the answer ends when it
+
+    `grammar` allows only tokens that keep the answer in it; the answer ends when it
     is complete, whatever the others say.
     """
 
