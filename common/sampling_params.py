@@ -48,6 +48,8 @@ class LogitEdits:
     def counts_tokens(self) -> bool:
         """Whether a penalty depends on the tokens so far."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
 MAX_GRAMMAR_CHARS = 2**18
 GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 
