@@ -34,7 +34,7 @@ from common.sampling_params import SamplingParams
 from common.sockets import Inbox, Outbox, open_socket
 
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
-_ENDINGS = (
+ENDINGS = (  # of a connection, as its monitor tells them
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED  # nobody is there, also after a disconnect
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -71,7 +71,7 @@ class Connection:
         self._linger_ms = 500
         socket = open_socket(self._context, zmq.DEALER)
         socket.set(zmq.IPV6, address.startswith("tcp://["))
-        self._monitor = socket.get_monitor_socket(_ENDINGS)
+        self._monitor = socket.get_monitor_socket(ENDINGS)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:

@@ -107,6 +107,21 @@ class Str:
 
 
 @dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few names."""
+
+    names: tuple[str, ...]
+
+    def pack(self, value: str) -> str:
+        return value
+
+    def unpack(self, wire: Any, field: str) -> str:
+        if type(wire) is not str or wire not in self.names:
+            raise FieldError(field, f"must be one of {', '.join(self.names)}, got {_short(wire)}")
+        return wire
+
+
+@dataclass(frozen=True, slots=True)
 class Bytes:
     """At most `most` raw bytes."""
 

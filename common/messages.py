@@ -1,6 +1,7 @@
 """The whole wire schema: every message between two processes, in the order of a request's way.
 
     client ── Generate, Abort, GetStats ──► tokenizer        tokenizer ── AddRequest, Abort, GetStats ──► scheduler
+    client ── Tokenize, Detokenize, GetInfo ──► tokenizer ── Tokens, Text, Info or RequestError ──► client
                                                              tokenizer ── OpenStream ──► detokenizer
     scheduler ── StepPlan ──► every worker rank              worker rank 0 ── StepResult ──► scheduler
     scheduler ── TokenBatch, RequestError, Stats ──► detokenizer
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, ClassVar
 
-from common.codec import Struct, message
+from common.codec import MAX_FRAME_BYTES, Struct, message
 from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, IntMap, Ints, ListOf, MapOf, Maybe, Str
 from common.logprobs import LOGPROB_ROWS, LogprobRows
 from common.sampling_params import (
@@ -37,6 +38,7 @@ MAX_BATCH_TOKENS = 2**22
 MAX_PROMPT_CHARS = 2**24
 MAX_CHAT_MESSAGES = 4096
 MAX_CHOICES = 64
+MAX_TEMPLATE_CHARS = 2**20
 MAX_TOKEN_BYTES = 2**12
 _COUNT = 2**62
 
@@ -129,6 +131,98 @@ class GetStats:
 
     TAG: ClassVar[int] = 3
     query: Rid
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Ask for the Tokens of exactly one of `text` and `chat` (through the chat template), without a limit from the
+    context window.
+
+    `rid` is one of the client's numbers, as in Generate, of which a refusal speaks. `add_special_tokens` lets the
+    tokenizer add its own to a text; `with_pieces` asks for the tokenizer's name of each token too.
+    """
+
+    TAG: ClassVar[int] = 20
+    rid: Rid
+    text: Annotated[str | None, Maybe(Str(MAX_PROMPT_CHARS))]
+    chat: Annotated[tuple[ChatMessage, ...] | None, Maybe(ListOf(Struct(ChatMessage), MAX_CHAT_MESSAGES, 1))]
+    add_special_tokens: Annotated[bool, Bool()] = True
+    with_pieces: Annotated[bool, Bool()] = False
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.chat is None):
+            raise FieldError("prompt", "exactly one of text and chat must be given")
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The answer to Tokenize; `pieces` is empty where it was not asked for."""
+
+    TAG: ClassVar[int] = 21
+    rid: Rid
+    token_ids: TokenIds
+    pieces: Annotated[tuple[str, ...], ListOf(Str(MAX_PROMPT_CHARS), MAX_BATCH_TOKENS)] = ()
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    """Ask for the Text of tokens."""
+
+    TAG: ClassVar[int] = 22
+    rid: Rid
+    token_ids: TokenIds
+    skip_special_tokens: Annotated[bool, Bool()] = False
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The answer to Detokenize."""
+
+    TAG: ClassVar[int] = 23
+    rid: Rid
+    text: Annotated[str, Str(MAX_FRAME_BYTES)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class GetInfo:
+    """Ask for the Info of the cluster."""
+
+    TAG: ClassVar[int] = 24
+    rid: Rid
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a running cluster serves and with which limits; nothing in it changes while it runs.
+
+    `model` is the checkpoint's directory, `names` what clients may call it, the first being its name in answers.
+    `max_prompt` is the most tokens of a prompt, `chat_template` the text of the model's own, empty where it has none
+    that can be used, and `started_at` in Unix seconds.
+    """
+
+    TAG: ClassVar[int] = 25
+    rid: Rid
+    model: Annotated[str, Str(4096)]
+    names: Annotated[tuple[str, ...], ListOf(Str(256, 1), 16, 1)]
+    architecture: Annotated[str, Str(256)]
+    dtype: Annotated[str, Str(256)]
+    device: Annotated[str, Str(256)]
+    version: Annotated[str, Str(256)]
+    tp: Annotated[int, Int(1, 64)]
+    context_len: Annotated[int, Int(2, MAX_BATCH_TOKENS)]
+    max_prompt: Annotated[int, Int(1, MAX_BATCH_TOKENS)]
+    kv_tokens: Annotated[int, Int(1, _COUNT)]
+    page_size: Annotated[int, Int(1, 4096)]
+    vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
+    eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
+    chat_template: Annotated[str, Str(MAX_TEMPLATE_CHARS)]
+    started_at: Annotated[int, Int(0, _COUNT)]
 
 
 # ---- tokenizer -> scheduler, tokenizer -> detokenizer --------------------------------------------------------------
@@ -388,7 +482,7 @@ class Fatal:
 @message
 @dataclass(frozen=True, slots=True)
 class Go:
-    """All processes are ready: serve within these limits."""
+    """All processes are ready: serve within these limits. `labels` are for users to read."""
 
     TAG: ClassVar[int] = 15
     num_pages: Annotated[int, Int(1, MAX_RID)]
@@ -396,6 +490,7 @@ class Go:
     context_len: Annotated[int, Int(2, MAX_BATCH_TOKENS)]
     vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
     eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
+    labels: Annotated[dict[str, str], MapOf(Str(256), 16)] = field(default_factory=dict)  # rank 0's, and `version`
 
 
 @message

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from common.codec import Struct
-from common.fields import Bool, Float, Int, IntArray, IntMap, Ints, ListOf, Maybe, Str
+from common.fields import Bool, Float, Int, IntArray, IntMap, Ints, ListOf, Maybe, OneOf, Str
 
 MAX_TOKENS = 2**24
 MAX_STOP_STRINGS = 16
@@ -48,6 +48,8 @@ class LogitEdits:
     def counts_tokens(self) -> bool:
         """Whether a penalty depends on the tokens so far."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+MAX_GRAMMAR_CHARS = 2**18
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,26 @@ class DrawParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match as a whole, by `kind`:
+
+    `json_object`  any JSON object; `text` is empty
+    `json_schema`  JSON that the schema in `text` (JSON) accepts
+    `regex`        the regular expression in `text`, in the syntax of Rust's regex crate
+    `choice`       one of the strings in `text`, a JSON list
+    `lark`         the grammar in `text`, in llguidance's variant of Lark's syntax
+
+    With a `closing`, such as `</think>`, the first of it ends free text that comes before all that, and white space.
+    With an `opening` too, that text begins with it, and may be left out together with both.
+    """
+
+    kind: Annotated[str, OneOf(GRAMMAR_KINDS)]
+    text: Annotated[str, Str(MAX_GRAMMAR_CHARS)] = ""
+    opening: Annotated[str, Str(64)] = ""
+    closing: Annotated[str, Str(64)] = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling part of a request as the user gives it.
 
@@ -96,6 +118,9 @@ class SamplingParams:
     `use_beam_search` finds the `n` (of Generate) sequences that transformers' beam search finds with `num_beams` and
     `num_return_sequences` n: `length_penalty` is the power of the length that a sequence's log probability is divided
     by; with `early_stopping` the search ends as soon as n sequences have ended. Their rows come at the end, best first.
+
+    `grammar` allows only tokens that keep the answer in it; the answer ends when it
+    is complete, whatever the others say.
     """
 
     temperature: Annotated[float, Float(0.0, 100.0)] = 1.0
@@ -118,6 +143,7 @@ class SamplingParams:
     use_beam_search: Annotated[bool, Bool()] = False
     length_penalty: Annotated[float, Float(-100.0, 100.0)] = 1.0
     early_stopping: Annotated[bool, Bool()] = False
+    grammar: Annotated[Grammar | None, Maybe(Struct(Grammar))] = None
 
     def draw(self, seed: int, prompt_len: int = 0, ends: IntArray | None = None) -> DrawParams:
         """The worker's part, with the seed settled. `ends` are the tokens that `min_tokens` excludes at first."""
@@ -143,4 +169,5 @@ class SamplingParams:
 
 
 DRAW_PARAMS = Struct(DrawParams)
+GRAMMAR = Struct(Grammar)
 SAMPLING_PARAMS = Struct(SamplingParams)

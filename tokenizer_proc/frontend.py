@@ -17,20 +17,25 @@ from common.messages import (
     Abort,
     AddRequest,
     Beat,
+    Detokenize,
     ErrorCode,
     Finish,
     Generate,
+    GetInfo,
     GetStats,
+    Info,
     OpenStream,
     RequestError,
     Stats,
     TextBatch,
+    Tokenize,
     ints,
 )
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows, rows_of
 from tokenizer_proc.sampling_checks import check_prompt_logprobs, check_sampling, ends_of, excluded_at_first, stop_token
 
@@ -39,7 +44,7 @@ log = logging.getLogger(__name__)
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
 MAX_HELD = 2**16  # tokens named in log probabilities that are held for one row: bounds a frame
 MAX_QUERIES = 1024  # Stats questions on their way
-_FROM_CLIENTS = frozenset({Generate, Abort, GetStats})
+_FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
 
@@ -57,6 +62,7 @@ class Frontend:
         send_detokenizer: Send,
         clock: Callable[[], int],
         pool: Executor,
+        info: Info,
     ):
         self._limits = limits
         self._encoder = encoder
@@ -71,6 +77,7 @@ class Frontend:
         self._pending_chars = 0
         self._queries: dict[int, tuple[Owner, int]] = {}
         self._next_query = 0
+        self._questions = Questions(encoder, info, pool, self._send)
         self._stopping = False
         self._ignored = 0
         self.refused = RefusedFrames()
@@ -97,6 +104,11 @@ class Frontend:
                 self._abort(owner, msg.rid)
             case GetStats():
                 self._ask(owner, msg.query)
+            case Tokenize() | Detokenize() | GetInfo():
+                if self._clients.overflowing(owner):
+                    self._send(owner, _unread().answer(msg.rid))
+                else:
+                    self._questions.ask(owner, msg)
 
     def _generate(self, owner: Owner, msg: Generate) -> None:
         try:
@@ -288,8 +300,8 @@ class Frontend:
 
     @property
     def preparing(self) -> int:
-        """Requests whose prompt is being tokenized."""
-        return len(self._preparing)
+        """Requests whose prompt is being tokenized, and questions in work."""
+        return len(self._preparing) + len(self._questions)
 
     @property
     def has_backlog(self) -> bool:

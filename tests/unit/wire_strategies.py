@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.codec import Struct, schema_of
 from common.fields import Bool, Bytes, Checker, Float, Floats, Int, IntMap, Ints, ListOf, MapOf, Maybe, Str
 from common.logprobs import LogprobRows, Logprobs
-from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch
+from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch, Tokenize
 
 FEW = 6
 
@@ -135,10 +135,19 @@ def _generates(draw: st.DrawFn) -> Generate:
 
 
 @st.composite
+def _tokenizes(draw: st.DrawFn) -> Tokenize:
+    values = {name: draw(values_of(checker)) for name, checker in schema_of(Tokenize)}
+    prompt = draw(st.sampled_from(("text", "chat")))
+    maybe = dict(schema_of(Tokenize))[prompt]
+    assert isinstance(maybe, Maybe)
+    return Tokenize(**values | {"text": None, "chat": None, prompt: draw(values_of(maybe.inner))})
+
+
+@st.composite
 def _logprob_rows(draw: st.DrawFn) -> LogprobRows:
     rows = draw(st.lists(st.integers(0, 2**14 - 1), max_size=3, unique=True))
     parts = [draw(messages_of(Logprobs)) for _ in rows]
     return LogprobRows.of(dict(zip(rows, parts, strict=True))) or LogprobRows(array("i"), array("i"), Logprobs.empty())
 
 
-OWN = {Generate: _generates, LogprobRows: _logprob_rows}
+OWN = {Generate: _generates, Tokenize: _tokenizes, LogprobRows: _logprob_rows}
