@@ -13,6 +13,7 @@ _NOT_WITH_BEAMS = (
     "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar",
 )  # fmt: skip
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
+_NOT_BUILT = ("grammar",)
 
 
 def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
@@ -23,6 +24,9 @@ def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
     for name in () if params.use_beam_search else _ONLY_WITH_BEAMS:
         if _given(params, name):
             raise _refused(name, "goes only with use_beam_search")
+    for name in _NOT_BUILT:
+        if _given(params, name):
+            raise _refused(name, "is not supported yet")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
     limits.check_token_ids(ints(*params.logit_bias), "params.logit_bias")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
