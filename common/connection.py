@@ -52,7 +52,8 @@ class Unreachable(ConnectionLost):
 @dataclass(frozen=True, slots=True)
 class Row:
     """New output of one choice of a request (0 for the only one). `finish` is not NONE in the choice's last row.
-    `times` is TextBatch.times (nanoseconds), `received_ns` the CLOCK_MONOTONIC time when the row arrived here."""
+    `times` is TextBatch.times (nanoseconds), `received_ns` the CLOCK_MONOTONIC time when the row arrived here.
+    `tokens_so_far` is for transports that count a choice's tokens without naming them (HTTP); None: count the ids."""
 
     rid: int
     choice: int
@@ -63,6 +64,7 @@ class Row:
     cached_tokens: int
     times: Sequence[int]
     received_ns: int
+    tokens_so_far: int | None = None
 
 
 class Connection:
@@ -242,18 +244,26 @@ class Answer:
     finish: Finish = Finish.NONE
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    tokens_so_far: int | None = None
 
     def add(self, row: Row) -> None:
-        if row.token_ids and not self.first_ns:
+        if not self.first_ns and (row.token_ids or row.text):
             self.first_ns = row.received_ns
+        if row.tokens_so_far is not None:
+            self.tokens_so_far = row.tokens_so_far
         self.last_ns = row.received_ns
         self.texts.append(row.text)
         self.token_ids.extend(row.token_ids)
         self.prompt_tokens, self.cached_tokens, self.finish = row.prompt_tokens, row.cached_tokens, row.finish
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens came, as far as the transport tells."""
+        return len(self.token_ids) if self.tokens_so_far is None else self.tokens_so_far
+
     def as_dict(self) -> dict[str, object]:
         """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens."""
-        tokens = len(self.token_ids)
+        tokens = self.tokens
         ttft_ms = (self.first_ns - self.sent_ns) / 1e6 if self.first_ns else None
         itl_ms = (self.last_ns - self.first_ns) / 1e6 / (tokens - 1) if tokens > 1 else None
         return {

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import client
+import client_cli.target
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, ints
 from common.run_dir import RunDir
 from common.sampling_params import SamplingParams
@@ -189,8 +191,8 @@ def test_waits_for_the_cluster(short_dir: Path, monkeypatch: pytest.MonkeyPatch)
     """The cluster becomes ready while the client waits between two looks."""
     held = RunDir(short_dir)
     info = {"addresses": {"frontend": "ipc://there"}}
-    monkeypatch.setattr(client.time, "sleep", lambda _: held.write_cluster(info))
-    assert client.find_address(short_dir, None, wait_s=60) == "ipc://there"
+    monkeypatch.setattr(client_cli.target.time, "sleep", lambda _: held.write_cluster(info))
+    assert client_cli.target.Target(short_dir, wait_s=60).frontend() == "ipc://there"
     held.close()
 
 
@@ -312,7 +314,11 @@ def test_wrong_options_are_refused_before_anything_is_sent(args: list[str], said
 
 
 def test_help_names_every_option() -> None:
-    shown = run("--help").stdout
-    for parameter in client.main.params:
-        if isinstance(parameter, client.click.Option):
-            assert parameter.help and parameter.opts[0] in shown
+    for name, words in client.COMMANDS.items():
+        assert f"{name} " in run("--help").stdout and words
+        shown = run(name, "--help").stdout
+        command = client.main.get_command(click.Context(client.main), name)
+        assert command is not None
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help and parameter.opts[0] in shown
