@@ -242,6 +242,7 @@ def _limits(workers: list[Ready]) -> Go:
         context_len=info["context_len"],
         vocab_size=info["vocab_size"],
         eos_token_ids=ints(*eos),
+        labels=workers[0].labels | {"version": VERSION},
     )
 
 

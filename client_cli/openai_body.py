@@ -1,11 +1,12 @@
 """Requests and answers in OpenAI's format: bodies from checked requests, rows from chunks and whole answers."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError
-from common.sampling_params import SamplingParams
+from common.sampling_params import Grammar, SamplingParams
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -34,12 +35,40 @@ def to_body(
     for name in (field.name for field in fields(SamplingParams)):
         value = getattr(params, name)
         if value != getattr(_DEFAULTS, name):
-            body[name] = list(value) if name in ("stop", "stop_token_ids") else value
+            body |= _field(name, value, path)
     empty = {"n": 1, "cache_salt": "", "priority": 0, "deadline_ms": 0}
     body |= {name: value for name, value in more.items() if value != empty[name]}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return path, body
+
+
+def _field(name: str, value: Any, path: str) -> dict[str, Any]:
+    """A field of SamplingParams as OpenAI's API has it, or as vLLM extends it."""
+    match name:
+        case "stop" | "stop_token_ids":
+            return {name: list(value)}
+        case "logit_bias":
+            return {name: {str(token): bias for token, bias in value.items()}}
+        case "logprobs" if path == CHAT:
+            return {"logprobs": True, "top_logprobs": value}
+        case "grammar":
+            return _response_format(value)
+    return {name: value}
+
+
+def _response_format(grammar: Grammar) -> dict[str, Any]:
+    match grammar.kind:
+        case "json_object":
+            return {"response_format": {"type": "json_object"}}
+        case "json_schema":
+            schema = {"name": "answer", "schema": json.loads(grammar.text)}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case "choice":
+            return {"structured_outputs": {"choice": json.loads(grammar.text)}}
+        case "regex":
+            return {"structured_outputs": {"regex": grammar.text}}
+    return {"structured_outputs": {"grammar": grammar.text}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import cast
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from common.logprobs import TokenLogprobs
 from common.messages import (
     MAX_CHOICES,
     MAX_RID,
@@ -28,11 +29,13 @@ from common.messages import (
     Stats,
     TextBatch,
 )
+from common.rows import Row as Row
+from common.rows import RowReader
 from common.sampling_params import SamplingParams
 from common.sockets import Inbox, Outbox, open_socket
 
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
-_ENDINGS = (
+ENDINGS = (  # of a connection, as its monitor tells them
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED  # nobody is there, also after a disconnect
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -49,24 +52,6 @@ class Unreachable(ConnectionLost):
     """Nobody is at the address."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """New output of one choice of a request (0 for the only one). `finish` is not NONE in the choice's last row.
-    `times` is TextBatch.times (nanoseconds), `received_ns` the CLOCK_MONOTONIC time when the row arrived here.
-    `tokens_so_far` is for transports that count a choice's tokens without naming them (HTTP); None: count the ids."""
-
-    rid: int
-    choice: int
-    text: str
-    token_ids: Sequence[int]
-    finish: Finish
-    prompt_tokens: int
-    cached_tokens: int
-    times: Sequence[int]
-    received_ns: int
-    tokens_so_far: int | None = None
-
-
 class Connection:
     """A DEALER connection to the address of a cluster's frontend.
 
@@ -80,13 +65,14 @@ class Connection:
         self._silent_s = 0.0
         self._live: dict[int, set[int]] = {}  # the choices of each request that have not ended
         self._numbers = count()
+        self._reader = RowReader()
         self._rows: deque[Row | RequestError] = deque()
         self._stats: dict[int, dict[str, int]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._linger_ms = 500
         socket = open_socket(self._context, zmq.DEALER)
         socket.set(zmq.IPV6, address.startswith("tcp://["))
-        self._monitor = socket.get_monitor_socket(_ENDINGS)
+        self._monitor = socket.get_monitor_socket(ENDINGS)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -206,24 +192,17 @@ class Connection:
         if isinstance(msg, Stats):
             self._stats[msg.query] = msg.values
         elif isinstance(msg, RequestError):
+            self._reader.forget(msg.rid)
             if self._live.pop(msg.rid, None) is not None:
                 self._rows.append(msg)
         elif isinstance(msg, TextBatch):
             self._take_batch(msg, now_ns)
 
     def _take_batch(self, batch: TextBatch, now_ns: int) -> None:
-        start = 0
-        for i, rid in enumerate(batch.rids):
-            tokens = batch.token_ids[start : start + batch.counts[i]]
-            start += batch.counts[i]
-            choice = batch.choices[i]
-            if choice not in self._live.get(rid, ()):
-                continue
-            finish = Finish(batch.finish[i])
-            if finish is not Finish.NONE:
-                self._end_choice(rid, choice)
-            prompt, cached = batch.prompt_tokens[i], batch.cached[i]
-            self._rows.append(Row(rid, choice, batch.texts[i], tokens, finish, prompt, cached, batch.times, now_ns))
+        for row in self._reader.rows(batch, now_ns, lambda rid, choice: choice in self._live.get(rid, ())):
+            if row.finish is not Finish.NONE:
+                self._end_choice(row.rid, row.choice)
+            self._rows.append(row)
 
     def _end_choice(self, rid: int, choice: int) -> None:
         running = self._live[rid]
@@ -245,12 +224,19 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     tokens_so_far: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    stop_reason: int | str | None = None
 
     def add(self, row: Row) -> None:
         if not self.first_ns and (row.token_ids or row.text):
             self.first_ns = row.received_ns
         if row.tokens_so_far is not None:
             self.tokens_so_far = row.tokens_so_far
+        if row.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *row.logprobs]
+        self.prompt_logprobs = row.prompt_logprobs or self.prompt_logprobs
+        self.stop_reason = row.stop_reason
         self.last_ns = row.received_ns
         self.texts.append(row.text)
         self.token_ids.extend(row.token_ids)
@@ -262,11 +248,12 @@ class Answer:
         return len(self.token_ids) if self.tokens_so_far is None else self.tokens_so_far
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens."""
+        """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens. Log
+        probabilities are there if they were asked for."""
         tokens = self.tokens
         ttft_ms = (self.first_ns - self.sent_ns) / 1e6 if self.first_ns else None
         itl_ms = (self.last_ns - self.first_ns) / 1e6 / (tokens - 1) if tokens > 1 else None
-        return {
+        result: dict[str, object] = {
             "text": "".join(self.texts),
             "token_ids": self.token_ids,
             "prompt_tokens": self.prompt_tokens,
@@ -277,13 +264,20 @@ class Answer:
             "itl_ms": None if itl_ms is None else round(itl_ms, 3),
             "e2e_ms": round((self.last_ns - self.sent_ns) / 1e6, 3),
         }
+        if self.logprobs is not None:
+            result["logprobs"] = [entry.as_dict() for entry in self.logprobs]
+        if self.prompt_logprobs is not None:
+            result["prompt_logprobs"] = [entry and entry.as_dict() for entry in self.prompt_logprobs]
+        return result
 
 
 def result_of(answers: Sequence[Answer]) -> dict[str, object]:
     """A request as JSON-ready values: those of its first choice, and where it has several, all of them in `choices`."""
     result = answers[0].as_dict()
     if len(answers) > 1:
-        shown = ("text", "token_ids", "finish_reason", "cached_tokens")
+        shown = ("text", "token_ids", "finish_reason", "cached_tokens", "logprobs")
         each = [answer.as_dict() for answer in answers]
-        result["choices"] = [{"index": i} | {name: values[name] for name in shown} for i, values in enumerate(each)]
+        result["choices"] = [
+            {"index": i} | {name: values[name] for name in shown if name in values} for i, values in enumerate(each)
+        ]
     return result

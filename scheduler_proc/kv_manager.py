@@ -103,11 +103,12 @@ class KVManager:
         tokens = request.tokens[: whole * self.page_size].tobytes()
         if self.tree.peek(tokens, len(tokens), request.salt) // self.page_size > request.shared_pages:
             return
-        node, _ = self.tree.insert(tokens, request.pages[:whole], request.salt)
-        self.tree.lock(node)
-        if request.node is not None:
-            self.tree.unlock(request.node)
-        request.node = node
+        node, _ = self.tree.insert(tokens, request.pages[:whole], request.salt, request.node)
+        if node is not request.node:
+            self.tree.lock(node)
+            if request.node is not None:
+                self.tree.unlock(request.node)
+            request.node = node
         request.shared_pages = whole
 
     def release(self, request: Request) -> None:
@@ -115,5 +116,5 @@ class KVManager:
         known = min(request.cached_len, len(request.tokens))
         if self.prefix_cache and known > request.shared_pages * self.page_size:
             pages = request.pages[: self.pages_for(known)]
-            self.tree.insert(request.tokens[:known].tobytes(), pages, request.salt)
+            self.tree.insert(request.tokens[:known].tobytes(), pages, request.salt, request.node)
         self.unlock_prefix(request)

@@ -17,27 +17,33 @@ from common.messages import (
     Abort,
     AddRequest,
     Beat,
+    Detokenize,
     ErrorCode,
     Finish,
     Generate,
+    GetInfo,
     GetStats,
+    Info,
     OpenStream,
     RequestError,
     Stats,
     TextBatch,
+    Tokenize,
     ints,
 )
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows
+from tokenizer_proc.sampling_checks import check_sampling
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
 MAX_QUERIES = 1024  # Stats questions on their way
-_FROM_CLIENTS = frozenset({Generate, Abort, GetStats})
+_FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
 
@@ -55,6 +61,7 @@ class Frontend:
         send_detokenizer: Send,
         clock: Callable[[], int],
         pool: Executor,
+        info: Info,
     ):
         self._limits = limits
         self._encoder = encoder
@@ -69,6 +76,7 @@ class Frontend:
         self._pending_chars = 0
         self._queries: dict[int, tuple[Owner, int]] = {}
         self._next_query = 0
+        self._questions = Questions(encoder, info, pool, self._send)
         self._stopping = False
         self._ignored = 0
         self.refused = RefusedFrames()
@@ -95,6 +103,11 @@ class Frontend:
                 self._abort(owner, msg.rid)
             case GetStats():
                 self._ask(owner, msg.query)
+            case Tokenize() | Detokenize() | GetInfo():
+                if self._clients.overflowing(owner):
+                    self._send(owner, _unread().answer(msg.rid))
+                else:
+                    self._questions.ask(owner, msg)
 
     def _generate(self, owner: Owner, msg: Generate) -> None:
         try:
@@ -116,7 +129,7 @@ class Frontend:
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
-        self._limits.check_token_ids(msg.params.stop_token_ids, "params.stop_token_ids")
+        check_sampling(msg, self._limits)
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
         if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
@@ -279,8 +292,8 @@ class Frontend:
 
     @property
     def preparing(self) -> int:
-        """Requests whose prompt is being tokenized."""
-        return len(self._preparing)
+        """Requests whose prompt is being tokenized, and questions in work."""
+        return len(self._preparing) + len(self._questions)
 
     @property
     def has_backlog(self) -> bool:
