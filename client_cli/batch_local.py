@@ -39,6 +39,9 @@ def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
     for name in ("stream", "user"):  # false as checked before; for logs of the provider
         body.pop(name, None)
     values = {name: value for name, value in body.items() if value is not None}
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        if name in values:
+            raise FieldError(name, "does not work over ipc; use --url with the cluster's HTTP address")
     if line.url == CHAT:
         if "prompt" in values:
             raise FieldError("prompt", f"belongs to another url than {CHAT}")

@@ -150,7 +150,10 @@ class Chat:
             if self._link is None:
                 self._link = self._target.open()
             with deferred_interrupt() as check:
-                return self._follow(self._link, request, texts, check)
+                stopped = self._follow(self._link, request, texts, check)
+            if not stopped and not self._terminal:
+                check()  # it came with the last words: on a terminal it has nothing left to stop, on a pipe it ends us
+            return stopped
         except (ConnectionLost, FrameError):
             self._close()
             raise

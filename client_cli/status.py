@@ -43,11 +43,11 @@ def _look(target: Target, timeout_s: float) -> tuple[dict[str, Any], int]:
     from common.connection import ConnectionLost, Unreachable
 
     state: dict[str, Any] = {"status": "none", "problem": None, "server": target.url or target.address}
-    started = time.monotonic()
     try:
         watcher = Watcher(target)
     except (NoClusterError, Unreachable) as error:
         return state | {"problem": str(error)}, EXIT_NO_CLUSTER
+    started = time.monotonic()
     try:
         problem = _remote(watcher, state, timeout_s) if target.url else _local(watcher, state, timeout_s)
     except Unreachable as error:

@@ -86,13 +86,13 @@ def view(info: dict[str, Any], now: "Snapshot", before: "Snapshot | None", proce
                   f"{_rate(now, before, 'finished', 1)} ended/s", f"{_n(now.preempted)} preemptions")  # fmt: skip
     generated, prompt = _rate(now, before, "output_tokens"), _rate(now, before, "prompt_tokens")
     table.add_row("tokens/s", f"{generated} generated", f"{prompt} prompt", f"hit rate {_percent(now.hit_rate)}", "")
-    table.add_row("KV cache", f"{_percent(now.kv_usage)} in use", _bar(now), "", "")
+    table.add_row("KV cache", f"{_percent(now.kv_usage)} in use", "", "", "")
     if now.pages is not None:
         pages = now.pages
         cached = f"{pages['evictable']:,} evictable"
         table.add_row("pages", f"{pages['held']:,} held", f"{pages['locked']:,} locked", cached,
                       f"{pages['free']:,} free of {pages['total']:,}")  # fmt: skip
-    parts.append(table)
+    parts += [table, *([Text(_bar(now))] if now.kv_usage is not None else [])]
     if processes:
         rows = Table("process", "pid", "CPU %", "RSS MiB", "threads", box=None, padding=(0, 2, 0, 0))
         for column in rows.columns[1:]:
@@ -119,11 +119,9 @@ def _rate(now: "Snapshot", before: "Snapshot | None", name: str, digits: int = 0
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _bar(now: "Snapshot", width: int = 24) -> str:
+def _bar(now: "Snapshot", width: int = 64) -> str:
     """The KV cache as a bar: in use, cached, free."""
-    if now.kv_usage is None:
-        return ""
-    used = round(min(1.0, now.kv_usage) * width)
+    used = round(min(1.0, now.kv_usage or 0.0) * width)
     cached = 0
     if now.pages is not None and now.pages["total"]:
         cached = round(now.pages["evictable"] / now.pages["total"] * width)
