@@ -242,6 +242,7 @@ def _limits(workers: list[Ready]) -> Go:
         context_len=info["context_len"],
         vocab_size=info["vocab_size"],
         eos_token_ids=ints(*eos),
+        labels=workers[0].labels | {"version": VERSION},
     )
 
 
@@ -316,6 +317,7 @@ class Size(click.ParamType[int]):
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option("--tp", type=int, default=1, help="Tensor parallel worker ranks.")
 @click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]")
+@click.option("--cpu-kernels", default="auto", help="auto, amx, avx512, generic or torch (no native code).")
 @click.option("--context-len", type=int, default=None, help="Tokens of prompt and answer.  [default: the model's]")
 @click.option("--page-size", type=int, default=16, help="Tokens per page of the KV cache.")
 @click.option("--kv-tokens", type=int, default=None, help="Size of the KV cache in tokens.")
@@ -337,10 +339,10 @@ class Size(click.ParamType[int]):
 @click.option("--start-timeout", type=float, default=300.0, help="Seconds until all processes must be ready.")
 @click.version_option(VERSION)
 def main(
-    model: str, dtype: str, device: str, tp: int, threads: int | None, context_len: int | None, page_size: int,
-    kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int, max_waiting: int,
-    max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str, ageing: float,
-    steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
+    model: str, dtype: str, device: str, tp: int, threads: int | None, cpu_kernels: str, context_len: int | None,
+    page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int,
+    max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str,
+    ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
     log_level: str, start_timeout: float,
 ) -> None:  # fmt: skip
     """Start a Rhizome cluster and serve until Ctrl-C."""
@@ -351,7 +353,7 @@ def main(
         try:
             config = ClusterConfig(
                 run_dir=str(directory.path),
-                model=ModelConfig(str(Path(model).resolve()), dtype, device, context_len, tp, threads),
+                model=ModelConfig(str(Path(model).resolve()), dtype, device, context_len, tp, threads, cpu_kernels),
                 cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache),
                 scheduler=SchedulerConfig(
                     max_running=max_running,

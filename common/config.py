@@ -15,6 +15,7 @@ _LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]
 POLICIES = ("fcfs", "lpm", "round-robin", "priority")
 ADMISSIONS = ("ratio", "peak", "reserve")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_KERNELS = ("auto", "amx", "avx512", "generic", "torch")
 
 
 class ConfigError(ValueError):
@@ -28,7 +29,10 @@ def _check(ok: bool, field: str, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank."""
+    """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank.
+
+    `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those.
+    """
 
     path: str
     dtype: str = "auto"
@@ -36,10 +40,12 @@ class ModelConfig:
     context_len: int | None = None
     tp: int = 1
     threads: int | None = None
+    cpu_kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         _check(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
+        _check(self.cpu_kernels in CPU_KERNELS, "cpu_kernels", f"one of {', '.join(CPU_KERNELS)}")
         _check(1 <= self.tp <= 64, "tp", "between 1 and 64")
         _check(self.context_len is None or self.context_len >= 2, "context_len", "at least 2")
         _check(self.threads is None or 1 <= self.threads <= 1024, "threads", "between 1 and 1024")
@@ -99,6 +105,42 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """The HTTP gateway: where it listens (`port` 0 is any free one), what the model is called, who may use it.
+
+    `served_names` are what requests may call the model, the first being its name in answers; empty is the name of its
+    directory. `api_key_file` is the path of the keys, which are never here themselves. `cors_origins` are the origins
+    whose pages may ask. `strict_fields` refuses unknown fields instead of naming them. `max_body_bytes` bounds a body.
+    """
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_names: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    strict_fields: bool = False
+    key_concurrency: int = 0
+    max_body_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port <= 65535, "port", "between 0 and 65535")
+        _check(0 < len(self.host) <= 255, "host", "a name or address")
+        ok = len(self.served_names) <= 16 and all(0 < len(name) <= 256 for name in self.served_names)
+        _check(ok, "served_model_name", "given at most 16 times, with 1 to 256 characters")
+        _check(0 <= self.key_concurrency <= 10**6, "key_concurrency", "between 0 (no limit) and 1000000")
+        _check(1024 <= self.max_body_bytes <= 2**30, "max_body", "between 1KiB and 1GiB")
+        for origin in self.cors_origins:
+            _check(
+                re.fullmatch(r"\*|https?://[^/\s]+", origin) is not None, "cors_origin", f"an origin, got {origin!r}"
+            )
+
+    def names(self, model_path: str) -> tuple[str, ...]:
+        """What the model is called, never empty."""
+        return self.served_names or (Path(model_path).name or "model",)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """All of it. `listen` is an extra tcp address for clients, loopback only, beside the ipc socket.
 
@@ -109,6 +151,7 @@ class ClusterConfig:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    http: HttpConfig = HttpConfig()
     listen: str | None = None
     log_level: str = "info"
     start_timeout_s: float = 300.0
@@ -147,6 +190,11 @@ def _build(cls: type, values: Any, where: str) -> Any:
     for name, hint in hints.items():
         if dataclasses.is_dataclass(hint):
             built[name] = _build(typing.cast(type, hint), values[name], name)
+            continue
+        if typing.get_origin(hint) is tuple:
+            if type(values[name]) is not list or any(type(v) is not str for v in values[name]):
+                raise ConfigError(f"{where}.{name}: must be a list of texts")
+            built[name] = tuple(values[name])
             continue
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(values[name]) not in allowed and not (float in allowed and type(values[name]) is int):

@@ -37,17 +37,17 @@ class KVManager:
         """How many tokens of a waiting request are in the cache now."""
         if not self.prefix_cache:
             return 0
-        return self.tree.peek(request.tokens.tobytes(), len(request.tokens) - 1, request.salt)
+        return self.tree.peek(request.tokens.tobytes(), request.match_limit, request.salt)
 
     def lock_prefix(self, request: Request) -> tuple[int, int]:
         """Give `request`, which holds nothing, the longest cached prefix of its tokens, and lock it.
 
-        At least one token is left to compute, because its logits are needed. Returns the page in which the match ends
+        Tokens whose logits are needed are left to compute, one at least. Returns the page in which the match ends
         and how many of its tokens match, which `take_room` copies; (-1, 0) when it ends between pages.
         """
         if not self.prefix_cache:
             return -1, 0
-        match = self.tree.match(request.tokens.tobytes(), len(request.tokens) - 1, request.salt)
+        match = self.tree.match(request.tokens.tobytes(), request.match_limit, request.salt)
         self.tree.lock(match.node)
         self.pool.share(match.pages)
         request.node = match.node
@@ -103,11 +103,12 @@ class KVManager:
         tokens = request.tokens[: whole * self.page_size].tobytes()
         if self.tree.peek(tokens, len(tokens), request.salt) // self.page_size > request.shared_pages:
             return
-        node, _ = self.tree.insert(tokens, request.pages[:whole], request.salt)
-        self.tree.lock(node)
-        if request.node is not None:
-            self.tree.unlock(request.node)
-        request.node = node
+        node, _ = self.tree.insert(tokens, request.pages[:whole], request.salt, request.node)
+        if node is not request.node:
+            self.tree.lock(node)
+            if request.node is not None:
+                self.tree.unlock(request.node)
+            request.node = node
         request.shared_pages = whole
 
     def release(self, request: Request) -> None:
@@ -115,5 +116,5 @@ class KVManager:
         known = min(request.cached_len, len(request.tokens))
         if self.prefix_cache and known > request.shared_pages * self.page_size:
             pages = request.pages[: self.pages_for(known)]
-            self.tree.insert(request.tokens[:known].tobytes(), pages, request.salt)
+            self.tree.insert(request.tokens[:known].tobytes(), pages, request.salt, request.node)
         self.unlock_prefix(request)

@@ -97,11 +97,14 @@ class RadixTree:
         _, shared = self._neighbour(node, tokens[position : min(end, position + self._page_bytes)])
         return position // TOKEN_BYTES + shared
 
-    def insert(self, tokens: bytes, pages: list[int], salt: str = "") -> tuple[Node, int]:
+    def insert(self, tokens: bytes, pages: list[int], salt: str = "", own: Node | None = None) -> tuple[Node, int]:
         """Make `pages`, which hold the KV of `tokens` (the last one perhaps in part), known to all.
 
         Returns the node at their end and how many leading pages were already there: those stay the tree's own, and
         the caller keeps (or frees) its duplicates. The tree takes a reference of each page that is new to it.
+
+        `own` is the node that the caller has locked, once. A leaf that is full and locked by nobody but the caller
+        grows in place, so that a sequence that is inserted bit by bit stays one edge.
         """
         if not 0 <= len(pages) * self._page_bytes - len(tokens) < self._page_bytes:
             raise ValueError(f"{len(tokens)} bytes of tokens do not fill {len(pages)} pages")
@@ -115,6 +118,15 @@ class RadixTree:
             return node, present + 1  # a page that begins with these tokens is there
         fresh = pages[present:]
         self._pool.share(fresh)
+        if self._may_grow(node, own):
+            node.key += rest
+            node.pages = node.pages + fresh  # a new list: earlier matches may still look at the old one
+            self.num_pages += len(fresh)
+            if not node.locks:
+                self.evictable += len(fresh)
+                self._offer(node)
+            self.version += 1
+            return node, present
         child = Node(rest, fresh, node)
         child.last_access = next(self._clock)
         self._adopt(node, child)
@@ -218,6 +230,11 @@ class RadixTree:
             if shared > most:
                 best, most = node.children[key], shared
         return best, most
+
+    def _may_grow(self, node: Node, own: Node | None) -> bool:
+        """Whether nobody could tell that more pages follow on `node`'s edge: no child, no foreign lock, no root."""
+        full = len(node.key) == len(node.pages) * self._page_bytes
+        return node.parent is not None and not node.children and full and node.locks == (node is own)
 
     def _adopt(self, parent: Node, child: Node) -> None:
         first = child.key[: self._page_bytes]

@@ -17,27 +17,34 @@ from common.messages import (
     Abort,
     AddRequest,
     Beat,
+    Detokenize,
     ErrorCode,
     Finish,
     Generate,
+    GetInfo,
     GetStats,
+    Info,
     OpenStream,
     RequestError,
     Stats,
     TextBatch,
+    Tokenize,
     ints,
 )
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
-from tokenizer_proc.rows import Rows
+from tokenizer_proc.questions import Questions
+from tokenizer_proc.rows import Rows, rows_of
+from tokenizer_proc.sampling_checks import check_prompt_logprobs, check_sampling, ends_of, excluded_at_first, stop_token
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
+MAX_HELD = 2**16  # tokens named in log probabilities that are held for one row: bounds a frame
 MAX_QUERIES = 1024  # Stats questions on their way
-_FROM_CLIENTS = frozenset({Generate, Abort, GetStats})
+_FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
 
@@ -55,6 +62,7 @@ class Frontend:
         send_detokenizer: Send,
         clock: Callable[[], int],
         pool: Executor,
+        info: Info,
     ):
         self._limits = limits
         self._encoder = encoder
@@ -69,6 +77,7 @@ class Frontend:
         self._pending_chars = 0
         self._queries: dict[int, tuple[Owner, int]] = {}
         self._next_query = 0
+        self._questions = Questions(encoder, info, pool, self._send)
         self._stopping = False
         self._ignored = 0
         self.refused = RefusedFrames()
@@ -95,6 +104,11 @@ class Frontend:
                 self._abort(owner, msg.rid)
             case GetStats():
                 self._ask(owner, msg.query)
+            case Tokenize() | Detokenize() | GetInfo():
+                if self._clients.overflowing(owner):
+                    self._send(owner, _unread().answer(msg.rid))
+                else:
+                    self._questions.ask(owner, msg)
 
     def _generate(self, owner: Owner, msg: Generate) -> None:
         try:
@@ -116,7 +130,7 @@ class Frontend:
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
-        self._limits.check_token_ids(msg.params.stop_token_ids, "params.stop_token_ids")
+        check_sampling(msg, self._limits)
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
         if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
@@ -157,11 +171,14 @@ class Frontend:
                 raise _expired(entry)
             left_ms = max(1, left // 10**6)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
-        stops = ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+        check_prompt_logprobs(params, len(prompt))
+        stops = ends_of(params, self._eos)
+        ends = excluded_at_first(params, self._eos)
         entry.prompt = prompt
         for choice in entry.choices:
-            draw = params.draw(choice.seed)
-            self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens))
+            draw = params.draw(choice.seed, len(prompt), ends)
+            opened = OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens)
+            self._send_detokenizer(opened)
             self._send_scheduler(
                 AddRequest(choice.rid, prompt, entry.max_tokens, stops, draw, entry.cache_salt, entry.priority, left_ms)
             )
@@ -218,30 +235,34 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
+        times = batch.times[:]
+        times.append(self._clock())
         by_owner: dict[Owner, Rows] = {}
-        at = 0
-        for i, rid in enumerate(batch.rids):
-            tokens = batch.token_ids[at : at + batch.counts[i]]
-            at += batch.counts[i]
-            choice = self._ledger.get(rid)
+        for row in rows_of(batch):
+            choice = self._ledger.get(row.rid)
             if choice is None:
                 continue  # its client is gone, or the request ended with an error
             entry = choice.entry
-            choice.emitted.extend(tokens)
-            choice.cached = max(choice.cached, batch.cached[i])
-            finish, text = batch.finish[i], batch.texts[i]
-            if finish != Finish.NONE:
-                self._end(choice, finish)
+            choice.emitted.extend(row.tokens)
+            choice.cached = max(choice.cached, row.cached)
+            if row.finish != Finish.NONE:
+                self._end(choice, row.finish)
+            tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
-                choice.texts.append(text)
-                if finish == Finish.NONE:
+                choice.hold(row, token_bytes)
+                if row.finish == Finish.NONE and len(choice.scores) < MAX_HELD:
                     continue
-                tokens, text = choice.emitted, "".join(choice.texts)
+                tokens, text, scores, token_bytes = choice.release()
             rows = by_owner.setdefault(entry.owner, Rows())
-            rows.add(entry.client_rid, choice.index, tokens, text, finish, len(entry.prompt or ()), choice.cached)
+            if rows.scored > MAX_HELD:  # log probabilities make a frame large: the rest goes into another one
+                self._send_rows(entry.owner, rows.batch(times))
+                rows = by_owner[entry.owner] = Rows()
+            prompt_tokens = len(entry.prompt or ())
+            rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
+            rows.add_scores(scores, token_bytes.__getitem__)
+            if row.finish == Finish.STOP:
+                rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():
-            times = batch.times[:]
-            times.append(self._clock())
             self._send_rows(owner, rows.batch(times))
 
     def _end(self, choice: Choice, finish: int) -> None:
@@ -279,8 +300,8 @@ class Frontend:
 
     @property
     def preparing(self) -> int:
-        """Requests whose prompt is being tokenized."""
-        return len(self._preparing)
+        """Requests whose prompt is being tokenized, and questions in work."""
+        return len(self._preparing) + len(self._questions)
 
     @property
     def has_backlog(self) -> bool:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from common.config import (
     ADMISSIONS,
     CONFIG_FILE,
+    CPU_KERNELS,
     DTYPES,
     POLICIES,
     CacheConfig,
     ClusterConfig,
     ConfigError,
+    HttpConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -33,6 +35,7 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         context_len=draw(st.none() | st.integers(2, 10**6)),
         tp=draw(st.integers(1, 64)),
         threads=draw(st.none() | st.integers(1, 1024)),
+        cpu_kernels=draw(st.sampled_from(CPU_KERNELS)),
     )
     page_size = draw(st.integers(1, 4096))
     cache = CacheConfig(
@@ -52,8 +55,17 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         itl_target_ms=draw(st.floats(0.0, 60000.0)),
         in_batch_gain=draw(positive),
     )
+    http = HttpConfig(
+        enabled=draw(st.booleans()),
+        port=draw(st.integers(0, 65535)),
+        served_names=draw(st.lists(st.text(min_size=1, max_size=20), max_size=3).map(tuple)),
+        api_key_file=draw(st.none() | st.just("/keys")),
+        cors_origins=draw(st.sampled_from([(), ("*",), ("https://a.example", "http://localhost:3000")])),
+        strict_fields=draw(st.booleans()),
+        key_concurrency=draw(st.integers(0, 100)),
+    )
     return ClusterConfig(
-        run_dir, model, cache, scheduler,
+        run_dir, model, cache, scheduler, http,
         listen=draw(st.none() | st.integers(1, 65535).map(lambda port: f"tcp://127.0.0.1:{port}")),
         log_level=draw(st.sampled_from(("debug", "info", "warning", "error"))),
         start_timeout_s=draw(st.floats(0.1, 86400.0)),
@@ -76,6 +88,8 @@ def build(section: str, **values: Any) -> Any:
         return ModelConfig(**{"path": "m", **values})
     if section == "cache":
         return CacheConfig(**values)
+    if section == "http":
+        return HttpConfig(**values)
     if section == "scheduler":
         return SchedulerConfig(**values)
     return ClusterConfig(**{"run_dir": "d", "model": ModelConfig("m"), **values})
@@ -112,6 +126,13 @@ def build(section: str, **values: Any) -> Any:
         ("scheduler", {"itl_target_ms": -1.0}, "itl-target"),
         ("scheduler", {"itl_target_ms": float("inf")}, "itl-target"),
         ("scheduler", {"in_batch_gain": 0}, "in-batch-gain"),
+        ("http", {"port": 65536}, "port"),
+        ("http", {"host": ""}, "host"),
+        ("http", {"served_names": ("",)}, "served-model-name"),
+        ("http", {"served_names": ("a",) * 17}, "served-model-name"),
+        ("http", {"key_concurrency": -1}, "key-concurrency"),
+        ("http", {"max_body_bytes": 10}, "max-body"),
+        ("http", {"cors_origins": ("example.org",)}, "cors-origin"),
         ("cluster", {"log_level": "loud"}, "log-level"),
         ("cluster", {"start_timeout_s": 0.0}, "start-timeout"),
         ("cluster", {"start_timeout_s": float("nan")}, "start-timeout"),
@@ -130,7 +151,7 @@ def test_refusals_name_the_option(section: str, values: dict[str, Any], option: 
         build(section, **values)
 
 
-@pytest.mark.parametrize("section", ["model", "cache", "scheduler", "cluster"])
+@pytest.mark.parametrize("section", ["model", "cache", "scheduler", "http", "cluster"])
 def test_defaults_are_allowed_and_nothing_changes_afterwards(section: str) -> None:
     config = build(section)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -148,6 +169,8 @@ def test_defaults_are_allowed_and_nothing_changes_afterwards(section: str) -> No
         (("cache", "kv_tokens"), "many", "cache.kv_tokens"),
         (("scheduler", "max_running"), None, "scheduler.max_running"),
         (("scheduler",), [], "scheduler"),
+        (("http", "served_names"), "name", "http.served_names"),
+        (("http", "cors_origins"), [1], "http.cors_origins"),
         (("listen",), 5555, "config.listen"),
         (("start_timeout_s",), "soon", "config.start_timeout_s"),
         (("unknown",), 1, "config"),

@@ -158,3 +158,27 @@ def test_a_long_edge_that_differs_anywhere_is_cut_exactly_there():
     for at in (0, 1, 2, 999, 1000, 1023, 1024, 1025, 1998, 1999):
         other = [*tokens[:at], -1, *tokens[at + 1 :]]
         assert tree.match(raw(other), 4000).pages == pages[:at]
+
+
+def test_a_sequence_inserted_bit_by_bit_is_one_edge():
+    pool, tree, insert = grown()
+    node = insert([1, 1])
+    tree.lock(node)
+    pages = [*node.pages, *pool.allocate(2)]
+    again, present = tree.insert(raw([1, 1, 2, 2, 3, 3]), pages, "", own=node)
+    pool.release(pages[1:])
+    assert again is node and present == 1 and list(tree.nodes()) == [node]
+    assert tree.num_pages == 3 and tree.evictable == 0, "it is locked as a whole"
+    tree.unlock(node)
+    assert tree.evictable == 3 == tree.evict(9)
+    assert pool.free == pool.num_pages
+
+
+def test_an_edge_that_somebody_else_has_locked_does_not_grow():
+    """The other holder's pages end where its lock ends."""
+    _, tree, insert = grown()
+    node = insert([1, 1])
+    tree.lock(node)
+    child = insert([1, 1, 2, 2])  # not by the one who has locked it
+    assert child is not node and child.parent is node
+    assert tree.evict(9) == 1 and pages_of(tree, [1, 1, 2, 2]) == 1

@@ -179,25 +179,21 @@ def test_the_tree_as_text(tmp_path: Path) -> None:
     tree = timeline.scheduler.kv.tree
     assert entries[-1].gauges.evictable == tree.num_pages == 10
     lines = list(show_tree(tree))
-    assert lines[0].startswith("radix tree: 16 tokens in 10 pages (0 locked, 10 evictable), 9 nodes")
+    assert lines[0].startswith("radix tree: 16 tokens in 10 pages (0 locked, 10 evictable), 5 nodes")
     assert [line.split(", used")[0] for line in lines[1:]] == [
         "namespace ''",
         "└─ 4 tokens, pages 0-1",
-        "   ├─ 2 tokens, pages 6",  # the whole pages of a prompt are published when they are planned,
-        "   │  └─ 1 tokens, pages 7",  # the rest of it when its request ends
-        "   ├─ 2 tokens, pages 4",
-        "   │  └─ 1 tokens, pages 5",
-        "   └─ 2 tokens, pages 2",
-        "      └─ 1 tokens, pages 3",
+        "   ├─ 3 tokens, pages 6-7",  # published in two parts: one edge all the same
+        "   ├─ 3 tokens, pages 4-5",
+        "   └─ 3 tokens, pages 2-3",
         "namespace 'tenant'",
-        "└─ 2 tokens, pages 8",
-        "   └─ 1 tokens, pages 9",
+        "└─ 3 tokens, pages 8-9",
     ]
-    assert lines[3].endswith(": 3 3") and lines[4].endswith(": 9")
-    assert list(show_tree(tree, depth=1))[3] == "   └─ ... 6 more nodes with 6 pages"
+    assert lines[3].endswith(": 3 3 9")
+    assert list(show_tree(tree, depth=1))[3] == "   └─ ... 3 more nodes with 6 pages"
     cut = list(show_tree(tree, most=2))
     assert len([line for line in cut if "used at" in line]) == 2
-    assert sum(int(line.split("... ")[1].split()[0]) for line in cut if "more nodes" in line) == 7
+    assert sum(int(line.split("... ")[1].split()[0]) for line in cut if "more nodes" in line) == 3
 
 
 def check_trace(events: list[dict[str, Any]]) -> None:
