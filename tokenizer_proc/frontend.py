@@ -71,6 +71,8 @@ class Frontend:
         self._next_query = 0
         self._stopping = False
         self._ignored = 0
+        self._resubmitted = 0
+        self.restarts: dict[str, int] = {}  # by process, as the launcher says
         self.refused = RefusedFrames()
 
     # ---- from clients ---------------------------------------------------------------------------------------------
@@ -149,22 +151,32 @@ class Frontend:
 
     def _admit(self, entry: Entry, prompt: IntArray) -> None:
         """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
-        params = entry.params
-        left_ms = 0
-        if entry.deadline_ms:
-            left = entry.time_left(self._clock())
-            if left <= 0:
-                raise _expired(entry)
-            left_ms = max(1, left // 10**6)
-        entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
-        stops = ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+        left_ms = self._time_left(entry)
+        entry.max_tokens = self._limits.answer_tokens(len(prompt), entry.params.max_tokens)
         entry.prompt = prompt
         for choice in entry.choices:
-            draw = params.draw(choice.seed)
-            self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens))
-            self._send_scheduler(
-                AddRequest(choice.rid, prompt, entry.max_tokens, stops, draw, entry.cache_salt, entry.priority, left_ms)
+            self._submit(choice, prompt, left_ms)
+
+    def _time_left(self, entry: Entry) -> int:
+        """Milliseconds until the deadline, 0 without one. Raises Refused when it has passed."""
+        if not entry.deadline_ms:
+            return 0
+        left = entry.time_left(self._clock())
+        if left <= 0:
+            raise _expired(entry)
+        return max(1, left // 10**6)
+
+    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int) -> None:
+        """Hand a choice over to detokenizer and scheduler, from where its client is."""
+        entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
+        stops = ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+        self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens, emitted))
+        self._send_scheduler(
+            AddRequest(
+                choice.rid, prompt + emitted, entry.max_tokens, stops, params.draw(choice.seed), entry.cache_salt,
+                entry.priority, left_ms, len(emitted),
             )
+        )  # fmt: skip
 
     def _refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
         """End a request with an error, unless it has ended. The scheduler itself has ended the choice `ended`."""
@@ -182,11 +194,17 @@ class Frontend:
                 entry.aborting = True
                 self._abort_running(entry)  # the scheduler answers with the terminal rows
             return
+        self._end_aborted(entry)
+
+    def _end_aborted(self, entry: Entry) -> None:
+        """End a request with a terminal row for each live choice, in place of a scheduler that does not have it."""
         self._ledger.close(entry)
         rows = Rows()
         for choice in entry.choices:
-            rows.add(client_rid, choice.index, ints(), "", Finish.ABORT, 0, 0)
-        self._send(owner, rows.batch(array("q", [self._clock()])))
+            tokens, text = (ints(), "") if entry.stream else (choice.emitted, "".join(choice.texts))
+            prompt_tokens = len(entry.prompt or ())
+            rows.add(entry.client_rid, choice.index, tokens, text, Finish.ABORT, prompt_tokens, choice.cached)
+        self._send(entry.owner, rows.batch(array("q", [self._clock()])))
 
     def _ask(self, owner: Owner, query: int) -> None:
         if len(self._queries) >= MAX_QUERIES:
@@ -196,6 +214,27 @@ class Frontend:
         self._next_query = (number + 1) & MAX_RID
         self._queries[number] = (owner, query)
         self._send_scheduler(GetStats(number))
+
+    # ---- after a loss ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """A new term has begun: detokenizer and scheduler know of nothing. Hand every live choice over again, each from
+        the last token that its client was sent."""
+        for entry in self._ledger.admitted:
+            assert entry.prompt is not None
+            if entry.aborting:
+                self._end_aborted(entry)
+                continue
+            try:
+                left_ms = self._time_left(entry)
+            except Refused as refusal:
+                self._refuse(entry, refusal)
+                continue
+            for choice in entry.choices:
+                self._submit(choice, entry.prompt, left_ms)
+                self._resubmitted += 1
+        for number in self._queries:
+            self._send_scheduler(GetStats(number))
 
     # ---- from the detokenizer -------------------------------------------------------------------------------------
 
@@ -227,8 +266,9 @@ class Frontend:
             if choice is None:
                 continue  # its client is gone, or the request ended with an error
             entry = choice.entry
+            if not choice.emitted:  # what is found later, after a loss, is its own
+                choice.cached = max(choice.cached, batch.cached[i])
             choice.emitted.extend(tokens)
-            choice.cached = max(choice.cached, batch.cached[i])
             finish, text = batch.finish[i], batch.texts[i]
             if finish != Finish.NONE:
                 self._end(choice, finish)
@@ -274,6 +314,8 @@ class Frontend:
             "tokenizer.slow_clients": self._clients.backlogs,
             "tokenizer.refused_frames": self.refused.total,
             "tokenizer.ignored_frames": self._ignored,
+            "tokenizer.resubmitted": self._resubmitted,
+            **{f"launcher.restarts.{name}": count for name, count in self.restarts.items()},
         }
         self._send(owner, Stats(query, {**stats.values, **own}))
 
@@ -300,6 +342,15 @@ class Frontend:
             if owner not in fed:
                 self._send(owner, Beat())
         self._clients.take_fed()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are here go on."""
+        self._stopping = True
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left to be answered."""
+        return self._stopping and not len(self._ledger) and not self._preparing and not self.has_backlog
 
     def shut_down(self) -> None:
         """End every live request with an answer; those that still come are refused."""

@@ -77,6 +77,12 @@ class Ledger:
     def owners(self) -> list[Owner]:
         return list(self._owners)
 
+    @property
+    def admitted(self) -> list[Entry]:
+        """Live requests that detokenizer and scheduler were told of, in the order of their arrival."""
+        entries = [entry for own in self._owners.values() for entry in own.values() if entry.admitted]
+        return sorted(entries, key=lambda entry: entry.arrival)
+
     def open(self, owner: Owner, msg: Generate, now: int) -> Entry:
         """Take in a request that arrived `now` (ns), whose id must not be in use by the same owner (see `find`)."""
         own = self._owners.setdefault(owner, {})

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = sorted(path.name for path in ROOT.glob("*_proc") if path.is_dir())
-OURS = {"common", "bench", "tests", "launch", "client", *PROCESSES}
+OURS = {"common", "launcher", "bench", "tests", "launch", "client", *PROCESSES}
 HEAVY = ("torch", "transformers")
 SKIPPED = (".venv", "build")
 FILES = sorted(
@@ -21,7 +21,8 @@ FILES = sorted(
 LIGHT_MODULES = sorted(
     ".".join(path.with_suffix("").parts)
     for path in FILES
-    if path.parts[0] in {"common", "scheduler_proc", "tokenizer_proc", "gateway_proc", "launch.py", "client.py"}
+    if path.parts[0]
+    in {"common", "scheduler_proc", "tokenizer_proc", "gateway_proc", "launcher", "launch.py", "client.py"}
     and path.name not in {"__init__.py", "__main__.py"}
 )
 
@@ -48,6 +49,8 @@ def violations(path: Path, source: str) -> set[str]:
         wrong |= names & (OURS - {"common", top})
     elif top == "client.py":
         wrong |= names & (OURS - {"common"})
+    elif top == "launcher":
+        wrong |= names & (OURS - {"common", "launcher"})
     elif top == "launch.py":
         wrong |= names & {"tests", "bench", "client"}
     if top not in ("worker_proc", "tests", "bench"):

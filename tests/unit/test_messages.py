@@ -63,7 +63,7 @@ def test_tags_are_unique_and_part_of_the_protocol() -> None:
     assert list(tags.items()) == [
         (1, "Generate"), (2, "Abort"), (3, "GetStats"), (4, "AddRequest"), (5, "OpenStream"), (6, "StepPlan"),
         (7, "StepResult"), (8, "TokenBatch"), (9, "TextBatch"), (10, "RequestError"), (11, "Stats"), (12, "Beat"),
-        (13, "Ready"), (14, "Fatal"), (15, "Go"), (16, "Progress"),
+        (13, "Ready"), (14, "Fatal"), (15, "Go"), (40, "Pulse"), (41, "Joined"), (42, "Drained"), (16, "Progress"),
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.codec import Struct, schema_of
 from common.fields import Bool, Bytes, Checker, Float, Int, Ints, ListOf, MapOf, Maybe, Str
-from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch
+from common.messages import AddRequest, Finish, Generate, StepPlan, TextBatch, TokenBatch
 
 FEW = 6
 
@@ -123,4 +123,11 @@ def _generates(draw: st.DrawFn) -> Generate:
     return Generate(**prompt, **rest)
 
 
-OWN = {Generate: _generates}
+@st.composite
+def _add_requests(draw: st.DrawFn) -> AddRequest:
+    fields = {name: draw(values_of(checker)) for name, checker in schema_of(AddRequest)}
+    fields["generated"] = draw(st.integers(0, max(0, min(len(fields["prompt"]), fields["max_tokens"]) - 1)))
+    return AddRequest(**fields)
+
+
+OWN = {Generate: _generates, AddRequest: _add_requests}
