@@ -209,11 +209,6 @@ def _median(taken: Sequence[tuple[StepWork, float]]) -> float:
     return statistics.median(seconds for _, seconds in taken)
 
 
-def _features(work: StepWork) -> tuple[float, ...]:
-    """In the order of LinearCost's fields."""
-    return (1.0, work.tokens, work.rows, work.chunks, work.context, work.pairs, work.padded)
-
-
 def _ladder(low: int, high: int) -> list[int]:
     """Powers of two times `low` up to `high`, and `high`."""
     steps = itertools.takewhile(lambda n: n < high, (low << i for i in itertools.count()))
@@ -235,7 +230,7 @@ def fit(samples: Samples, model: str) -> tuple[Costs, list[tuple[str, float, flo
     for key, taken in sorted(samples.steps.items(), key=lambda item: str(item[0])):
         limit = 3 * _median(taken)
         kept = [(work, seconds) for work, seconds in taken if seconds <= limit]
-        features = np.mean([_features(work) for work, _ in kept], axis=0)
+        features = np.mean([LinearCost.features(work) for work, _ in kept], axis=0)
         points.append((key, features, statistics.fmean(seconds for _, seconds in kept), len(kept)))
     times = np.array([seconds for _, _, seconds, _ in points])
     counts = np.sqrt([count for *_, count in points])

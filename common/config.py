@@ -117,6 +117,42 @@ class SupervisionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """The HTTP gateway: where it listens (`port` 0 is any free one), what the model is called, who may use it.
+
+    `served_names` are what requests may call the model, the first being its name in answers; empty is the name of its
+    directory. `api_key_file` is the path of the keys, which are never here themselves. `cors_origins` are the origins
+    whose pages may ask. `strict_fields` refuses unknown fields instead of naming them. `max_body_bytes` bounds a body.
+    """
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_names: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    strict_fields: bool = False
+    key_concurrency: int = 0
+    max_body_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port <= 65535, "port", "between 0 and 65535")
+        _check(0 < len(self.host) <= 255, "host", "a name or address")
+        ok = len(self.served_names) <= 16 and all(0 < len(name) <= 256 for name in self.served_names)
+        _check(ok, "served_model_name", "given at most 16 times, with 1 to 256 characters")
+        _check(0 <= self.key_concurrency <= 10**6, "key_concurrency", "between 0 (no limit) and 1000000")
+        _check(1024 <= self.max_body_bytes <= 2**30, "max_body", "between 1KiB and 1GiB")
+        for origin in self.cors_origins:
+            _check(
+                re.fullmatch(r"\*|https?://[^/\s]+", origin) is not None, "cors_origin", f"an origin, got {origin!r}"
+            )
+
+    def names(self, model_path: str) -> tuple[str, ...]:
+        """What the model is called, never empty."""
+        return self.served_names or (Path(model_path).name or "model",)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """All of it. `listen` is an extra tcp address for clients, loopback only, beside the ipc socket.
 
@@ -127,6 +163,7 @@ class ClusterConfig:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    http: HttpConfig = HttpConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     listen: str | None = None
     log_level: str = "info"
@@ -166,6 +203,11 @@ def _build(cls: type, values: Any, where: str) -> Any:
     for name, hint in hints.items():
         if dataclasses.is_dataclass(hint):
             built[name] = _build(typing.cast(type, hint), values[name], name)
+            continue
+        if typing.get_origin(hint) is tuple:
+            if type(values[name]) is not list or any(type(v) is not str for v in values[name]):
+                raise ConfigError(f"{where}.{name}: must be a list of texts")
+            built[name] = tuple(values[name])
             continue
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(values[name]) not in allowed and not (float in allowed and type(values[name]) is int):

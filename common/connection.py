@@ -28,11 +28,13 @@ from common.messages import (
     Stats,
     TextBatch,
 )
+from common.rows import Row as Row
+from common.rows import RowReader
 from common.sampling_params import SamplingParams
 from common.sockets import Inbox, Outbox, open_socket
 
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
-_ENDINGS = (
+ENDINGS = (  # of a connection, as its monitor tells them
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED  # nobody is there, also after a disconnect
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -49,22 +51,6 @@ class Unreachable(ConnectionLost):
     """Nobody is at the address."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """New output of one choice of a request (0 for the only one). `finish` is not NONE in the choice's last row.
-    `times` is TextBatch.times (nanoseconds), `received_ns` the CLOCK_MONOTONIC time when the row arrived here."""
-
-    rid: int
-    choice: int
-    text: str
-    token_ids: Sequence[int]
-    finish: Finish
-    prompt_tokens: int
-    cached_tokens: int
-    times: Sequence[int]
-    received_ns: int
-
-
 class Connection:
     """A DEALER connection to the address of a cluster's frontend.
 
@@ -78,13 +64,14 @@ class Connection:
         self._silent_s = 0.0
         self._live: dict[int, set[int]] = {}  # the choices of each request that have not ended
         self._numbers = count()
+        self._reader = RowReader()
         self._rows: deque[Row | RequestError] = deque()
         self._stats: dict[int, dict[str, int]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._linger_ms = 500
         socket = open_socket(self._context, zmq.DEALER)
         socket.set(zmq.IPV6, address.startswith("tcp://["))
-        self._monitor = socket.get_monitor_socket(_ENDINGS)
+        self._monitor = socket.get_monitor_socket(ENDINGS)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -204,24 +191,17 @@ class Connection:
         if isinstance(msg, Stats):
             self._stats[msg.query] = msg.values
         elif isinstance(msg, RequestError):
+            self._reader.forget(msg.rid)
             if self._live.pop(msg.rid, None) is not None:
                 self._rows.append(msg)
         elif isinstance(msg, TextBatch):
             self._take_batch(msg, now_ns)
 
     def _take_batch(self, batch: TextBatch, now_ns: int) -> None:
-        start = 0
-        for i, rid in enumerate(batch.rids):
-            tokens = batch.token_ids[start : start + batch.counts[i]]
-            start += batch.counts[i]
-            choice = batch.choices[i]
-            if choice not in self._live.get(rid, ()):
-                continue
-            finish = Finish(batch.finish[i])
-            if finish is not Finish.NONE:
-                self._end_choice(rid, choice)
-            prompt, cached = batch.prompt_tokens[i], batch.cached[i]
-            self._rows.append(Row(rid, choice, batch.texts[i], tokens, finish, prompt, cached, batch.times, now_ns))
+        for row in self._reader.rows(batch, now_ns, lambda rid, choice: choice in self._live.get(rid, ())):
+            if row.finish is not Finish.NONE:
+                self._end_choice(row.rid, row.choice)
+            self._rows.append(row)
 
     def _end_choice(self, rid: int, choice: int) -> None:
         running = self._live[rid]

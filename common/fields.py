@@ -5,6 +5,7 @@ Python value into what msgpack can carry, `unpack` turns it back and refuses any
 range or size with a `FieldError` that names the field and the limit.
 """
 
+import math
 import sys
 from array import array
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     IntArray: TypeAlias = array[int]
+    FloatArray: TypeAlias = array[float]
 else:
-    IntArray = array  # Python 3.11's array cannot be subscripted at run time
+    IntArray = FloatArray = array  # Python 3.11's array cannot be subscripted at run time
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
@@ -105,6 +107,21 @@ class Str:
 
 
 @dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few names."""
+
+    names: tuple[str, ...]
+
+    def pack(self, value: str) -> str:
+        return value
+
+    def unpack(self, wire: Any, field: str) -> str:
+        if type(wire) is not str or wire not in self.names:
+            raise FieldError(field, f"must be one of {', '.join(self.names)}, got {_short(wire)}")
+        return wire
+
+
+@dataclass(frozen=True, slots=True)
 class Bytes:
     """At most `most` raw bytes."""
 
@@ -156,6 +173,37 @@ class Ints:
 
 
 @dataclass(frozen=True, slots=True)
+class Floats:
+    """An `array` of finite float32 numbers (typecode "f"), raw little-endian on the wire."""
+
+    most: int
+
+    def pack(self, value: FloatArray) -> bytes:
+        if value.typecode != "f":  # would be silently misread by the receiver
+            raise TypeError(f"an array of typecode 'f' expected, not {value.typecode!r}")
+        if _LITTLE_ENDIAN:
+            return value.tobytes()
+        swapped = array("f", value)
+        swapped.byteswap()
+        return swapped.tobytes()
+
+    def unpack(self, wire: Any, field: str) -> FloatArray:
+        if type(wire) is not bytes:
+            raise FieldError(field, f"must be raw bytes, not {type(wire).__name__}")
+        values = array("f")
+        if len(wire) % values.itemsize:
+            raise FieldError(field, f"must be whole {values.itemsize}-byte numbers, got {len(wire)} bytes")
+        values.frombytes(wire)
+        if not _LITTLE_ENDIAN:
+            values.byteswap()
+        if len(values) > self.most:
+            raise FieldError(field, f"must have at most {self.most} entries, got {len(values)}")
+        if not all(map(math.isfinite, values)):
+            raise FieldError(field, "entries must be finite numbers")
+        return values
+
+
+@dataclass(frozen=True, slots=True)
 class ListOf:
     """A list of `least` to `most` items, each checked by `item`; a tuple in Python."""
 
@@ -191,6 +239,25 @@ class MapOf:
         if len(wire) > self.most:
             raise FieldError(field, f"must have at most {self.most} entries, got {len(wire)}")
         return {self.key.unpack(k, f"{field} key"): self.value.unpack(v, f"{field}.{k}") for k, v in wire.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class IntMap:
+    """A map from integers, checked by `key`, to checked values; a dict in Python, keys and values apart on the wire."""
+
+    key: Ints
+    value: Checker
+
+    def pack(self, value: dict[int, Any]) -> list[Any]:
+        return [self.key.pack(array(self.key.typecode, value)), [self.value.pack(v) for v in value.values()]]
+
+    def unpack(self, wire: Any, field: str) -> dict[int, Any]:
+        if type(wire) is not list or len(wire) != 2 or type(wire[1]) is not list:
+            raise FieldError(field, "must be a map from integers")
+        keys = self.key.unpack(wire[0], f"{field} keys")
+        if len(keys) != len(wire[1]) or len(set(keys)) != len(keys):
+            raise FieldError(field, "must have one value for each key, and no key twice")
+        return {k: self.value.unpack(v, f"{field}[{k}]") for k, v in zip(keys, wire[1], strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

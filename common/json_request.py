@@ -54,8 +54,11 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
             value = values[name]
             if name == "stop" and isinstance(value, str):
                 value = [value]
-            wire = _int_bytes(value, name) if name == "stop_token_ids" else value
-            params[name] = checker.unpack(wire, name)
+            if name == "stop_token_ids":
+                value = _int_bytes(value, name)
+            elif name == "logit_bias":
+                value = _int_map(value, name)
+            params[name] = checker.unpack(value, name)
     options = {name: generate[name].unpack(values[name], name) for name in REQUEST_FIELDS if name in values}
     return JsonRequest(prompt, SamplingParams(**params), **options)
 
@@ -68,6 +71,17 @@ def _int_bytes(value: Any, field: str) -> bytes:
         return Ints(len(value)).pack(array("i", value))
     except OverflowError:
         raise FieldError(field, f"entries must be between 0 and {MAX_TOKEN_ID}") from None
+
+
+def _int_map(value: Any, field: str) -> list[Any]:
+    """A JSON object with token ids for keys as the wire carries it."""
+    if type(value) is not dict:
+        raise FieldError(field, "must be an object from token ids to numbers")
+    try:
+        keys = [int(key) for key in value]
+    except ValueError:
+        raise FieldError(field, "keys must be token ids") from None
+    return [_int_bytes(keys, field), list(value.values())]
 
 
 def _chat_wire(value: Any) -> list[list[Any]]:

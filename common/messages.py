@@ -1,6 +1,7 @@
 """The whole wire schema: every message between two processes, in the order of a request's way.
 
     client ── Generate, Abort, GetStats ──► tokenizer        tokenizer ── AddRequest, Abort, GetStats ──► scheduler
+    client ── Tokenize, Detokenize, GetInfo ──► tokenizer ── Tokens, Text, Info or RequestError ──► client
                                                              tokenizer ── OpenStream ──► detokenizer
     scheduler ── StepPlan ──► every worker rank              worker rank 0 ── StepResult ──► scheduler
     scheduler ── TokenBatch, RequestError, Stats ──► detokenizer
@@ -18,9 +19,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, ClassVar
 
-from common.codec import Struct, message
-from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, Ints, ListOf, MapOf, Maybe, Str
-from common.sampling_params import DRAW_PARAMS, MAX_TOKEN_ID, SAMPLING_PARAMS, DrawParams, SamplingParams
+from common.codec import MAX_FRAME_BYTES, Struct, message
+from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, IntMap, Ints, ListOf, MapOf, Maybe, Str
+from common.logprobs import LOGPROB_ROWS, LogprobRows
+from common.sampling_params import (
+    DRAW_PARAMS,
+    MAX_STOP_CHARS,
+    MAX_TOKEN_ID,
+    MAX_TOKENS,
+    SAMPLING_PARAMS,
+    DrawParams,
+    SamplingParams,
+)
 
 MAX_RID = 2**31 - 1
 MAX_SLOTS = 2**14
@@ -28,6 +38,8 @@ MAX_BATCH_TOKENS = 2**22
 MAX_PROMPT_CHARS = 2**24
 MAX_CHAT_MESSAGES = 4096
 MAX_CHOICES = 64
+MAX_TEMPLATE_CHARS = 2**20
+MAX_TOKEN_BYTES = 2**12
 _COUNT = 2**62
 
 Rid = Annotated[int, Int(0, MAX_RID)]
@@ -80,7 +92,9 @@ class Generate:
     """Generate from exactly one of `text`, `token_ids` (used as they are) or `chat` (through the chat template).
 
     The answer is a stream of TextBatch rows, one per step when `stream`, else one row at the end, for each of `n`
-    choices. They share the prompt's KV; choice i draws like a request of its own with seed + i (modulo 2**63).
+    choices. They share the prompt's KV; choice i draws like a request of its own with seed + i (modulo 2**63). With
+    beam search `n` is the number of beams, and all rows come at the end. Long answers with log probabilities come in
+    several rows even without `stream`.
     Requests with different `cache_salt` never share cached prefixes. Higher `priority` goes first. What has not ended
     `deadline_ms` after its arrival ends with RequestError(DEADLINE); 0 is no deadline.
     """
@@ -120,6 +134,98 @@ class GetStats:
     query: Rid
 
 
+@message
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Ask for the Tokens of exactly one of `text` and `chat` (through the chat template), without a limit from the
+    context window.
+
+    `rid` is one of the client's numbers, as in Generate, of which a refusal speaks. `add_special_tokens` lets the
+    tokenizer add its own to a text; `with_pieces` asks for the tokenizer's name of each token too.
+    """
+
+    TAG: ClassVar[int] = 20
+    rid: Rid
+    text: Annotated[str | None, Maybe(Str(MAX_PROMPT_CHARS))]
+    chat: Annotated[tuple[ChatMessage, ...] | None, Maybe(ListOf(Struct(ChatMessage), MAX_CHAT_MESSAGES, 1))]
+    add_special_tokens: Annotated[bool, Bool()] = True
+    with_pieces: Annotated[bool, Bool()] = False
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.chat is None):
+            raise FieldError("prompt", "exactly one of text and chat must be given")
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The answer to Tokenize; `pieces` is empty where it was not asked for."""
+
+    TAG: ClassVar[int] = 21
+    rid: Rid
+    token_ids: TokenIds
+    pieces: Annotated[tuple[str, ...], ListOf(Str(MAX_PROMPT_CHARS), MAX_BATCH_TOKENS)] = ()
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    """Ask for the Text of tokens."""
+
+    TAG: ClassVar[int] = 22
+    rid: Rid
+    token_ids: TokenIds
+    skip_special_tokens: Annotated[bool, Bool()] = False
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The answer to Detokenize."""
+
+    TAG: ClassVar[int] = 23
+    rid: Rid
+    text: Annotated[str, Str(MAX_FRAME_BYTES)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class GetInfo:
+    """Ask for the Info of the cluster."""
+
+    TAG: ClassVar[int] = 24
+    rid: Rid
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a running cluster serves and with which limits; nothing in it changes while it runs.
+
+    `model` is the checkpoint's directory, `names` what clients may call it, the first being its name in answers.
+    `max_prompt` is the most tokens of a prompt, `chat_template` the text of the model's own, empty where it has none
+    that can be used, and `started_at` in Unix seconds.
+    """
+
+    TAG: ClassVar[int] = 25
+    rid: Rid
+    model: Annotated[str, Str(4096)]
+    names: Annotated[tuple[str, ...], ListOf(Str(256, 1), 16, 1)]
+    architecture: Annotated[str, Str(256)]
+    dtype: Annotated[str, Str(256)]
+    device: Annotated[str, Str(256)]
+    version: Annotated[str, Str(256)]
+    tp: Annotated[int, Int(1, 64)]
+    context_len: Annotated[int, Int(2, MAX_BATCH_TOKENS)]
+    max_prompt: Annotated[int, Int(1, MAX_BATCH_TOKENS)]
+    kv_tokens: Annotated[int, Int(1, _COUNT)]
+    page_size: Annotated[int, Int(1, 4096)]
+    vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
+    eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
+    chat_template: Annotated[str, Str(MAX_TEMPLATE_CHARS)]
+    started_at: Annotated[int, Int(0, _COUNT)]
+
+
 # ---- tokenizer -> scheduler, tokenizer -> detokenizer --------------------------------------------------------------
 
 
@@ -129,7 +235,7 @@ class AddRequest:
     """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included).
 
     The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
-    `max_tokens` counts them too.
+    `max_tokens` counts them too. So has it the `prompt_logprobs` that the first `scored` tokens predict.
     """
 
     TAG: ClassVar[int] = 4
@@ -142,6 +248,7 @@ class AddRequest:
     priority: Priority = 0  # higher goes first
     deadline_ms: Milliseconds = 0  # from arrival at the scheduler; 0 is none
     generated: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
+    scored: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
 
     def __post_init__(self) -> None:
         if self.generated and not self.generated < min(len(self.prompt), self.max_tokens):
@@ -158,10 +265,30 @@ class OpenStream:
     rid: Rid
     stop: Annotated[tuple[str, ...], ListOf(Str(512, 1), 16)]
     skip_special_tokens: Annotated[bool, Bool()]
+    min_tokens: Annotated[int, Int(0, MAX_TOKENS)] = 0  # stop strings that end in their text do not count
     emitted: TokenIds = field(default_factory=ints)
 
 
 # ---- scheduler <-> workers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All known tokens of the request that enters `slot`: its prompt, then what it has generated so far."""
+
+    slot: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    prompt_len: Annotated[int, Int(0, MAX_BATCH_TOKENS)]
+    tokens: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Prompt tokens whose log probability is asked for: chunk number `chunk` of the plan predicts `targets` with its
+    tokens from number `begin` on."""
+
+    chunk: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    begin: Annotated[int, Int(0, MAX_BATCH_TOKENS)]
+    targets: TokenIds
 
 
 @message
@@ -176,6 +303,8 @@ class StepPlan:
     `chunk_*`        prefill chunks: slot, length, and 1 where the chunk ends at the last known token, so that the next
                      one is sampled; `chunk_tokens` are all their tokens, one after another
     `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
+    `histories`      of entering slots that need one (DrawParams.needs_history)
+    `scorings`       prompt tokens to score, of slots with `prompt_logprobs`
     """
 
     TAG: ClassVar[int] = 6
@@ -195,6 +324,8 @@ class StepPlan:
     chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)]
     chunk_tokens: TokenIds
     decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)]
+    histories: Annotated[tuple[History, ...], ListOf(Struct(History), MAX_SLOTS)] = ()
+    scorings: Annotated[tuple[Scoring, ...], ListOf(Struct(Scoring), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         _same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
@@ -213,7 +344,8 @@ class StepPlan:
 class StepResult:
     """The sampled tokens of a step: first the sampling chunks in plan order, then the decoding slots in slot order.
 
-    `times`: plan received, forward started, tokens ready.
+    `times`: plan received, forward started, tokens ready. `logprobs` are of the tokens (by number) whose request asked
+    for them, `prompt_logprobs` of the plan's scorings (by number).
     """
 
     TAG: ClassVar[int] = 7
@@ -222,6 +354,8 @@ class StepResult:
     group: Annotated[str, Str(64)]
     tokens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_TOKEN_ID)]
     times: Times
+    logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
 
 
 # ---- scheduler -> detokenizer -> tokenizer -> client ---------------------------------------------------------------
@@ -230,7 +364,11 @@ class StepResult:
 @message
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """New tokens of a step, a row per request. `times`: planned, then StepResult.times, then committed."""
+    """New tokens of a step, a row per request. `times`: planned, then StepResult.times, then committed.
+
+    `logprobs` has an entry for each token of a row that asked for them; `prompt_logprobs` come in rows before or with
+    the first token.
+    """
 
     TAG: ClassVar[int] = 8
     rids: Rids
@@ -239,12 +377,26 @@ class TokenBatch:
     finish: Annotated[bytes, Bytes(MAX_SLOTS)]
     cached: Annotated[IntArray, Ints(MAX_SLOTS)]  # prompt tokens that came from the prefix cache
     times: Times
+    logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
 
     def __post_init__(self) -> None:
         _same_length("rids", self.rids, self.counts, self.finish, self.cached)
         _known_finish(self.finish)
         if sum(self.counts) != len(self.token_ids):
             raise FieldError("token_ids", "as many as counts say")
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Row `row` of a TextBatch ended with the stop token `token` or the stop string `string`."""
+
+    row: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    token: Annotated[int | None, Maybe(Int(0, MAX_TOKEN_ID))] = None
+    string: Annotated[str | None, Maybe(Str(MAX_STOP_CHARS, 1))] = None
+
+
+_TOKEN_BYTES = IntMap(Ints(MAX_BATCH_TOKENS, 0, MAX_TOKEN_ID), Bytes(MAX_TOKEN_BYTES))
 
 
 @message
@@ -254,7 +406,8 @@ class TextBatch:
 
     `choices` says which of its request's answers a row belongs to, from 0; between detokenizer and tokenizer, where
     every choice has a rid of its own, it is 0. `times`: TokenBatch.times, then received and sent by the detokenizer,
-    then sent by the tokenizer.
+    then sent by the tokenizer. `logprobs` and `prompt_logprobs` are as in TokenBatch, and `token_bytes` holds the raw
+    bytes of all tokens in them. `stopped` says what ended rows with finish STOP, where it was not the model's own end.
     """
 
     TAG: ClassVar[int] = 9
@@ -267,6 +420,10 @@ class TextBatch:
     prompt_tokens: Counts
     cached: Counts
     times: Times
+    logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    token_bytes: Annotated[dict[int, bytes], _TOKEN_BYTES] = field(default_factory=dict)
+    stopped: Annotated[tuple[Stopped, ...], ListOf(Struct(Stopped), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         columns = (self.choices, self.counts, self.texts, self.finish, self.prompt_tokens, self.cached)
@@ -338,7 +495,8 @@ class Fatal:
 @message
 @dataclass(frozen=True, slots=True)
 class Go:
-    """All processes are ready: serve within these limits. Sent again when one of the other fields has changed.
+    """All processes are ready: serve within these limits. Sent again when one of the other fields has changed. `labels`
+    are for users to read.
 
     `term` numbers the conversations between tokenizer, scheduler and detokenizer, `epoch` those between scheduler and
     workers. When one of the partners was replaced, a new one begins, with sockets of its own (common/sockets.py), and
@@ -352,6 +510,7 @@ class Go:
     context_len: Annotated[int, Int(2, MAX_BATCH_TOKENS)]
     vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
     eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
+    labels: Annotated[dict[str, str], MapOf(Str(256), 16)] = field(default_factory=dict)  # rank 0's, and `version`
     term: Number = 0
     epoch: Number = 0
     draining: Annotated[bool, Bool()] = False

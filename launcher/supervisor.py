@@ -22,7 +22,7 @@ from launcher.control import Control
 from launcher.liveness import Liveness
 from launcher.process import Proc, Spawner, State, Unit
 from launcher.restarts import Restarts
-from launcher.show import describe
+from launcher.show import VERSION, describe
 from launcher.table import WORKERS, process_table
 
 log = logging.getLogger(__name__)
@@ -293,9 +293,10 @@ def _limits(workers: list[Ready]) -> Go:
         context_len=info["context_len"],
         vocab_size=info["vocab_size"],
         eos_token_ids=ints(*eos),
+        labels=workers[0].labels | {"version": VERSION},
     )
 
 
 def _bare(go: Go) -> Go:
     """Only the limits."""
-    return Go(go.num_pages, go.page_size, go.context_len, go.vocab_size, go.eos_token_ids)
+    return Go(go.num_pages, go.page_size, go.context_len, go.vocab_size, go.eos_token_ids, go.labels)

@@ -7,6 +7,7 @@ both sides of the scheduler) is in `Overheads`, and is measured too: see bench/v
 import dataclasses
 import json
 from dataclasses import dataclass
+from operator import attrgetter, mul
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -42,7 +43,11 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """A sum of terms, each a coefficient in seconds times one number of StepWork."""
+    """A sum of terms, each a coefficient in seconds times one number of a step, in the order of `features`.
+
+    The time of the matrices as a function of the tokens is flat as long as reading the weights takes longer than the
+    arithmetic, then it rises: three further slopes begin at 8, 32 and 128 tokens.
+    """
 
     base_s: float = 0.0
     per_token_s: float = 0.0
@@ -51,17 +56,21 @@ class LinearCost:
     per_context_s: float = 0.0
     per_pair_s: float = 0.0
     per_padded_s: float = 0.0
+    per_token_over_8_s: float = 0.0
+    per_token_over_32_s: float = 0.0
+    per_token_over_128_s: float = 0.0
+
+    @staticmethod
+    def features(work: StepWork) -> tuple[float, ...]:
+        """What the fields are multiplied with, in their order."""
+        over = (max(0, work.tokens - knot) for knot in (8, 32, 128))
+        return 1.0, work.tokens, work.rows, work.chunks, work.context, work.pairs, work.padded, *over
 
     def seconds(self, work: StepWork) -> float:
-        return (
-            self.base_s
-            + self.per_token_s * work.tokens
-            + self.per_row_s * work.rows
-            + self.per_chunk_s * work.chunks
-            + self.per_context_s * work.context
-            + self.per_pair_s * work.pairs
-            + self.per_padded_s * work.padded
-        )
+        return float(sum(map(mul, _coefficients(self), self.features(work))))
+
+
+_coefficients = attrgetter(*(f.name for f in dataclasses.fields(LinearCost)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class ChatTemplate:
     """A compiled template. Raises ChatTemplateError when it cannot be compiled."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self.source = source
         environment = _Environment()
         try:
             tree = environment.parse(source)

@@ -8,6 +8,7 @@ RequestError and Stats take the scheduler's way.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +21,16 @@ from common.messages import Go, OpenStream, RequestError, Stats, TextBatch, Toke
 from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.streams import Streams
 from tokenizer_proc.text_decoder import TextDecoders
+from tokenizer_proc.token_bytes import TokenBytes
 from tokenizer_proc.tokenizer_files import load_tokenizer
 
 
 class Detokenizer:
     """The loop. All of its state belongs to one term (see Go in common/messages.py)."""
 
-    def __init__(self, child: Child, decoders: TextDecoders, go: Go):
+    def __init__(self, child: Child, new_streams: Callable[[], Streams], go: Go):
         self._child = child
-        self._decoders = decoders
+        self._new_streams = new_streams
         self._refused = RefusedFrames()
         self._poller = zmq.Poller()
         self._poller.register(child.control, zmq.POLLIN)
@@ -39,7 +41,7 @@ class Detokenizer:
         """Forget everything: the tokenizer opens its live streams again."""
         endpoints, context = self._child.endpoints, self._child.context
         self._term = term
-        self._streams = Streams(self._decoders)
+        self._streams = self._new_streams()
         pull = open_socket(context, zmq.PULL, bind=endpoints.detokenizer(term))
         self._inbox = Inbox(pull, OpenStream, TokenBatch, RequestError, Stats, refused=self._refused)
         self._outbox = Outbox(open_socket(context, zmq.PUSH, connect=endpoints.tokenizer(term)), "the tokenizer")
@@ -90,10 +92,12 @@ class Detokenizer:
 
 def main(child: Child) -> None:
     """Load, say ready, serve until told to stop."""
-    decoders = TextDecoders(load_tokenizer(Path(child.config.model.path)))
+    tokenizer = load_tokenizer(Path(child.config.model.path))
+    decoders = TextDecoders(tokenizer)
+    bytes_of = TokenBytes(tokenizer, decoders).of
     go = child.ready()
     if go is not None:
-        Detokenizer(child, decoders, go).run()
+        Detokenizer(child, lambda: Streams(decoders, bytes_of), go).run()
 
 
 @click.command()

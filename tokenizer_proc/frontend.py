@@ -17,27 +17,34 @@ from common.messages import (
     Abort,
     AddRequest,
     Beat,
+    Detokenize,
     ErrorCode,
     Finish,
     Generate,
+    GetInfo,
     GetStats,
+    Info,
     OpenStream,
     RequestError,
     Stats,
     TextBatch,
+    Tokenize,
     ints,
 )
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
-from tokenizer_proc.rows import Rows
+from tokenizer_proc.questions import Questions
+from tokenizer_proc.rows import Rows, rows_of
+from tokenizer_proc.sampling_checks import check_prompt_logprobs, check_sampling, ends_of, excluded_at_first, stop_token
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
+MAX_HELD = 2**16  # tokens named in log probabilities that are held for one row: bounds a frame
 MAX_QUERIES = 1024  # Stats questions on their way
-_FROM_CLIENTS = frozenset({Generate, Abort, GetStats})
+_FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
 
@@ -55,6 +62,7 @@ class Frontend:
         send_detokenizer: Send,
         clock: Callable[[], int],
         pool: Executor,
+        info: Info,
     ):
         self._limits = limits
         self._encoder = encoder
@@ -69,6 +77,7 @@ class Frontend:
         self._pending_chars = 0
         self._queries: dict[int, tuple[Owner, int]] = {}
         self._next_query = 0
+        self._questions = Questions(encoder, info, pool, self._send)
         self._stopping = False
         self._ignored = 0
         self._resubmitted = 0
@@ -97,6 +106,11 @@ class Frontend:
                 self._abort(owner, msg.rid)
             case GetStats():
                 self._ask(owner, msg.query)
+            case Tokenize() | Detokenize() | GetInfo():
+                if self._clients.overflowing(owner):
+                    self._send(owner, _unread().answer(msg.rid))
+                else:
+                    self._questions.ask(owner, msg)
 
     def _generate(self, owner: Owner, msg: Generate) -> None:
         try:
@@ -118,7 +132,7 @@ class Frontend:
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
-        self._limits.check_token_ids(msg.params.stop_token_ids, "params.stop_token_ids")
+        check_sampling(msg, self._limits)
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
         if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
@@ -153,6 +167,7 @@ class Frontend:
         """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
         left_ms = self._time_left(entry)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), entry.params.max_tokens)
+        check_prompt_logprobs(entry.params, len(prompt))
         entry.prompt = prompt
         for choice in entry.choices:
             self._submit(choice, prompt, left_ms)
@@ -169,12 +184,14 @@ class Frontend:
     def _submit(self, choice: Choice, prompt: IntArray, left_ms: int) -> None:
         """Hand a choice over to detokenizer and scheduler, from where its client is."""
         entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
-        stops = ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
-        self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens, emitted))
+        draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos))
+        self._send_detokenizer(
+            OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted)
+        )
         self._send_scheduler(
             AddRequest(
-                choice.rid, prompt + emitted, entry.max_tokens, stops, params.draw(choice.seed), entry.cache_salt,
-                entry.priority, left_ms, len(emitted),
+                choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
+                entry.priority, left_ms, len(emitted), choice.scored,
             )
         )  # fmt: skip
 
@@ -201,9 +218,12 @@ class Frontend:
         self._ledger.close(entry)
         rows = Rows()
         for choice in entry.choices:
-            tokens, text = (ints(), "") if entry.stream else (choice.emitted, "".join(choice.texts))
+            if entry.stream:
+                choice.sent = len(choice.emitted)
+            tokens, text, scores, token_bytes = choice.release()
             prompt_tokens = len(entry.prompt or ())
             rows.add(entry.client_rid, choice.index, tokens, text, Finish.ABORT, prompt_tokens, choice.cached)
+            rows.add_scores(scores, token_bytes.__getitem__)
         self._send(entry.owner, rows.batch(array("q", [self._clock()])))
 
     def _ask(self, owner: Owner, query: int) -> None:
@@ -257,31 +277,36 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
+        times = batch.times[:]
+        times.append(self._clock())
         by_owner: dict[Owner, Rows] = {}
-        at = 0
-        for i, rid in enumerate(batch.rids):
-            tokens = batch.token_ids[at : at + batch.counts[i]]
-            at += batch.counts[i]
-            choice = self._ledger.get(rid)
+        for row in rows_of(batch):
+            choice = self._ledger.get(row.rid)
             if choice is None:
                 continue  # its client is gone, or the request ended with an error
             entry = choice.entry
             if not choice.emitted:  # what is found later, after a loss, is its own
-                choice.cached = max(choice.cached, batch.cached[i])
-            choice.emitted.extend(tokens)
-            finish, text = batch.finish[i], batch.texts[i]
-            if finish != Finish.NONE:
-                self._end(choice, finish)
+                choice.cached = max(choice.cached, row.cached)
+            choice.emitted.extend(row.tokens)
+            choice.scored += len(row.scores.prompt or ())
+            if row.finish != Finish.NONE:
+                self._end(choice, row.finish)
+            tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
-                choice.texts.append(text)
-                if finish == Finish.NONE:
+                choice.hold(row, token_bytes)
+                if row.finish == Finish.NONE and len(choice.scores) < MAX_HELD:
                     continue
-                tokens, text = choice.emitted, "".join(choice.texts)
+                tokens, text, scores, token_bytes = choice.release()
             rows = by_owner.setdefault(entry.owner, Rows())
-            rows.add(entry.client_rid, choice.index, tokens, text, finish, len(entry.prompt or ()), choice.cached)
+            if rows.scored > MAX_HELD:  # log probabilities make a frame large: the rest goes into another one
+                self._send_rows(entry.owner, rows.batch(times))
+                rows = by_owner[entry.owner] = Rows()
+            prompt_tokens = len(entry.prompt or ())
+            rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
+            rows.add_scores(scores, token_bytes.__getitem__)
+            if row.finish == Finish.STOP:
+                rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():
-            times = batch.times[:]
-            times.append(self._clock())
             self._send_rows(owner, rows.batch(times))
 
     def _end(self, choice: Choice, finish: int) -> None:
@@ -321,8 +346,8 @@ class Frontend:
 
     @property
     def preparing(self) -> int:
-        """Requests whose prompt is being tokenized."""
-        return len(self._preparing)
+        """Requests whose prompt is being tokenized, and questions in work."""
+        return len(self._preparing) + len(self._questions)
 
     @property
     def has_backlog(self) -> bool:
@@ -350,7 +375,7 @@ class Frontend:
     @property
     def drained(self) -> bool:
         """Whether nothing is left to be answered."""
-        return self._stopping and not len(self._ledger) and not self._preparing and not self.has_backlog
+        return self._stopping and not len(self._ledger) and not self.preparing and not self.has_backlog
 
     def shut_down(self) -> None:
         """End every live request with an answer; those that still come are refused."""

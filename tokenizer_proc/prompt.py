@@ -6,7 +6,7 @@ from typing import assert_never
 from tokenizers import Tokenizer
 
 from common.fields import IntArray
-from common.messages import ChatMessage, ErrorCode, Generate
+from common.messages import ChatMessage, Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.limits import Limits, Refused
 
@@ -33,6 +33,32 @@ class PromptEncoder:
             return self._tokenize(msg.text, "text", add_special_tokens=True)
         assert msg.chat is not None
         return self._tokenize(self._render(msg.chat), "chat", add_special_tokens=False)
+
+    def tokenize(self, msg: Tokenize) -> Tokens:
+        """Answer a question about tokens, of any number. Raises Refused with the field and the limit."""
+        if msg.text is not None:
+            field, text, special = "text", msg.text, msg.add_special_tokens
+        else:
+            assert msg.chat is not None
+            field, text, special = "chat", self._render(msg.chat), False
+        self._limits.check_chars(len(text), field)
+        encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        return Tokens(msg.rid, array("i", encoding.ids), tuple(encoding.tokens) if msg.with_pieces else ())
+
+    def detokenize(self, msg: Detokenize) -> Text:
+        """The text of tokens. Raises Refused where there are too many or the model does not have one."""
+        if len(msg.token_ids) > self._limits.max_chars:
+            problem = (
+                f"token_ids: at most {self._limits.max_chars} tokens are turned into text, got {len(msg.token_ids)}"
+            )
+            raise Refused(ErrorCode.TOO_LONG, problem, "token_ids", self._limits.max_chars)
+        self._limits.check_token_ids(msg.token_ids, "token_ids")
+        return Text(msg.rid, self._tokenizer.decode(list(msg.token_ids), skip_special_tokens=msg.skip_special_tokens))
+
+    @property
+    def chat_template_source(self) -> str:
+        """The text of the template that renders chats; empty where none does."""
+        return self._template.source if isinstance(self._template, ChatTemplate) else ""
 
     def _render(self, chat: tuple[ChatMessage, ...]) -> str:
         match self._template:

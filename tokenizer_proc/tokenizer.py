@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from common.child import Child, child_options, run_child
 from common.codec import RefusedFrames
-from common.messages import Drained, Go, RequestError, Stats, TextBatch
+from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
@@ -113,6 +113,7 @@ async def _serve(
         send_detokenizer=lambda msg: links.detokenizer.send(msg),
         clock=time.monotonic_ns,
         pool=pool,
+        info=_info(child, go, limits, encoder),
     )
     frontend.refused = refused
 
@@ -168,6 +169,25 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
         finally:
             receiving.cancel()
         links.close()
+
+
+def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder) -> Info:
+    config = child.config
+    return Info(
+        rid=0,
+        model=config.model.path,
+        names=config.http.names(config.model.path),
+        **{name: go.labels.get(name, "") for name in ("architecture", "dtype", "device", "version")},
+        tp=config.model.tp,
+        context_len=go.context_len,
+        max_prompt=limits.max_prompt,
+        kv_tokens=limits.pool_tokens,
+        page_size=go.page_size,
+        vocab_size=go.vocab_size,
+        eos_token_ids=go.eos_token_ids,
+        chat_template=encoder.chat_template_source[:MAX_TEMPLATE_CHARS],
+        started_at=int(time.time()),
+    )
 
 
 async def _last_answers(frontend: Frontend, receiving: "asyncio.Task[None]") -> None:

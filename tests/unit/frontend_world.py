@@ -15,6 +15,7 @@ from common.messages import (
     AddRequest,
     Finish,
     Generate,
+    Info,
     TextBatch,
     ints,
 )
@@ -27,6 +28,10 @@ from tokenizer_proc.ledger import Ledger
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
 
+INFO = Info(
+    0, "/models/tiny", ("tiny",), "LlamaForCausalLM", "float32", "cpu", "9", 1, 32, 31, 4096, 16, 1000, ints(0),
+    "{{ messages }}", 5,
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 
 
@@ -73,6 +78,7 @@ class World:
             send_detokenizer=self.detokenizer.append,
             clock=lambda: self.now,
             pool=self.pool,
+            info=INFO,
         )
 
     def send(self, owner: bytes, frame: bytes) -> Sent:

@@ -17,8 +17,10 @@ from common.config import (
     CacheConfig,
     ClusterConfig,
     ConfigError,
+    HttpConfig,
     ModelConfig,
     SchedulerConfig,
+    SupervisionConfig,
 )
 
 positive = st.integers(1, 10**6)
@@ -52,8 +54,19 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         itl_target_ms=draw(st.floats(0.0, 60000.0)),
         in_batch_gain=draw(positive),
     )
+    http = HttpConfig(
+        enabled=draw(st.booleans()),
+        port=draw(st.integers(0, 65535)),
+        served_names=draw(st.lists(st.text(min_size=1, max_size=20), max_size=3).map(tuple)),
+        api_key_file=draw(st.none() | st.just("/keys")),
+        cors_origins=draw(st.sampled_from([(), ("*",), ("https://a.example", "http://localhost:3000")])),
+        strict_fields=draw(st.booleans()),
+        key_concurrency=draw(st.integers(0, 100)),
+    )
+    seconds = st.floats(1.0, 3600.0)
+    supervision = SupervisionConfig(draw(seconds), draw(st.integers(0, 1000)), draw(seconds), draw(seconds))
     return ClusterConfig(
-        run_dir, model, cache, scheduler,
+        run_dir, model, cache, scheduler, http, supervision,
         listen=draw(st.none() | st.integers(1, 65535).map(lambda port: f"tcp://127.0.0.1:{port}")),
         log_level=draw(st.sampled_from(("debug", "info", "warning", "error"))),
         start_timeout_s=draw(st.floats(0.1, 86400.0)),
@@ -76,8 +89,12 @@ def build(section: str, **values: Any) -> Any:
         return ModelConfig(**{"path": "m", **values})
     if section == "cache":
         return CacheConfig(**values)
+    if section == "http":
+        return HttpConfig(**values)
     if section == "scheduler":
         return SchedulerConfig(**values)
+    if section == "supervision":
+        return SupervisionConfig(**values)
     return ClusterConfig(**{"run_dir": "d", "model": ModelConfig("m"), **values})
 
 
@@ -95,6 +112,10 @@ def build(section: str, **values: Any) -> Any:
         ("cache", {"page_size": 4097}, "page-size"),
         ("cache", {"kv_tokens": 15}, "kv-tokens"),
         ("cache", {"kv_bytes": 0}, "kv-memory"),
+        ("supervision", {"freeze_timeout_s": 0.5}, "freeze-timeout"),
+        ("supervision", {"restarts": -1}, "restarts"),
+        ("supervision", {"restart_window_s": 0.0}, "restart-window"),
+        ("supervision", {"drain_timeout_s": -1.0}, "drain-timeout"),
         ("scheduler", {"max_running": 0}, "max-running"),
         ("scheduler", {"max_running": 4097}, "max-running"),
         ("scheduler", {"max_batch_tokens": 255}, "max-batch-tokens"),
@@ -112,6 +133,13 @@ def build(section: str, **values: Any) -> Any:
         ("scheduler", {"itl_target_ms": -1.0}, "itl-target"),
         ("scheduler", {"itl_target_ms": float("inf")}, "itl-target"),
         ("scheduler", {"in_batch_gain": 0}, "in-batch-gain"),
+        ("http", {"port": 65536}, "port"),
+        ("http", {"host": ""}, "host"),
+        ("http", {"served_names": ("",)}, "served-model-name"),
+        ("http", {"served_names": ("a",) * 17}, "served-model-name"),
+        ("http", {"key_concurrency": -1}, "key-concurrency"),
+        ("http", {"max_body_bytes": 10}, "max-body"),
+        ("http", {"cors_origins": ("example.org",)}, "cors-origin"),
         ("cluster", {"log_level": "loud"}, "log-level"),
         ("cluster", {"start_timeout_s": 0.0}, "start-timeout"),
         ("cluster", {"start_timeout_s": float("nan")}, "start-timeout"),
@@ -130,7 +158,7 @@ def test_refusals_name_the_option(section: str, values: dict[str, Any], option: 
         build(section, **values)
 
 
-@pytest.mark.parametrize("section", ["model", "cache", "scheduler", "cluster"])
+@pytest.mark.parametrize("section", ["model", "cache", "scheduler", "http", "cluster"])
 def test_defaults_are_allowed_and_nothing_changes_afterwards(section: str) -> None:
     config = build(section)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -148,6 +176,8 @@ def test_defaults_are_allowed_and_nothing_changes_afterwards(section: str) -> No
         (("cache", "kv_tokens"), "many", "cache.kv_tokens"),
         (("scheduler", "max_running"), None, "scheduler.max_running"),
         (("scheduler",), [], "scheduler"),
+        (("http", "served_names"), "name", "http.served_names"),
+        (("http", "cors_origins"), [1], "http.cors_origins"),
         (("listen",), 5555, "config.listen"),
         (("start_timeout_s",), "soon", "config.start_timeout_s"),
         (("unknown",), 1, "config"),

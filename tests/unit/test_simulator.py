@@ -33,7 +33,7 @@ from scheduler_proc.workload import (
 
 VOCABULARY = Vocabulary(seed=3)
 # whole nanoseconds, so that nothing is rounded
-COST = LinearCost(1e-3, 10e-6, 20e-6, 300e-6, 50e-9, 2e-9, 3e-9)
+COST = LinearCost(1e-3, 10e-6, 20e-6, 300e-6, 50e-9, 2e-9, 3e-9, 1e-6, 2e-6, 4e-6)
 SMALL = {"max_running": 8, "max_batch_tokens": 512, "chunk_tokens": 64, "kv_tokens": 4096, "page_size": 16}
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from common.codec import Struct, schema_of
-from common.fields import Bool, Bytes, Checker, Float, Int, Ints, ListOf, MapOf, Maybe, Str
-from common.messages import AddRequest, Finish, Generate, StepPlan, TextBatch, TokenBatch
+from common.fields import Bool, Bytes, Checker, Float, Floats, Int, IntMap, Ints, ListOf, MapOf, Maybe, OneOf, Str
+from common.logprobs import LogprobRows, Logprobs
+from common.messages import AddRequest, Finish, Generate, StepPlan, TextBatch, TokenBatch, Tokenize
 
 FEW = 6
 
@@ -34,6 +35,10 @@ COLUMNS = {
         ),
         sums={"pages": "page_counts", "chunk_tokens": "chunk_lens"},
         even=("copies",),
+    ),
+    Logprobs: Rules(
+        groups=(("token_ids", "logprobs", "ranks", "top_counts"),),
+        sums={"top_ids": "top_counts", "top_logprobs": "top_counts"},
     ),
     TokenBatch: Rules(groups=(("rids", "counts", "finish", "cached"),), sums={"token_ids": "counts"}),
     TextBatch: Rules(
@@ -61,6 +66,12 @@ def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[An
             items = st.integers(checker.lo, checker.hi)
             columns = st.lists(items, min_size=least, max_size=min(checker.most, most))
             return columns.map(lambda values: array(checker.typecode, values))
+        case Floats():
+            items = st.floats(width=32, allow_nan=False, allow_infinity=False)
+            return st.lists(items, min_size=least, max_size=min(checker.most, most)).map(lambda v: array("f", v))
+        case IntMap(key, value):
+            keys = st.integers(key.lo, key.hi)
+            return st.dictionaries(keys, values_of(value), min_size=least, max_size=min(key.most, most))
         case ListOf():
             items = st.lists(
                 values_of(checker.item), min_size=max(least, checker.least), max_size=min(checker.most, most)
@@ -68,6 +79,8 @@ def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[An
             return items.map(tuple)
         case MapOf():
             return st.dictionaries(values_of(checker.key), values_of(checker.value), max_size=min(checker.most, FEW))
+        case OneOf(names):
+            return st.sampled_from(names)
         case Maybe(inner):
             return st.none() | values_of(inner)
         case Struct(cls):
@@ -124,10 +137,26 @@ def _generates(draw: st.DrawFn) -> Generate:
 
 
 @st.composite
+def _tokenizes(draw: st.DrawFn) -> Tokenize:
+    values = {name: draw(values_of(checker)) for name, checker in schema_of(Tokenize)}
+    prompt = draw(st.sampled_from(("text", "chat")))
+    maybe = dict(schema_of(Tokenize))[prompt]
+    assert isinstance(maybe, Maybe)
+    return Tokenize(**values | {"text": None, "chat": None, prompt: draw(values_of(maybe.inner))})
+
+
+@st.composite
+def _logprob_rows(draw: st.DrawFn) -> LogprobRows:
+    rows = draw(st.lists(st.integers(0, 2**14 - 1), max_size=3, unique=True))
+    parts = [draw(messages_of(Logprobs)) for _ in rows]
+    return LogprobRows.of(dict(zip(rows, parts, strict=True))) or LogprobRows(array("i"), array("i"), Logprobs.empty())
+
+
+@st.composite
 def _add_requests(draw: st.DrawFn) -> AddRequest:
     fields = {name: draw(values_of(checker)) for name, checker in schema_of(AddRequest)}
     fields["generated"] = draw(st.integers(0, max(0, min(len(fields["prompt"]), fields["max_tokens"]) - 1)))
     return AddRequest(**fields)
 
 
-OWN = {Generate: _generates, AddRequest: _add_requests}
+OWN = {Generate: _generates, AddRequest: _add_requests, Tokenize: _tokenizes, LogprobRows: _logprob_rows}

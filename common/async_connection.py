@@ -1,0 +1,410 @@
+"""The asyncio twin of `common.connection`: what the gateway and the asynchronous Python API speak through.
+
+async with AsyncConnection(address) as connection:
+    async for row in connection.submit("Once upon a time", SamplingParams()):
+        ...
+"""
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from common.codec import Message, encode
+from common.connection import ENDINGS, SILENCE_LIMIT_S, ConnectionLost, Unreachable
+from common.messages import (
+    MAX_CHOICES,
+    MAX_RID,
+    Abort,
+    Beat,
+    ChatMessage,
+    Detokenize,
+    Finish,
+    Generate,
+    GetInfo,
+    GetStats,
+    Info,
+    RequestError,
+    Stats,
+    Text,
+    TextBatch,
+    Tokenize,
+    Tokens,
+    ints,
+)
+from common.rows import Row, RowReader
+from common.sampling_params import SamplingParams
+from common.sockets import Inbox, PeerStalled, open_socket
+
+MAX_UNREAD = 2**16  # rows of one request that its reader may leave unread
+MAX_UNSENT = 2**16  # messages that wait for a cluster that takes none
+BURST = 64  # messages handled before other tasks have their turn
+T = TypeVar("T")
+
+
+class RequestFailed(RuntimeError):
+    """The cluster ended or refused a request; `error` says why."""
+
+    def __init__(self, error: RequestError):
+        super().__init__(error.problem)
+        self.error = error
+
+
+class UnreadRows(RuntimeError):
+    """A request was ended because its reader left too many rows unread."""
+
+
+class Stream:
+    """The rows of one request, in the order in which they came. One task reads it.
+
+    It ends when all choices of the request have ended. Raises RequestFailed when the cluster ends it with an error,
+    ConnectionLost when the connection breaks, and UnreadRows when more rows lie unread than the connection allows.
+    """
+
+    def __init__(self, connection: "AsyncConnection", rid: int, n: int):
+        self.rid = rid
+        self._connection = connection
+        self._open = set(range(n))  # choices that have not ended
+        self._rows: deque[Row] = deque()
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come from the cluster; rows may lie unread."""
+        return not self._open or self._error is not None
+
+    def abort(self) -> None:
+        """Ask the cluster to end the request; the last row of each live choice (finish ABORT) still comes."""
+        if not self.ended:
+            self._connection.send_abort(self.rid)
+
+    async def take(self) -> list[Row]:
+        """All rows that are there, waiting for the first; an empty list once the stream has ended."""
+        while not self._rows and not self.ended:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._rows and self._error is not None:
+            raise self._error
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Row:
+        while not self._rows:
+            if self.ended and self._error is None:
+                raise StopAsyncIteration
+            self._rows.extend(await self.take())
+        return self._rows.popleft()
+
+    def is_open(self, choice: int) -> bool:
+        """Whether a choice has not ended."""
+        return choice in self._open and self._error is None
+
+    def push(self, row: Row) -> None:
+        """For the connection: a new row of an open choice."""
+        if row.finish is not Finish.NONE:
+            self._open.remove(row.choice)
+        self._rows.append(row)
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """For the connection: nothing more will come. Rows that came before can still be read."""
+        if not self.ended:
+            self._error = error
+            self._changed.set()
+
+    @property
+    def unread(self) -> int:
+        return len(self._rows)
+
+
+class AsyncConnection:
+    """A DEALER connection to the address of a cluster's frontend, for one event loop. Use it in `async with`.
+
+    When the connection breaks, or the cluster has sent nothing for `silence_limit_s` while a request is live, every
+    live stream and question ends with ConnectionLost, and so does every later one: make a new connection then.
+    """
+
+    def __init__(self, address: str, *, silence_limit_s: float = SILENCE_LIMIT_S, max_unread: int = MAX_UNREAD):
+        self._address = address
+        self._silence_limit_s = silence_limit_s
+        self._max_unread = max_unread
+        self._silent_s = 0.0
+        self._streams: dict[int, Stream] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._reader = RowReader()
+        self._numbers = count()
+        self._unsent: deque[bytes] = deque()
+        self._lost: ConnectionLost | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._linger_ms = 500
+        # Sockets of an asyncio context, not wrapped ones: closing a wrapper would leave the wrapped one to close again.
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._socket = cast(zmq.asyncio.Socket, open_socket(cast(Any, self._context), zmq.DEALER))
+        self._socket.set(zmq.IPV6, address.startswith("tcp://["))
+        self._inbox = Inbox(cast(Any, self._socket), TextBatch, RequestError, Stats, Beat, Tokens, Text, Info)
+
+    async def __aenter__(self) -> "AsyncConnection":
+        """Connect. Nobody at the address shows at the first request; a bad address raises Unreachable here."""
+        self._monitor = self._socket.get_monitor_socket(ENDINGS)
+        try:
+            self._socket.connect(self._address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise Unreachable(f"cannot connect: {error}") from None
+        for work in (self._receive(), self._watch_connection(), self._watch_silence()):
+            self._tasks.append(asyncio.create_task(work))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort what is live and close; the aborts get half a second to leave."""
+        if self._context.closed:
+            return
+        self.abort_all()
+        self._lose(ConnectionLost("the connection was closed"))
+        tasks = [*self._tasks, *([self._flushing] if self._flushing else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(self._linger_ms)
+        await asyncio.get_running_loop().run_in_executor(None, self._context.term)
+
+    @property
+    def lost(self) -> ConnectionLost | None:
+        """Why the connection can no longer be used, or None."""
+        return self._lost
+
+    @property
+    def live(self) -> int:
+        """How many submitted requests have not ended."""
+        return len(self._streams)
+
+    @property
+    def refused(self) -> int:
+        """How many received frames were refused."""
+        return self._inbox.refused.total
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[ChatMessage],
+        params: SamplingParams,
+        *,
+        stream: bool = True,
+        n: int = 1,
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
+    ) -> Stream:
+        """Send a request and return its stream. The prompt is text, token ids (used as they are) or chat messages;
+        the rest is as in `Generate`.
+
+        Raises FrameError when it is too large for a frame, PeerStalled when the cluster takes no messages, and
+        ConnectionLost when the connection is broken.
+        """
+        rid = self._number()
+        text, token_ids, chat = None, None, None
+        if isinstance(prompt, str):
+            text = prompt
+        elif prompt and isinstance(prompt[0], ChatMessage):
+            chat = tuple(cast(Sequence[ChatMessage], prompt))
+        else:
+            token_ids = array("i", cast(Sequence[int], prompt))
+        self._send(Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms))
+        opened = Stream(self, rid, min(n, MAX_CHOICES))
+        self._streams[rid] = opened
+        return opened
+
+    def abort_all(self) -> None:
+        """Ask the cluster to end all live requests."""
+        for stream in list(self._streams.values()):
+            stream.abort()
+
+    def send_abort(self, rid: int) -> None:
+        """For Stream. An abort that cannot be sent is for a cluster that is gone."""
+        with contextlib.suppress(ConnectionLost, PeerStalled):
+            self._send(Abort(rid))
+
+    # ---- questions ------------------------------------------------------------------------------------------------
+
+    async def stats(self, timeout_s: float = SILENCE_LIMIT_S) -> dict[str, int]:
+        """The cluster's counters and gauges by name. Raises ConnectionLost when no answer comes in time."""
+        query = self._number()
+        return (await self._ask(query, GetStats(query), Stats, timeout_s)).values
+
+    async def info(self, timeout_s: float = SILENCE_LIMIT_S) -> Info:
+        """What the cluster serves. Raises ConnectionLost when no answer comes in time."""
+        rid = self._number()
+        return await self._ask(rid, GetInfo(rid), Info, timeout_s)
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        *,
+        add_special_tokens: bool = True,
+        with_pieces: bool = False,
+        timeout_s: float = SILENCE_LIMIT_S,
+    ) -> Tokens:
+        """The tokens of a text or chat, as `Tokenize` says. Raises RequestFailed and ConnectionLost."""
+        rid = self._number()
+        text = prompt if isinstance(prompt, str) else None
+        chat = None if isinstance(prompt, str) else tuple(prompt)
+        return await self._ask(rid, Tokenize(rid, text, chat, add_special_tokens, with_pieces), Tokens, timeout_s)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, timeout_s: float = SILENCE_LIMIT_S
+    ) -> str:
+        """The text of tokens. Raises RequestFailed and ConnectionLost."""
+        rid = self._number()
+        question = Detokenize(rid, ints(*token_ids), skip_special_tokens)
+        return (await self._ask(rid, question, Text, timeout_s)).text
+
+    async def _ask(self, number: int, question: Message, kind: type[T], timeout_s: float) -> T:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            self._send(question)
+            async with asyncio.timeout(timeout_s):
+                msg = await answer
+        except TimeoutError:
+            raise ConnectionLost(f"the cluster did not answer within {timeout_s:g} s") from None
+        finally:
+            del self._asked[number]
+        if not isinstance(msg, kind):
+            raise ConnectionLost(f"the cluster answered with {type(msg).__name__}, {kind.__name__} was asked for")
+        return msg
+
+    def _number(self) -> int:
+        return next(self._numbers) & MAX_RID
+
+    # ---- sending --------------------------------------------------------------------------------------------------
+
+    def _send(self, msg: Message) -> None:
+        """Send now, or in order as soon as the cluster takes it."""
+        frame = encode(msg)
+        if self._lost is not None:
+            raise self._lost
+        if not self._streams and not self._asked:
+            self._silent_s = 0.0
+        if self._flushing is None and self._send_now(frame):
+            return
+        if len(self._unsent) >= MAX_UNSENT:
+            raise PeerStalled(f"{self._address} takes no messages ({len(self._unsent)} are waiting)")
+        self._unsent.append(frame)
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+
+    def _send_now(self, frame: bytes) -> bool:
+        """Through the asyncio socket, because it must know when events may be waiting."""
+        error = cast("asyncio.Future[None]", self._socket.send(frame, zmq.NOBLOCK)).exception()  # done at once
+        if error is not None and not isinstance(error, zmq.Again):
+            raise error
+        return error is None
+
+    async def _flush(self) -> None:
+        try:
+            while self._unsent:
+                await self._socket.send(self._unsent[0])
+                self._unsent.popleft()
+        finally:
+            self._flushing = None
+
+    # ---- receiving ------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            for _ in range(BURST):
+                msg = self._inbox.parse(await self._socket.recv_multipart())
+                if msg is not None:
+                    self._silent_s = 0.0
+                    self._take(msg, time.monotonic_ns())
+            await asyncio.sleep(0)  # a received message does not suspend this loop, so that others need a turn
+
+    def _take(self, msg: Message, now_ns: int) -> None:
+        match msg:
+            case TextBatch():
+                self._take_batch(msg, now_ns)
+            case Stats():
+                self._answer(msg.query, msg)
+            case RequestError():
+                self._reader.forget(msg.rid)
+                stream = self._streams.pop(msg.rid, None)
+                if stream is not None:
+                    stream.fail(RequestFailed(msg))
+                self._answer(msg.rid, RequestFailed(msg))
+            case Tokens() | Text() | Info():
+                self._answer(msg.rid, msg)
+
+    def _answer(self, number: int, answer: Message | Exception) -> None:
+        waiting = self._asked.get(number)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(answer, Exception):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
+
+    def _take_batch(self, batch: TextBatch, now_ns: int) -> None:
+        for row in self._reader.rows(batch, now_ns, self._is_live):
+            stream = self._streams[row.rid]
+            stream.push(row)
+            if stream.ended:
+                del self._streams[row.rid]
+            elif stream.unread > self._max_unread:
+                stream.abort()
+                stream.fail(UnreadRows(f"the reader left more than {self._max_unread} rows unread"))
+                del self._streams[row.rid]
+
+    def _is_live(self, rid: int, choice: int) -> bool:
+        stream = self._streams.get(rid)
+        return stream is not None and stream.is_open(choice)
+
+    # ---- losing it ------------------------------------------------------------------------------------------------
+
+    async def _watch_connection(self) -> None:
+        event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+        self._linger_ms = 0  # nobody is there to take what is left
+        if event == zmq.EVENT_CONNECT_RETRIED:
+            self._lose(Unreachable(f"no cluster answers at {self._address}"))
+        else:
+            self._lose(ConnectionLost(f"the connection to {self._address} is broken: the cluster has ended"))
+
+    async def _watch_silence(self) -> None:
+        tick = min(0.5, self._silence_limit_s / 4)
+        while True:
+            await asyncio.sleep(tick)
+            # A frozen client must not blame the cluster: a tick counts as one, however long it took.
+            self._silent_s += tick
+            if self._streams and self._silent_s >= self._silence_limit_s:
+                hint = " that this version understands" if self.refused else ""
+                problem = f"the cluster stopped answering: nothing{hint} for {self._silence_limit_s:g} s"
+                self._lose(ConnectionLost(problem))
+
+    def _lose(self, error: ConnectionLost) -> None:
+        if self._lost is not None:
+            return
+        self._lost = error
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error)
+        for number in list(self._asked):
+            self._answer(number, error)

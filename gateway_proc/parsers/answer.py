@@ -1,0 +1,92 @@
+"""One answer: the reasoning first, then content and calls."""
+
+import secrets
+import string
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from gateway_proc.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+from gateway_proc.parsers.formats import Reasoning, ToolFormat
+from gateway_proc.parsers.hermes import HermesParser
+from gateway_proc.parsers.llama3 import Llama3Parser
+from gateway_proc.parsers.mistral import MistralParser
+from gateway_proc.parsers.reasoning import ReasoningSplitter, Split
+
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+class ToolParser(Protocol):
+    """Content and calls of a text. `calls` counts those that have begun."""
+
+    @property
+    def calls(self) -> int: ...
+
+    def feed(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+class AnswerParser:
+    """See the package's docstring. Without a splitter all is content and calls, without tools all is content."""
+
+    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolParser | None) -> None:
+        self._splitter = splitter
+        self._tools = tools
+
+    @property
+    def called(self) -> bool:
+        return self._tools is not None and self._tools.calls > 0
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._read(self._splitter.feed(text) if self._splitter is not None else Split("", text))
+
+    def finish(self) -> list[Delta]:
+        deltas = self._read(self._splitter.finish()) if self._splitter is not None else []
+        return deltas + (self._tools.finish() if self._tools is not None else [])
+
+    def _read(self, split: Split) -> list[Delta]:
+        deltas: list[Delta] = [ReasoningDelta(split.reasoning)] if split.reasoning else []
+        if self._tools is not None:
+            return deltas + self._tools.feed(split.content)
+        return deltas + ([ContentDelta(split.content)] if split.content else [])
+
+
+def make_parser(
+    *,
+    tools: ToolFormat | None = None,
+    reasoning: Reasoning = Reasoning.NONE,
+    tool_names: Collection[str] | None = None,
+    forced: bool = False,
+    new_id: Callable[[], str] | None = None,
+) -> AnswerParser:
+    """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `tool_names` are the
+    names of the offered ones, `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of
+    calls."""
+    splitter = None if reasoning is Reasoning.NONE else ReasoningSplitter(opened=reasoning is Reasoning.OPENED)
+    parser: ToolParser | None = None
+    match tools:
+        case ToolFormat.HERMES:
+            parser = HermesParser(new_id or _call_id)
+        case ToolFormat.LLAMA3_JSON:
+            parser = Llama3Parser(new_id or _call_id, tool_names)
+        case ToolFormat.MISTRAL:
+            parser = MistralParser(new_id or _short_id, forced=forced)
+    return AnswerParser(splitter, parser)
+
+
+def needs_special_tokens(tools: ToolFormat | None) -> bool:
+    """Whether a format's markers are special tokens, which the answer must then show (`skip_special_tokens=False`)."""
+    return tools in (ToolFormat.MISTRAL, ToolFormat.LLAMA3_JSON)
+
+
+def _call_id() -> str:
+    return "call_" + _random(24)
+
+
+def _short_id() -> str:
+    """Mistral's templates insist on nine letters and digits."""
+    return _random(9)
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(length))

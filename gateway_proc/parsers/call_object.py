@@ -1,0 +1,159 @@
+"""Reads `{"name": ..., "arguments": {...}}`, the form that calls have in most formats, while it comes."""
+
+import json
+from collections.abc import Callable
+from enum import Enum, auto
+
+from gateway_proc.parsers.deltas import DeltaWriter
+from gateway_proc.parsers.scanning import JsonValue
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class _Expects(Enum):
+    OBJECT = auto()
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    NEXT = auto()
+
+
+class CallObject:
+    """One call. It begins in `writer` once its name and the beginning of its arguments are known, whichever comes first
+    in the object, and other keys are passed over. Arguments that are a string are taken to be JSON text in a string;
+    none, or null, are `{}`.
+
+    `done` and `broken` end it. When it breaks before it began, `raw` is all that was read, for it was no call; after
+    that, the arguments end where they broke. `accepts` says which names are calls.
+    """
+
+    def __init__(self, writer: DeltaWriter, accepts: Callable[[str], bool] = lambda name: True) -> None:
+        self._writer = writer
+        self._accepts = accepts
+        self._expects = _Expects.OBJECT
+        self._value: JsonValue | None = None
+        self._text: list[str] = []  # of the value that is being read
+        self._key = ""
+        self._name: str | None = None
+        self._arguments: list[str] = []  # read before the call began
+        self._has_arguments = False
+        self._streaming = False
+        self._raw: list[str] = []
+        self.began = False
+        self.done = False
+        self.broken = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
+
+    @property
+    def ended(self) -> bool:
+        return self.done or self.broken
+
+    def feed(self, text: str) -> int:
+        """Read on; returns how many characters belong to the call, which are all unless it ended."""
+        at = 0
+        while at < len(text) and not self.ended:
+            if self._value is None and text[at].isspace():
+                at += 1
+            elif self._value is not None:
+                at = self._read_value(text, at)
+            else:
+                at = self._punctuation(text, at)
+        if not self.began:
+            self._raw.append(text[:at])
+        return at
+
+    def finish(self) -> None:
+        """No more text comes."""
+        self.broken = not self.done
+
+    def _punctuation(self, text: str, at: int) -> int:
+        match self._expects, text[at]:
+            case _Expects.OBJECT, "{":
+                self._expects = _Expects.KEY
+            case _Expects.KEY, '"':
+                self._value = JsonValue()
+                return at
+            case _Expects.COLON, ":":
+                self._expects = _Expects.VALUE
+            case _Expects.VALUE, _:
+                self._value = JsonValue()
+                self._streaming = self._key in _ARGUMENTS and not self._has_arguments and text[at] in "{["
+                return at
+            case _Expects.NEXT, ",":
+                self._expects = _Expects.KEY
+            case ((_Expects.NEXT | _Expects.KEY), "}"):
+                self._end_object()
+                return at + (not self.broken)
+            case _:
+                self.broken = True
+                return at
+        return at + 1
+
+    def _read_value(self, text: str, at: int) -> int:
+        assert self._value is not None
+        end = self._value.feed(text, at)
+        if self._streaming:
+            self._pass_on(text[at:end])
+        else:
+            self._text.append(text[at:end])
+        if self._value.broken:
+            self.broken = True
+        elif self._value.done:
+            whole = "".join(self._text)
+            self._text.clear()
+            self._value = None
+            if self._expects is _Expects.KEY:
+                self._key = _decoded(whole)
+                self._expects = _Expects.COLON
+            else:
+                self._take_value(whole)
+                self._expects = _Expects.NEXT
+        return end
+
+    def _take_value(self, whole: str) -> None:
+        if self._key == "name" and self._name is None:
+            name = _decoded(whole)
+            if whole[0] != '"' or not name or not self._accepts(name):
+                self.broken = True
+                return
+            self._name = name
+            self._begin()
+        elif self._key in _ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
+            if not self._streaming:
+                self._pass_on(_decoded(whole) if whole[0] == '"' else "{}" if whole == "null" else whole)
+        self._streaming = False
+
+    def _pass_on(self, arguments: str) -> None:
+        """Part of the arguments, which may come before the name."""
+        self._arguments.append(arguments)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._name is None or not self._arguments:
+            return
+        if not self.began:
+            self.began = True
+            self._writer.start_call(self._name)
+        self._writer.arguments("".join(self._arguments))
+        self._arguments.clear()
+
+    def _end_object(self) -> None:
+        if self._name is None:
+            self.broken = True
+            return
+        self.done = True
+        if not self.began:
+            self._pass_on("{}")
+
+
+def _decoded(text: str) -> str:
+    """The text of a JSON string; as it is where it is none, or not one that could be sent."""
+    try:
+        value = json.loads(text, strict=False)
+        return value if isinstance(value, str) and value.encode() else text
+    except ValueError:  # a lone surrogate too
+        return text

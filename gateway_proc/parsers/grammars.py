@@ -1,0 +1,77 @@
+"""Grammars that a gateway builds: calls that must be made, and reasoning before an answer under a grammar.
+
+Where JSON schemas are not enough they are llguidance's variant of Lark, with schemas inside (`%json`). The gateway only
+writes them: the tokenizer process checks them like any other.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.sampling_params import Grammar
+from gateway_proc.parsers.formats import Reasoning, ToolFormat
+from gateway_proc.parsers.reasoning import CLOSE, OPEN
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_LITERAL = frozenset({"const", "enum", "default", "examples"})  # what is in them is data, not a schema
+
+
+def force_call(
+    tools: Sequence[tuple[str, Mapping[str, Any] | None]], tool_format: ToolFormat, *, parallel: bool = True
+) -> Grammar:
+    """An answer that is one call or, when `parallel`, one or several, of the `tools`: pairs of a name and the JSON
+    schema of its parameters (None allows any object). For a named function, give that one alone.
+
+    Read the answer with `make_parser(tools=tool_format, forced=True)`.
+    """
+    if not tools:
+        raise ValueError("no tool to call")
+    key = "parameters" if tool_format is ToolFormat.LLAMA3_JSON else "arguments"
+    definitions: dict[str, Any] = {}
+    calls = []
+    for i, (name, parameters) in enumerate(tools):
+        definitions[f"tool{i}"] = _moved(_ANY_OBJECT if parameters is None else parameters, f"#/$defs/tool{i}")
+        properties = {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}}
+        calls.append(
+            {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        )
+    call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    match tool_format:
+        case ToolFormat.MISTRAL:
+            most = {} if parallel else {"maxItems": 1}
+            schema = {"type": "array", "items": call, "minItems": 1, **most, "$defs": definitions}
+            return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+        case ToolFormat.HERMES:
+            around, between = ('"<tool_call>\\n" object "\\n</tool_call>"', '"\\n"')
+        case ToolFormat.LLAMA3_JSON:
+            around, between = ("object", '"; "')
+    several = f" ({between} call)*" if parallel else ""
+    body = json.dumps({**call, "$defs": definitions}, ensure_ascii=False)
+    return Grammar("lark", f"start: call{several}\ncall: {around}\nobject: %json {body}\n")
+
+
+def after_reasoning(grammar: Grammar, reasoning: Reasoning) -> Grammar:
+    """The same with the model's reasoning before it, up to `</think>`, where it reasons."""
+    match reasoning:
+        case Reasoning.NONE:
+            return grammar
+        case Reasoning.OPENED:
+            return replace(grammar, closing=CLOSE)
+        case Reasoning.TAGS:
+            return replace(grammar, opening=OPEN, closing=CLOSE)
+
+
+def _moved(schema: Any, base: str) -> Any:
+    """A schema that stands at `base` of another one: its references to itself must lead there."""
+    if isinstance(schema, Mapping):
+        moved = {}
+        for key, value in schema.items():
+            if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+                moved[key] = base + value[1:]
+            else:
+                moved[key] = value if key in _LITERAL else _moved(value, base)
+        return moved
+    if isinstance(schema, list | tuple):
+        return [_moved(item, base) for item in schema]
+    return schema

@@ -1,0 +1,136 @@
+"""Calls as Mistral's models write them. Older: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer:
+`[TOOL_CALLS]name[ARGS]{...}` for each call, some with `[CALL_ID]id` before the arguments, some without `[ARGS]`."""
+
+import re
+from collections.abc import Callable
+from enum import Enum, auto
+
+from gateway_proc.parsers.call_object import CallObject
+from gateway_proc.parsers.content import Content
+from gateway_proc.parsers.deltas import Delta, DeltaWriter
+from gateway_proc.parsers.scanning import JsonValue
+
+_OPEN = "[TOOL_CALLS]"
+_MAX_HEADER = 256  # characters between the marker and the arguments
+_HEADER = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+
+
+class _State(Enum):
+    CONTENT = auto()
+    MARKED = auto()  # behind the marker
+    OBJECT = auto()  # in an object of a list
+    BETWEEN = auto()  # behind one
+    ARGUMENTS = auto()  # behind a name
+
+
+class MistralParser:
+    """`forced` reads the list alone, without the marker, as a grammar for forced calls allows it."""
+
+    def __init__(self, new_id: Callable[[], str], *, forced: bool = False) -> None:
+        self._writer = DeltaWriter(new_id)
+        self._content = Content(self._writer)
+        self._state = _State.MARKED if forced else _State.CONTENT
+        self._raw = ""  # behind content and before what can be a call: content again if it is none
+        self._call: CallObject | None = None
+        self._value = JsonValue()
+        self._text = ""
+
+    @property
+    def calls(self) -> int:
+        return self._writer.calls
+
+    def feed(self, text: str) -> list[Delta]:
+        self._text += text
+        self._run(final=False)
+        return self._writer.take()
+
+    def finish(self) -> list[Delta]:
+        self._run(final=True)
+        if self._state is _State.MARKED:
+            self._content.restore(self._raw)
+        elif self._call is not None:
+            self._call.finish()
+            self._end_object(self._call)
+            self._run(final=True)
+        return self._writer.take()
+
+    def _run(self, *, final: bool) -> None:
+        while self._text and self._step(final):
+            pass
+
+    def _step(self, final: bool) -> bool:
+        """Read on; whether more can be read without more text."""
+        match self._state:
+            case _State.CONTENT:
+                self._text, self._raw = self._content.scan(self._text, (_OPEN,), final=final)
+                if self._raw:
+                    self._state = _State.MARKED
+                return bool(self._raw)
+            case _State.MARKED:
+                return self._read_header(final)
+            case _State.OBJECT:
+                assert self._call is not None
+                self._text = self._text[self._call.feed(self._text) :]
+                if self._call.ended:
+                    self._end_object(self._call)
+                return True
+            case _State.BETWEEN:
+                return self._read_separator(final)
+            case _State.ARGUMENTS:
+                end = self._value.feed(self._text, 0)
+                self._writer.arguments(self._text[:end])
+                self._text = self._text[end:]
+                if self._value.done or self._value.broken:
+                    self._to_content(after_call=True)
+                return True
+
+    def _read_header(self, final: bool) -> bool:
+        text = self._text.lstrip()
+        brace = text.find("{", 0, _MAX_HEADER)
+        header = _HEADER.match(text) if brace >= 0 else None
+        if header is not None:
+            self._writer.start_call(header[1])
+            self._text = text[header.end() :]
+            self._value = JsonValue()
+            self._state = _State.ARGUMENTS
+        elif text.startswith("["):
+            self._raw += self._text[: len(self._text) - len(text) + 1]
+            self._text = text[1:]
+            self._begin_object()
+        elif final or brace >= 0 or len(text) >= _MAX_HEADER:
+            self._content.restore(self._raw)
+            self._to_content(after_call=False)
+        else:
+            return False
+        return True
+
+    def _read_separator(self, final: bool) -> bool:
+        """Behind an object of a list: the next one, or the end of the list."""
+        text = self._text.lstrip()
+        if text.startswith(","):
+            self._raw, self._text = "", text[1:]
+            self._begin_object()
+        elif text.startswith("]"):
+            self._text = text[1:]
+            self._to_content(after_call=True)
+        elif text or final:
+            self._to_content(after_call=True)
+        else:
+            return False
+        return True
+
+    def _begin_object(self) -> None:
+        self._call = CallObject(self._writer)
+        self._state = _State.OBJECT
+
+    def _end_object(self, call: CallObject) -> None:
+        self._call = None
+        if call.began:
+            self._state = _State.BETWEEN
+        else:
+            self._content.restore(self._raw + call.raw)
+            self._to_content(after_call=False)
+
+    def _to_content(self, *, after_call: bool) -> None:
+        self._state = _State.CONTENT
+        self._content.after_call = after_call

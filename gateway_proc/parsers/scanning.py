@@ -1,0 +1,89 @@
+"""Finding markers and the ends of JSON values in text that comes in pieces."""
+
+import re
+from collections.abc import Sequence
+
+_IN_STRING = re.compile(r'["\\]')
+_IN_CONTAINER = re.compile(r'["{}\[\]]|[^\sA-Za-z0-9+\-.,:]')
+_NOT_SCALAR = re.compile(r"[^A-Za-z0-9+\-.]")
+
+
+def find_marker(text: str, markers: Sequence[str], *, final: bool) -> tuple[int, str]:
+    """Where the first of the `markers` begins, and which one it is. None of them is a prefix of another.
+
+    Without any, where text begins that may be the beginning of one (the end of the text when it is `final`), and "".
+    """
+    found = min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None)
+    if found is not None:
+        return found
+    if final:
+        return len(text), ""
+    longest = max(map(len, markers))
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        if any(marker.startswith(text[at:]) for marker in markers):
+            return at, ""
+    return len(text), ""
+
+
+class JsonValue:
+    """Finds where a JSON value ends. Of its syntax it knows no more than that takes: brackets, strings, and which
+    characters can be outside of strings. `done` and `broken` end it; `first` is the value's first character."""
+
+    def __init__(self) -> None:
+        self.first = ""
+        self.done = False
+        self.broken = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str, at: int) -> int:
+        """Read on from `at`; returns the index behind what belongs to the value. It must not begin with a space."""
+        if not self.first and at < len(text):
+            self.first = text[at]
+            if self.first == '"':
+                self._in_string = True
+                at += 1
+            elif self.first not in "{[" and _NOT_SCALAR.match(self.first):
+                self.broken = True
+        while at < len(text) and not (self.done or self.broken):
+            if self._in_string:
+                at = self._string(text, at)
+            elif self.first in "{[":
+                at = self._container(text, at)
+            else:
+                end = _NOT_SCALAR.search(text, at)
+                self.done = end is not None
+                at = end.start() if end else len(text)
+        return at
+
+    def _string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        found = _IN_STRING.search(text, at)
+        if found is None:
+            return len(text)
+        if found.group() == "\\":
+            self._escaped = True
+        else:
+            self._in_string = False
+            self.done = self._depth == 0
+        return found.end()
+
+    def _container(self, text: str, at: int) -> int:
+        found = _IN_CONTAINER.search(text, at)
+        if found is None:
+            return len(text)
+        match found.group():
+            case '"':
+                self._in_string = True
+            case "{" | "[":
+                self._depth += 1
+            case "}" | "]":
+                self._depth -= 1
+                self.done = self._depth == 0
+            case _:
+                self.broken = True
+                return found.start()
+        return found.end()

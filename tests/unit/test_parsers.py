@@ -1,0 +1,269 @@
+"""Tool-call and reasoning parsers: what they find, and that it does not depend on how the text is split."""
+
+import json
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway_proc.parsers import (
+    ArgumentsDelta,
+    ContentDelta,
+    Formats,
+    Reasoning,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolFormat,
+    detect_formats,
+    make_parser,
+)
+
+HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
+CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}}'
+ARGUMENTS = '{"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}'
+PIECES = (
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>",
+    CALL, '{"name": "g"}', '{"parameters": {}, "name": "f"}', '{"name": "f", "arguments": "{}"}', "[", "]", "{", "}",
+    ",", ";", ":", '"', '"name"', '"arguments"', '"f"', "\\", "f", "g", "null", "1.5", " ", "\n", "é🙂", "<", "text",
+    '"\\ud800"',
+)  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join)
+POINTS = st.lists(st.integers(0, 10**6), max_size=20)
+FORMATS = st.sampled_from([None, *ToolFormat])
+
+
+def parse(pieces, tools, reasoning=Reasoning.NONE, **more):
+    """The merged deltas of a text in pieces."""
+    ids = count()
+    parser = make_parser(tools=tools, reasoning=reasoning, new_id=lambda: f"id{next(ids)}", **more)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    merged = []
+    for delta in deltas:
+        last = merged[-1] if merged else None
+        if not isinstance(delta, ToolCallDelta):
+            assert delta.text, "an empty delta"
+        if isinstance(delta, ContentDelta | ReasoningDelta) and type(last) is type(delta):
+            merged[-1] = type(delta)(last.text + delta.text)
+        elif isinstance(delta, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
+            assert delta.index == last.index
+            merged[-1] = ArgumentsDelta(last.index, last.text + delta.text)
+        else:
+            merged.append(delta)
+    calls = [d for d in merged if isinstance(d, ToolCallDelta)]
+    assert [c.index for c in calls] == list(range(len(calls)))
+    assert parser.called == bool(calls)
+    return merged
+
+
+def shown(merged):
+    """Deltas in short: content as text, reasoning as ("think", text), calls as (name, arguments)."""
+    result = []
+    for delta in merged:
+        match delta:
+            case ContentDelta(text):
+                result.append(text)
+            case ReasoningDelta(text):
+                result.append(("think", text))
+            case ToolCallDelta(name=name):
+                result.append((name, ""))
+            case ArgumentsDelta(text=text):
+                name, arguments = result[-1]
+                result[-1] = (name, arguments + text)
+    return result
+
+
+def split(text, points):
+    cuts = [0, *sorted(p % (len(text) + 1) for p in points), len(text)]
+    return [text[a:b] for a, b in pairwise(cuts)]
+
+
+@given(TEXTS, POINTS, FORMATS, st.sampled_from(Reasoning))
+def test_a_split_changes_nothing(text, points, tools, reasoning):
+    whole = parse([text], tools, reasoning)
+    assert parse(split(text, points), tools, reasoning) == whole
+    assert parse(text, tools, reasoning) == whole, "character by character"
+
+
+@given(TEXTS, POINTS)
+def test_a_split_changes_nothing_with_names_or_forced(text, points):
+    for more in ({"tools": LLAMA, "tool_names": {"f"}}, {"tools": MISTRAL, "forced": True}):
+        assert parse(split(text, points), **more) == parse([text], **more) == parse(text, **more)
+
+
+@given(TEXTS)
+def test_nothing_is_lost_where_there_is_no_call(text):
+    for tools in (None, *ToolFormat):
+        merged = parse([text], tools)
+        if not any(isinstance(d, ToolCallDelta) for d in merged):
+            content = "".join(d.text for d in merged)
+            assert content == text or "</tool_call>" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello <b>you</b>.\n", ["Hello <b>you</b>.\n"]),
+        (f"<tool_call>\n{CALL}\n</tool_call>", [("f", ARGUMENTS)]),
+        (f"\n\n<tool_call>{CALL}</tool_call>\n", [("f", ARGUMENTS)]),
+        (f"I look.\n<tool_call>{CALL}</tool_call>\nDone. ", ["I look.", ("f", ARGUMENTS), "Done. "]),
+        (f"<tool_call>{CALL}</tool_call><tool_call>\n{CALL}", [("f", ARGUMENTS), ("f", ARGUMENTS)]),
+        (f"<tool_call>{CALL}\n<tool_call>{CALL}</tool_call>", [("f", ARGUMENTS), ("f", ARGUMENTS)]),
+        ('<tool_call>{"arguments": {"x": 1}, "name": "é\\n"}</tool_call>', [("é\n", '{"x": 1}')]),
+        ('<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": null, "id": {}}</tool_call>', [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"é\\"}"}</tool_call>', [("f", '{"x": "é"}')]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "unfin', [("f", '{"x": "unfin')]),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>after', [("f", '{"x": 1}'), "after"]),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}}}</tool_call>', [("f", '{"x": 1}'), "}"]),
+        ('a <tool_call>{"name": 3}</tool_call>', ['a <tool_call>{"name": 3}</tool_call>']),
+        ('<tool_call>{"nam', ['<tool_call>{"nam']),
+        ("<tool_call><tool_call>" + CALL + "</tool_call>", ["<tool_call>", ("f", ARGUMENTS)]),
+        ("a < b <tool", ["a < b <tool"]),
+    ],
+)
+def test_hermes(text, expected):
+    assert shown(parse([text], HERMES)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "f", "parameters": {"x": 1}}', [("f", '{"x": 1}')]),
+        (' \n{"name": "f", "parameters": {"x": 1}} ', [("f", '{"x": 1}')]),
+        ('{"type": "function", "name": "f", "parameters": {}}', [("f", "{}")]),
+        ('<|python_tag|>{"name": "f", "arguments": {}}', [("f", "{}")]),
+        ('Yes. <|python_tag|>{"name": "unknown", "parameters": {}}', ["Yes.", ("unknown", "{}")]),
+        ('{"name": "f"}; {"name": "g", "parameters": {}}', [("f", "{}"), ("g", "{}")]),
+        ('{"name": "f"}<|python_tag|>{"name": "g"} ok', [("f", "{}"), ("g", "{}"), "ok"]),
+        ('{"name": "f"}; that is all', [("f", "{}"), "; that is all"]),
+        ('{"name": "Bob", "age": 3}', ['{"name": "Bob", "age": 3}']),
+        ('{"answer": 42}', ['{"answer": 42}']),
+        ('I say {"name": "f"}', ['I say {"name": "f"}']),
+        ("<|python_tag|>print(1)", ["<|python_tag|>print(1)"]),
+    ],
+)
+def test_llama3(text, expected):
+    assert shown(parse([text], LLAMA, tool_names={"f", "g"})) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"[TOOL_CALLS][{CALL}]", [("f", ARGUMENTS)]),
+        (f"[TOOL_CALLS] [ {CALL}, {CALL} ]", [("f", ARGUMENTS), ("f", ARGUMENTS)]),
+        ('Well. [TOOL_CALLS]f[ARGS]{"x": 1}', ["Well.", ("f", '{"x": 1}')]),
+        ('[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g-2{}', [("f", '{"x": 1}'), ("g-2", "{}")]),
+        ('[TOOL_CALLS]f[CALL_ID]abc123[ARGS]{"x": 1}', [("f", '{"x": 1}')]),
+        ('[TOOL_CALLS]f{"x": 1} bye', [("f", '{"x": 1}'), "bye"]),
+        ("[TOOL_CALLS]f", ["[TOOL_CALLS]f"]),
+        ("[TOOL_CALLS]two words{}", ["[TOOL_CALLS]two words{}"]),
+        ("[TOOL_CALLS][1]", ["[TOOL_CALLS][1]"]),
+        ("[TOOL_CALLS]" + "f" * 300 + "{}", ["[TOOL_CALLS]" + "f" * 300 + "{}"]),
+        ("a [list] of [TOOLS]", ["a [list] of [TOOLS]"]),
+    ],
+)
+def test_mistral(text, expected):
+    assert shown(parse([text], MISTRAL)) == expected
+
+
+def test_mistral_forced():
+    assert shown(parse([f"[{CALL}, {CALL}]"], MISTRAL, forced=True)) == [("f", ARGUMENTS), ("f", ARGUMENTS)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "expected"),
+    [
+        ("<think>\nhm <b>\n</think>\n\nYes.", Reasoning.TAGS, [("think", "hm <b>"), "Yes."]),
+        ("\nhm\n</think>\n\nYes </think>.", Reasoning.OPENED, [("think", "hm"), "Yes </think>."]),
+        ("<think>hm</think>Yes.", Reasoning.OPENED, [("think", "hm"), "Yes."]),
+        ("<think>\n\n</think>\n\nYes.", Reasoning.TAGS, ["Yes."]),
+        (" Yes, <think> is a tag</think>.", Reasoning.TAGS, [" Yes, <think> is a tag</think>."]),
+        ("<think>cut ", Reasoning.TAGS, [("think", "cut ")]),
+        ("cut </thi", Reasoning.OPENED, [("think", "cut </thi")]),
+        ("<thi", Reasoning.TAGS, ["<thi"]),
+        ("<think>x</think>", Reasoning.NONE, ["<think>x</think>"]),
+        ("", Reasoning.OPENED, []),
+    ],
+)
+def test_reasoning(text, reasoning, expected):
+    for tools in (None, HERMES):
+        assert shown(parse([text], tools, reasoning)) == expected
+
+
+def test_reasoning_may_speak_of_calls():
+    text = f"<think>I could <tool_call>{CALL}</tool_call></think>\n<tool_call>{CALL}</tool_call>"
+    thought = f"I could <tool_call>{CALL}</tool_call>"
+    assert shown(parse([text], HERMES, Reasoning.TAGS)) == [("think", thought), ("f", ARGUMENTS)]
+
+
+def test_arguments_stream_while_they_come():
+    parser = make_parser(tools=HERMES)
+    assert parser.feed("Let me see. \n<tool") == [ContentDelta("Let me see.")]
+    assert parser.feed('_call>\n{"name": "get_weather", ') == []
+    (start, first) = parser.feed('"arguments": {"ci')
+    assert isinstance(start, ToolCallDelta) and (start.index, start.name) == (0, "get_weather")
+    assert start.id.startswith("call_") and first == ArgumentsDelta(0, '{"ci')
+    assert parser.feed('ty": "Köln"') == [ArgumentsDelta(0, 'ty": "Köln"')]
+    assert parser.feed("}}\n</tool_call>") == [ArgumentsDelta(0, "}")]
+    assert parser.finish() == []
+
+
+def test_ids_of_mistral_are_nine_letters_and_digits():
+    parser = make_parser(tools=MISTRAL)
+    ids = [d.id for d in parser.feed("[TOOL_CALLS]f{}[TOOL_CALLS]g{}") if isinstance(d, ToolCallDelta)]
+    assert len(set(ids)) == 2 and all(len(i) == 9 and i.isalnum() for i in ids)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+CALLS = st.lists(st.tuples(st.text(min_size=1, max_size=6), st.dictionaries(st.text(max_size=4), JSON)), max_size=3)
+
+
+@given(CALLS, st.booleans())
+def test_calls_come_back_as_they_were(calls, ascii_only):
+    """Any name and arguments, in every form."""
+
+    def written(name, arguments, key="arguments"):
+        return json.dumps({"name": name, key: arguments}, ensure_ascii=ascii_only)
+
+    texts = {
+        HERMES: "\n".join(f"<tool_call>\n{written(*call)}\n</tool_call>" for call in calls),
+        LLAMA: "; ".join(written(*call, "parameters") for call in calls),
+        MISTRAL: f"[TOOL_CALLS][{', '.join(written(*call) for call in calls)}]" if calls else "",
+    }
+    for tools, text in texts.items():
+        found = [(name, json.loads(arguments)) for name, arguments in shown(parse(text, tools))]
+        assert found == [(name, arguments) for name, arguments in calls]
+
+
+QWEN = """
+{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+THINKS = "{{ '</think>' }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+LLAMA3 = """{{ '<|start_header_id|>' }}{{ '{"name": "' + call.name + '", "parameters": ' }}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("", None, Reasoning.NONE),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None, Reasoning.NONE),
+        (QWEN, HERMES, Reasoning.TAGS),
+        (THINKS, None, Reasoning.OPENED),
+        (LLAMA3, LLAMA, Reasoning.NONE),
+        ("{{ '<|python_tag|>' }}", LLAMA, Reasoning.NONE),
+        ("{{ '[TOOL_CALLS][' }}", MISTRAL, Reasoning.NONE),
+        ("<tool_call><function=f>", None, Reasoning.NONE),
+    ],
+)
+def test_formats_from_the_template(template, tools, reasoning):
+    assert detect_formats(template) == Formats(tools, reasoning)
+    assert detect_formats(QWEN, thinking=False) == Formats(HERMES, Reasoning.NONE)
