@@ -39,7 +39,7 @@ class Beams:
         self._choices = list(entry.choices)  # a beam each, and in the end a hypothesis
         self._found: dict[int, list[tuple[int, float]]] = {}  # by id: what follows each beam
 
-    def step(self, left_ms: int) -> None:
+    def step(self, left_ms: int, *, again: bool = False) -> None:
         """Ask what follows each beam. The request's deadline is in `left_ms`, 0 is none."""
         self._found.clear()
         entry = self.entry
@@ -49,7 +49,9 @@ class Beams:
             tokens = entry.prompt + ints(*beam.tokens)
             self._send_detokenizer(OpenStream(choice.rid, (), entry.params.skip_special_tokens))
             self._send_scheduler(
-                AddRequest(choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms)
+                AddRequest(
+                    choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, again=again
+                )
             )
 
     def resume(self, left_ms: int) -> None:
@@ -57,7 +59,7 @@ class Beams:
         if self.search.done:
             self.finish(array("q"))
         else:
-            self.step(left_ms)
+            self.step(left_ms, again=True)
 
     def take(self, choice: Choice, row: TextRow) -> bool:
         """The answer of one beam. Whether it was the last one of the step, so that the search has advanced."""

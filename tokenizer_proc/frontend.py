@@ -178,7 +178,7 @@ class Frontend:
         for choice in entry.choices:
             self._submit(choice, prompt, left_ms)
 
-    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int) -> None:
+    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, *, again: bool = False) -> None:
         """Hand a choice over to detokenizer and scheduler, from where its client is."""
         entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
         if params.use_beam_search:
@@ -190,7 +190,7 @@ class Frontend:
         self._send_scheduler(
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
-                entry.priority, left_ms, len(emitted), choice.scored,
+                entry.priority, left_ms, len(emitted), choice.scored, again,
             )
         )  # fmt: skip
 
@@ -264,7 +264,7 @@ class Frontend:
                 entry.beams.resume(left_ms)
                 continue
             for choice in entry.choices:
-                self._submit(choice, entry.prompt, left_ms)
+                self._submit(choice, entry.prompt, left_ms, again=True)
         for number in self._queries:
             self._send_scheduler(GetStats(number))
 
