@@ -235,7 +235,8 @@ class AddRequest:
     """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included).
 
     The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
-    `max_tokens` counts them too. So has it the `prompt_logprobs` that the first `scored` tokens predict.
+    `max_tokens` counts them too. So has it the `prompt_logprobs` that the first `scored` tokens predict. `again`: it was
+    handed to an earlier scheduler, or in an earlier term, so no limit of the queue refuses it.
     """
 
     TAG: ClassVar[int] = 4
@@ -249,6 +250,7 @@ class AddRequest:
     deadline_ms: Milliseconds = 0  # from arrival at the scheduler; 0 is none
     generated: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
     scored: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
+    again: Annotated[bool, Bool()] = False
 
     def __post_init__(self) -> None:
         if self.generated and not self.generated < min(len(self.prompt), self.max_tokens):

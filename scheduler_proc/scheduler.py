@@ -150,7 +150,7 @@ class Scheduler:
             if length + 1 > limit:
                 problem = f"the prompt has {length} tokens and the {name} holds {limit}, one of them for the answer"
                 return RequestError(msg.rid, ErrorCode.TOO_LONG, problem, "prompt", limit)
-        if len(self.waiting) >= self.config.max_waiting:
+        if len(self.waiting) >= self.config.max_waiting and not msg.again:
             problem = f"the queue is full ({self.config.max_waiting} requests)"
             wait = self._service.seconds_for(len(self.waiting))
             return RequestError(msg.rid, ErrorCode.OVERLOADED, problem, "", self.config.max_waiting, wait)

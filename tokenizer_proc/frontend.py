@@ -166,23 +166,23 @@ class Frontend:
 
     def _admit(self, entry: Entry, prompt: IntArray) -> None:
         """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
+        params = entry.params
         left_ms = self._left_ms(entry)
-        entry.max_tokens = self._limits.answer_tokens(len(prompt), entry.params.max_tokens)
-        check_prompt_logprobs(entry.params, len(prompt))
+        entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
+        check_prompt_logprobs(params, len(prompt))
         entry.prompt = prompt
-        if entry.params.use_beam_search and len(entry.choices) == 1:
-            entry.params = replace(entry.params, temperature=0.0)  # one beam is a greedy search, as in transformers
-        elif entry.params.use_beam_search:
-            stops = ends_of(entry.params, self._eos)
-            entry.beams = Beams(entry, stops, self._send_scheduler, self._send_detokenizer)
+        if params.use_beam_search and len(entry.choices) > 1:
+            entry.beams = Beams(entry, ends_of(params, self._eos), self._send_scheduler, self._send_detokenizer)
             entry.beams.step(left_ms)
             return
         for choice in entry.choices:
             self._submit(choice, prompt, left_ms)
 
-    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int) -> None:
+    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, *, again: bool = False) -> None:
         """Hand a choice over to detokenizer and scheduler, from where its client is."""
         entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
+        if params.use_beam_search:
+            params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
         draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos))
         self._send_detokenizer(
             OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted)
@@ -190,7 +190,7 @@ class Frontend:
         self._send_scheduler(
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
-                entry.priority, left_ms, len(emitted), choice.scored,
+                entry.priority, left_ms, len(emitted), choice.scored, again,
             )
         )  # fmt: skip
 
@@ -264,7 +264,7 @@ class Frontend:
                 entry.beams.resume(left_ms)
                 continue
             for choice in entry.choices:
-                self._submit(choice, entry.prompt, left_ms)
+                self._submit(choice, entry.prompt, left_ms, again=True)
         for number in self._queries:
             self._send_scheduler(GetStats(number))
 
