@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from common.codec import Struct, schema_of
-from common.fields import Bool, Bytes, Checker, Float, Floats, Int, IntMap, Ints, ListOf, MapOf, Maybe, Str
+from common.fields import Bool, Bytes, Checker, Float, Floats, Int, IntMap, Ints, ListOf, MapOf, Maybe, OneOf, Str
 from common.logprobs import LogprobRows, Logprobs
 from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch, Tokenize
 
@@ -79,6 +79,8 @@ def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[An
             return items.map(tuple)
         case MapOf():
             return st.dictionaries(values_of(checker.key), values_of(checker.value), max_size=min(checker.most, FEW))
+        case OneOf(names):
+            return st.sampled_from(names)
         case Maybe(inner):
             return st.none() | values_of(inner)
         case Struct(cls):
