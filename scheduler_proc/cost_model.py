@@ -67,7 +67,7 @@ class LinearCost:
         return 1.0, work.tokens, work.rows, work.chunks, work.context, work.pairs, work.padded, *over
 
     def seconds(self, work: StepWork) -> float:
-        return sum(map(mul, _coefficients(self), self.features(work)))
+        return float(sum(map(mul, _coefficients(self), self.features(work))))
 
 
 _coefficients = attrgetter(*(f.name for f in dataclasses.fields(LinearCost)))

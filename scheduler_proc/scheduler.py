@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from common.codec import Message
 from common.config import SchedulerConfig
+from common.logprobs import Logprobs
 from common.messages import (
     Abort,
     AddRequest,
@@ -38,14 +39,17 @@ from common.messages import (
 from scheduler_proc.admission import ADMISSIONS, Admission
 from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
-from scheduler_proc.plan_builder import PlanBuilder
+from scheduler_proc.plan_builder import PlanBuilder, Scored
 from scheduler_proc.policy import MAX_PREFILLS, make_policy
 from scheduler_proc.pressure import make_room, spare_pages
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.service_rate import ServiceRate
 from scheduler_proc.step_time import StepShape, StepTimeModel
+from scheduler_proc.token_rows import TokenRows, logprobs_of, prompt_logprobs_of
 
 GROUP = "0"
+SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
+HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
 LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
 COUNTERS = (
     "steps", "requests", "finished", "aborted", "refused", "expired", "preempted",
@@ -59,12 +63,14 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step in flight: its id, when it was planned (ns), all its rows, those that get a token, and its shape."""
+    """A step in flight: its id, when it was planned (ns), all its rows, those that get a token, the prompt tokens that
+    it scores, and its shape."""
 
     step_id: int
     planned: int
     rows: list[Request]
     sampled: list[Request]
+    scored: list[Scored]
     shape: StepShape
 
 
@@ -191,7 +197,9 @@ class Scheduler:
         for request in self.waiting.chunk_order(list(self._prefilling)):
             if budget <= 0:
                 break
-            budget -= self._plan_chunk(step, request, budget)
+            room = SCORED_TOKENS - step.num_scored_tokens if request.unscored else budget
+            if room > 0:
+                budget -= self._plan_chunk(step, request, min(budget, room))
         self._share_prefills(step)
         if step.num_tokens == 0:
             return None
@@ -202,7 +210,7 @@ class Scheduler:
         for request in step.rows:
             request.steps_in_flight += 1
         shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
-        self.in_flight.append(Step(self._next_step, now, step.rows, step.sampled, shape))
+        self.in_flight.append(Step(self._next_step, now, step.rows, step.sampled, step.scored, shape))
         plan = step.build(self._next_step, self.epoch, GROUP)
         self._next_step += 1
         self._counters["steps"] += 1
@@ -265,7 +273,7 @@ class Scheduler:
             if self._shares_soon(request):
                 looked += 1
                 continue
-            if not self._try_admit(step, request):
+            if step.num_history_tokens > HISTORY_TOKENS or not self._try_admit(step, request):
                 break
             admitted.append(request)
             planned += request.extend_len
@@ -303,6 +311,10 @@ class Scheduler:
         request.cached_len += length
         last = request.extend_len == 0
         step.chunk(request, request.tokens[start : start + length], samples=last)
+        if request.unscored:
+            begin, end = max(start, request.scored), min(start + length, request.prompt_len - 1)
+            if begin < end:
+                step.score(request, begin, end)
         if last:
             request.on(Event.PREFILL_PLANNED)
             request.pending += 1
@@ -318,34 +330,41 @@ class Scheduler:
         step = self.in_flight[0]
         if len(result.tokens) != len(step.sampled):
             raise ProtocolError(f"step {step.step_id} has {len(step.sampled)} rows, got {len(result.tokens)} tokens")
+        try:
+            logprobs, scores = logprobs_of(result, step.sampled), prompt_logprobs_of(result, step.scored)
+        except ValueError as error:
+            raise ProtocolError(f"step {step.step_id}: {error}") from None
         self.in_flight.popleft()
         if len(result.times) == 3:
             self.step_time.learn(step.shape, (result.times[2] - result.times[1]) / 1e9)
         for request in step.rows:
             request.steps_in_flight -= 1
-        rids, tokens, cached, finish = ints(), ints(), ints(), bytearray()
-        for request, token in zip(step.sampled, result.tokens, strict=True):
+        rows = TokenRows()
+        for scored, entries in zip(step.scored, scores, strict=True):
+            if not scored.request.ended:
+                scored.request.scored = scored.end
+                rows.score(scored.request, entries)
+        for row, (request, token) in enumerate(zip(step.sampled, result.tokens, strict=True)):
             request.pending -= 1
             if request.ended:
                 self._counters["discarded_tokens"] += 1
                 continue  # it ended while this step ran: nobody may see the token
-            request.tokens.append(token)
-            reason = self._finish_reason(request, token)
-            rids.append(request.rid)
-            tokens.append(token)
-            cached.append(request.cached_prompt)
-            finish.append(reason)
-            if reason is not Finish.NONE:
-                self._end(request, Event.FINISH)
-                self._service.finished(now)
-                self._counters["finished"] += 1
+            self._take_token(rows, request, token, logprobs.get(row), now)
         for request in step.rows:
             self._settle(request)
-        self._counters["output_tokens"] += len(rids)
-        if not rids:
-            return []
-        times = array("q", (step.planned, *result.times, now))
-        return [TokenBatch(rids, ints(*[1] * len(rids)), tokens, bytes(finish), cached, times)]
+        self._counters["output_tokens"] += rows.num_tokens
+        return [*rows.batch(step.planned, *result.times, now)]
+
+    def _take_token(self, rows: TokenRows, request: Request, token: int, logprobs: Logprobs | None, now: int) -> None:
+        request.tokens.append(token)
+        if request.draw.prompt_logprobs is not None and request.prompt_len == 1 and len(request.tokens) == 2:
+            rows.score(request, Logprobs.empty())  # nothing to score, but whoever asked awaits an answer
+        reason = self._finish_reason(request, token)
+        rows.add(request, token, reason, logprobs)
+        if reason is not Finish.NONE:
+            self._end(request, Event.FINISH)
+            self._service.finished(now)
+            self._counters["finished"] += 1
 
     def _share_prefills(self, step: PlanBuilder) -> None:
         """Publish what prompts compute in this step, chunk by chunk, so that the next one can share it: workers execute

@@ -20,12 +20,15 @@ from common.messages import OpenStream, RequestError, Stats, TextBatch, TokenBat
 from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.streams import Streams
 from tokenizer_proc.text_decoder import TextDecoders
+from tokenizer_proc.token_bytes import TokenBytes
 from tokenizer_proc.tokenizer_files import load_tokenizer
 
 
 def main(child: Child) -> None:
     """Load, say ready, serve until told to stop."""
-    streams = Streams(TextDecoders(load_tokenizer(Path(child.config.model.path))))
+    tokenizer = load_tokenizer(Path(child.config.model.path))
+    decoders = TextDecoders(tokenizer)
+    streams = Streams(decoders, TokenBytes(tokenizer, decoders).of)
     pull = open_socket(child.context, zmq.PULL, bind=child.endpoints.detokenizer)
     push = open_socket(child.context, zmq.PUSH, connect=child.endpoints.tokenizer)
     inbox = Inbox(pull, OpenStream, TokenBatch, RequestError, Stats)

@@ -36,12 +36,13 @@ from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
-from tokenizer_proc.rows import Rows
-from tokenizer_proc.sampling_checks import check_sampling
+from tokenizer_proc.rows import Rows, rows_of
+from tokenizer_proc.sampling_checks import check_prompt_logprobs, check_sampling, ends_of, excluded_at_first, stop_token
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
+MAX_HELD = 2**16  # tokens named in log probabilities that are held for one row: bounds a frame
 MAX_QUERIES = 1024  # Stats questions on their way
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
@@ -170,11 +171,14 @@ class Frontend:
                 raise _expired(entry)
             left_ms = max(1, left // 10**6)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
-        stops = ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+        check_prompt_logprobs(params, len(prompt))
+        stops = ends_of(params, self._eos)
+        ends = excluded_at_first(params, self._eos)
         entry.prompt = prompt
         for choice in entry.choices:
-            draw = params.draw(choice.seed)
-            self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens))
+            draw = params.draw(choice.seed, len(prompt), ends)
+            opened = OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens)
+            self._send_detokenizer(opened)
             self._send_scheduler(
                 AddRequest(choice.rid, prompt, entry.max_tokens, stops, draw, entry.cache_salt, entry.priority, left_ms)
             )
@@ -231,30 +235,34 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
+        times = batch.times[:]
+        times.append(self._clock())
         by_owner: dict[Owner, Rows] = {}
-        at = 0
-        for i, rid in enumerate(batch.rids):
-            tokens = batch.token_ids[at : at + batch.counts[i]]
-            at += batch.counts[i]
-            choice = self._ledger.get(rid)
+        for row in rows_of(batch):
+            choice = self._ledger.get(row.rid)
             if choice is None:
                 continue  # its client is gone, or the request ended with an error
             entry = choice.entry
-            choice.emitted.extend(tokens)
-            choice.cached = max(choice.cached, batch.cached[i])
-            finish, text = batch.finish[i], batch.texts[i]
-            if finish != Finish.NONE:
-                self._end(choice, finish)
+            choice.emitted.extend(row.tokens)
+            choice.cached = max(choice.cached, row.cached)
+            if row.finish != Finish.NONE:
+                self._end(choice, row.finish)
+            tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
-                choice.texts.append(text)
-                if finish == Finish.NONE:
+                choice.hold(row, token_bytes)
+                if row.finish == Finish.NONE and len(choice.scores) < MAX_HELD:
                     continue
-                tokens, text = choice.emitted, "".join(choice.texts)
+                tokens, text, scores, token_bytes = choice.release()
             rows = by_owner.setdefault(entry.owner, Rows())
-            rows.add(entry.client_rid, choice.index, tokens, text, finish, len(entry.prompt or ()), choice.cached)
+            if rows.scored > MAX_HELD:  # log probabilities make a frame large: the rest goes into another one
+                self._send_rows(entry.owner, rows.batch(times))
+                rows = by_owner[entry.owner] = Rows()
+            prompt_tokens = len(entry.prompt or ())
+            rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
+            rows.add_scores(scores, token_bytes.__getitem__)
+            if row.finish == Finish.STOP:
+                rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():
-            times = batch.times[:]
-            times.append(self._clock())
             self._send_rows(owner, rows.batch(times))
 
     def _end(self, choice: Choice, finish: int) -> None:

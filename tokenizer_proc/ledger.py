@@ -1,12 +1,13 @@
 """The request ledger: every live request with all that is needed to continue it elsewhere."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.fields import IntArray
 from common.messages import MAX_RID, Generate
 from common.sampling_params import SamplingParams
+from tokenizer_proc.rows import Scores, TextRow
 
 Owner = bytes  # the identity of a client's connection
 SEEDS = 2**63
@@ -52,7 +53,24 @@ class Choice:
     seed: int
     emitted: IntArray = field(default_factory=lambda: array("i"))
     cached: int = 0
-    texts: list[str] = field(default_factory=list)  # the answer so far, where it is sent in one row at the end
+    sent: int = 0  # how many of the emitted tokens the client has been sent
+    # what of the rest has come with them, where the answer is not streamed
+    texts: list[str] = field(default_factory=list)
+    scores: Scores = field(default_factory=Scores)
+    token_bytes: dict[int, bytes] = field(default_factory=dict)
+
+    def hold(self, row: TextRow, token_bytes: Mapping[int, bytes]) -> None:
+        """Keep what came with a row, whose tokens are in `emitted`, for later."""
+        self.texts.append(row.text)
+        self.scores.extend(row.scores)
+        if row.scores:
+            self.token_bytes.update(token_bytes)
+
+    def release(self) -> tuple[IntArray, str, Scores, dict[int, bytes]]:
+        """All that has not been sent: tokens, text, log probabilities and the bytes of the tokens in them."""
+        held = self.emitted[self.sent :], "".join(self.texts), self.scores, self.token_bytes
+        self.sent, self.texts, self.scores, self.token_bytes = len(self.emitted), [], Scores(), {}
+        return held
 
 
 class Ledger:

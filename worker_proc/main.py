@@ -66,7 +66,17 @@ class WorkerLoop:
             raise
         if self._outbox is not None:
             times = array("q", (received, output.forward_started, output.tokens_ready))
-            self._outbox.send(StepResult(plan.step_id, plan.epoch, plan.group, array("i", output.tokens), times))
+            self._outbox.send(
+                StepResult(
+                    plan.step_id,
+                    plan.epoch,
+                    plan.group,
+                    array("i", output.tokens),
+                    times,
+                    output.logprobs,
+                    output.prompt_logprobs,
+                )
+            )
 
     def _log_refused(self) -> None:
         refused = self._inbox.refused

@@ -1,27 +1,32 @@
 """Executes StepPlans: slots, cache, model and sampler in the order that a plan prescribes."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from common.logprobs import LogprobRows
 from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
-from worker_proc.input_batch import PlanError, SampledRows, SlotTable
+from worker_proc.draw_step import DrawStep
+from worker_proc.errors import PlanError
+from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import LanguageModel
 from worker_proc.parallel import TensorParallel
-from worker_proc.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`tokens` as in StepResult (only rank 0 knows them on the host); times are CLOCK_MONOTONIC nanoseconds."""
+    """`tokens` and log probabilities as in StepResult (only rank 0 knows them on the host); times are CLOCK_MONOTONIC
+    nanoseconds."""
 
     tokens: list[int]
     forward_started: int
     tokens_ready: int
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
 
 
 class ModelRunner:
@@ -45,7 +50,7 @@ class ModelRunner:
         self._group = group
         self._epoch = -1  # before the first plan
         self._next_step = 0
-        self._sampler = Sampler(max_slots, device)
+        self._draw_step = DrawStep(max_slots, model.vocab_size, device)
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -79,17 +84,25 @@ class ModelRunner:
         contradicts the state; the runner cannot go on then."""
         self._check_order(plan)
         self._slots.apply(plan)
-        self._sampler.set_params(plan.enter_slots, plan.enter_draw)
+        self._draw_step.apply(plan)
         if plan.copies:
             self._cache.copy_pages(plan.copies[::2].tolist(), plan.copies[1::2].tolist())
         if not plan.chunk_slots and not any(plan.decode):
             now = time.monotonic_ns()
             return StepOutput([], now, now)
         batch, sampled = self._slots.build(plan)
+        scored = None
+        if plan.scorings:
+            scored = self._draw_step.scored(plan)
+            more = scored.rows.to(self._device)
+            batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, more)))
         forward_started = time.monotonic_ns()
         logits = self._model.forward(batch, self._cache)
-        tokens = self._draw(logits, sampled) if len(sampled.slots) else []
-        return StepOutput(tokens, forward_started, time.monotonic_ns())
+        prompt_logprobs = None
+        if scored is not None and self._tp.rank == 0:
+            prompt_logprobs = self._draw_step.score(logits[len(sampled.slots) :], scored)
+        tokens, logprobs = self._draw(logits[: len(sampled.slots)], sampled) if len(sampled.slots) else ([], None)
+        return StepOutput(tokens, forward_started, time.monotonic_ns(), logprobs, prompt_logprobs)
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:
@@ -104,12 +117,13 @@ class ModelRunner:
             raise PlanError(f"step_id: expected {self._next_step}, got {plan.step_id}")
         self._next_step += 1
 
-    def _draw(self, logits: Tensor, sampled: SampledRows) -> list[int]:
+    def _draw(self, logits: Tensor, sampled: SampledRows) -> tuple[list[int], LogprobRows | None]:
         """Rank 0 samples; the others need its tokens as their next inputs, but not on the host."""
+        logprobs = None
         if self._tp.rank == 0:
-            tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
+            tokens, logprobs = self._draw_step.draw(logits, sampled)
         else:
             tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)
         self._tp.broadcast(tokens)
         self._slots.store(sampled, tokens)
-        return tokens.tolist() if self._tp.rank == 0 else []
+        return (tokens.tolist() if self._tp.rank == 0 else []), logprobs

@@ -12,7 +12,7 @@ from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import make_prompts
 from tests.helpers_plans import GREEDY, PlanWriter, bitmap, empty_plan
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.input_batch import PlanError
+from worker_proc.errors import PlanError
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.interface import LanguageModel

@@ -15,12 +15,12 @@ from hypothesis.stateful import (
 
 from common.config import ADMISSIONS, POLICIES, SchedulerConfig
 from common.messages import Abort, AddRequest, ErrorCode, Finish, RequestError, StepPlan, TokenBatch, ints
-from common.sampling_params import DrawParams
+from common.sampling_params import DrawParams, LogitEdits
 from scheduler_proc.admission import NewTokenRatio
 from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
-from tests.paper_worker import PaperWorker, solo_output
+from tests.paper_worker import PaperWorker, logprob_of, solo_output
 
 CONTEXT = 40
 
@@ -61,6 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.asked: dict[int, AddRequest] = {}
         self.limit = min(CONTEXT, pages * page_size)
         self.got: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.prompt_logprobs: dict[int, list[float]] = {}
         self.ended: dict[int, Finish | RequestError] = {}
         self.aborted: set[int] = set()
         self.rid = 0
@@ -74,8 +76,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             assert isinstance(msg, TokenBatch)
             at = 0
-            for rid, count, reason in zip(msg.rids, msg.counts, msg.finish, strict=True):
+            scores = msg.logprobs.by_row() if msg.logprobs else {}
+            prompts = msg.prompt_logprobs.by_row() if msg.prompt_logprobs else {}
+            for row, (rid, count, reason) in enumerate(zip(msg.rids, msg.counts, msg.finish, strict=True)):
                 assert rid not in self.ended, "a row after the last one"
+                if row in prompts:
+                    assert not self.got[rid], "prompt log probabilities after a token"
+                    self.prompt_logprobs.setdefault(rid, []).extend(prompts[row].logprobs)
+                if count and self.asked[rid].draw.logprobs is not None:
+                    assert list(scores[row].token_ids) == list(msg.token_ids[at : at + count])
+                    assert list(scores[row].top_counts) == [self.asked[rid].draw.logprobs] * count
+                    self.logprobs.setdefault(rid, []).extend(scores[row].logprobs)
+                else:
+                    assert row not in scores
                 self.got[rid] += msg.token_ids[at : at + count]
                 at += count
                 if reason:
@@ -89,9 +102,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "a"]),
         priority=st.integers(-1, 1),
         deadline=st.sampled_from([0, 0, 0, 5, 500]),
+        draw=st.builds(
+            DrawParams,
+            edits=st.sampled_from([None, LogitEdits(repetition_penalty=2.0), LogitEdits(logit_bias={1: 2.0})]),
+            logprobs=st.sampled_from([None, 0, 3]),
+            prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        ),
     )
-    def arrive(self, prompt, max_tokens, stop, salt, priority, deadline):
-        msg = AddRequest(self.rid, ints(*prompt), max_tokens, ints(*stop), DrawParams(), salt, priority, deadline)
+    def arrive(self, prompt, max_tokens, stop, salt, priority, deadline, draw):
+        msg = AddRequest(self.rid, ints(*prompt), max_tokens, ints(*stop), draw, salt, priority, deadline)
         self.asked[self.rid] = msg
         self.got[self.rid] = []
         full = len(self.scheduler.waiting) >= 6
@@ -185,11 +204,27 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             room = min(msg.max_tokens, self.limit - len(msg.prompt))
             alone = solo_output(list(msg.prompt), room, frozenset(msg.stop_token_ids))
+            self.check_scores(msg)
             if isinstance(end, RequestError) or end is Finish.ABORT:
                 assert self.got[rid] == alone[: len(self.got[rid])]
             else:
                 assert self.got[rid] == alone
                 assert (end is Finish.STOP) == (alone[-1] in msg.stop_token_ids)
+
+    def check_scores(self, msg):
+        """Log probabilities are those of each token in its context, and each came once."""
+        prompt, tokens = list(msg.prompt), self.got[msg.rid]
+        known = prompt + tokens
+        expected = [logprob_of(known[:at], known[at]) for at in range(1, len(known))]
+        if msg.draw.logprobs is not None:
+            assert self.logprobs.get(msg.rid, []) == expected[len(prompt) - 1 :]
+        scores = self.prompt_logprobs.get(msg.rid)
+        if msg.draw.prompt_logprobs is None:
+            assert scores is None
+        elif tokens:
+            assert scores == expected[: len(prompt) - 1]
+        else:
+            assert (scores or []) == expected[: len(scores or [])]
 
 
 def test_random_schedules(request):

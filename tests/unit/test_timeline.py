@@ -183,7 +183,7 @@ def test_the_tree_as_text(tmp_path: Path) -> None:
     assert [line.split(", used")[0] for line in lines[1:]] == [
         "namespace ''",
         "└─ 4 tokens, pages 0-1",
-        "   ├─ 3 tokens, pages 6-7",  # published as whole pages when planned, the rest at the end: one edge all the same
+        "   ├─ 3 tokens, pages 6-7",  # published in two parts: one edge all the same
         "   ├─ 3 tokens, pages 4-5",
         "   └─ 3 tokens, pages 2-3",
         "namespace 'tenant'",
