@@ -16,6 +16,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20  # alternatives of a token that a user may ask for
 MAX_DRAW_LOGPROBS = 2**12  # alternatives that beam search may ask for
 MAX_ENDS = 1024  # tokens that can end a request: the model's and the user's
+MAX_GRAMMAR_CHARS = 2**18
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 
 LogitBias = Annotated[dict[int, float], IntMap(Ints(MAX_LOGIT_BIAS, 0, MAX_TOKEN_ID), Float(-100.0, 100.0))]
 RepetitionPenalty = Annotated[float, Float(0.0, 10.0, open_low=True)]
@@ -48,8 +50,6 @@ class LogitEdits:
     def counts_tokens(self) -> bool:
         """Whether a penalty depends on the tokens so far."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-MAX_GRAMMAR_CHARS = 2**18
-GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,7 @@ class SamplingParams:
     `num_return_sequences` n: `length_penalty` is the power of the length that a sequence's log probability is divided
     by; with `early_stopping` the search ends as soon as n sequences have ended. Their rows come at the end, best first.
 
-    `grammar` allows only tokens that keep the answer in it; the answer ends when it
-    is complete, whatever the others say.
+    `grammar` allows only tokens that keep the answer in it; the answer ends when it is complete, whatever the others say.
     """
 
     temperature: Annotated[float, Float(0.0, 100.0)] = 1.0

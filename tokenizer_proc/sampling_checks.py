@@ -7,7 +7,7 @@ from tokenizer_proc.limits import Limits, Refused
 
 MAX_PROMPT_LOGPROBS = 2**21  # tokens named in the prompt's log probabilities: some 40 MB at the client
 _DEFAULTS = SamplingParams()
-_NOT_BUILT = ("use_beam_search", "length_penalty", "early_stopping")
+_NOT_BUILT = ("use_beam_search", "length_penalty", "early_stopping", "grammar")
 
 
 def check_sampling(msg: Generate, limits: Limits) -> None:
