@@ -98,7 +98,7 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [cast(list[int], prompt)]
+        return [prompt]
     return cast(list[Prompt], list(prompt))
 
 
@@ -115,7 +115,7 @@ async def _echoes(connection: AsyncConnection, prompts: Sequence[Prompt]) -> lis
 async def _answer(plan: Plan, generation: Generation) -> Json:
     with generation:
         answers = await generation.collect()
-    choices = []
+    choices: list[dict[str, Any]] = []
     for number, drawn in enumerate(answers):
         for choice in _best(drawn, plan.n):
             choices.append(_choice(plan, number, len(choices), choice))

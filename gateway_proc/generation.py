@@ -145,11 +145,11 @@ class Generation:
         self._pumps = [asyncio.create_task(self._pump(i, arrived)) for i in range(len(self._streams))]
         running = len(self._streams)
         while running:
-            prompt, rows = await arrived.get()
-            if isinstance(rows, ApiError):
-                raise rows
-            if rows:
-                yield [(prompt, row) for row in rows]
+            prompt, found = await arrived.get()
+            if isinstance(found, ApiError):
+                raise found
+            if found:
+                yield [(prompt, row) for row in found]
             else:
                 running -= 1
 

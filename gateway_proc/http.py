@@ -99,11 +99,12 @@ def event(content: Any) -> bytes:
     return b"data: %b\n\n" % to_json(content)
 
 
-class EventStream:
+class EventStream(Response):
     """An answer of server-sent events. `events` yields bytes of whole events. An error before the first of them is an
     error response with its own status; later ones come as an event, and the stream ends."""
 
     def __init__(self, events: AsyncIterator[bytes], story: Story):
+        super().__init__()
         self._events = events
         self._story = story
 

@@ -68,7 +68,11 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, d
             shown.append(None)
             continue
         tokens: dict[str, dict[str, Any]] = {}
-        tokens[str(entry.token_id)] = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": _text(entry, False)}
+        tokens[str(entry.token_id)] = {
+            "logprob": entry.logprob,
+            "rank": entry.rank,
+            "decoded_token": _text(entry, False),
+        }
         for rank, top in enumerate(entry.top, start=1):
             tokens.setdefault(
                 str(top.token_id), {"logprob": top.logprob, "rank": rank, "decoded_token": _text(top, False)}

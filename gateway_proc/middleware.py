@@ -15,7 +15,7 @@ from gateway_proc.story import Story, request_id, shown
 log = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})  # probes have no key
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json"})  # probes have no key
 QUIET_STATUS = 400  # below it, only requests that generate get a line in the log
 
 
@@ -23,8 +23,9 @@ class Observed:
     """The outermost layer: every request gets an id, a story that is told once at its end, and an answer whatever
     happens inside."""
 
-    def __init__(self, app: ASGIApp, told: Callable[[Story, float], None]):
+    def __init__(self, app: ASGIApp, began: Callable[[], None], told: Callable[[Story, float], None]):
         self._app = app
+        self._began = began
         self._told = told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,6 +35,7 @@ class Observed:
         headers = Headers(scope=scope)
         story = Story(request_id(headers.get("x-request-id")), scope["method"], "unknown")
         scope["story"] = story
+        self._began()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -46,7 +48,9 @@ class Observed:
 
         try:
             if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
-                raise ApiError(414, f"the URL has more than {MAX_URL_BYTES} bytes, which is the limit", code="too_large")
+                raise ApiError(
+                    414, f"the URL has more than {MAX_URL_BYTES} bytes, which is the limit", code="too_large"
+                )
             await self._app(scope, receive, send_with_id)
         except ClientGone:
             story.status, story.problem = 499, story.problem or "the client closed the connection"

@@ -57,7 +57,7 @@ class Plan:
         with_text, top = bool(body.return_text_in_logprobs), body.top_logprobs_num or 0
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         inputs = list(choice.prompt_logprobs or ())[start:] if start >= 0 else []
-        shown = {
+        shown: dict[str, Any] = {
             "input_token_logprobs": [_entry(e, with_text) for e in inputs],
             "output_token_logprobs": [_entry(e, with_text) for e in choice.logprobs],
         }
@@ -119,7 +119,7 @@ def _prompts(body: NativeRequest) -> tuple[list[Prompt], bool]:
     if isinstance(given, str):
         return [given], False
     if isinstance(given[0], int):
-        return [cast(list[int], given)], False
+        return [given], False
     return cast(list[Prompt], list(given)), True
 
 

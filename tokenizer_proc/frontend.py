@@ -34,6 +34,7 @@ from common.messages import (
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
+from tokenizer_proc.measures import Measures
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows, rows_of
@@ -81,6 +82,7 @@ class Frontend:
         self._stopping = False
         self._ignored = 0
         self.refused = RefusedFrames()
+        self.measures = Measures()
 
     # ---- from clients ---------------------------------------------------------------------------------------------
 
@@ -114,6 +116,7 @@ class Frontend:
         try:
             self._check_admission(owner, msg)
         except Refused as refusal:
+            self.measures.refused(refusal.code)
             self._send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
@@ -175,6 +178,7 @@ class Frontend:
         stops = ends_of(params, self._eos)
         ends = excluded_at_first(params, self._eos)
         entry.prompt = prompt
+        self.measures.admitted(len(prompt))
         for choice in entry.choices:
             draw = params.draw(choice.seed, len(prompt), ends)
             opened = OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens)
@@ -188,6 +192,7 @@ class Frontend:
         if self._ledger.holds(entry):
             self._ledger.close(entry)
             self._abort_running(entry, ended)
+            self.measures.refused(refusal.code)
             self._send(entry.owner, refusal.answer(entry.client_rid))
 
     def _abort(self, owner: Owner, client_rid: int) -> None:
@@ -235,8 +240,8 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
-        times = batch.times[:]
-        times.append(self._clock())
+        times, now = batch.times[:], self._clock()
+        times.append(now)
         by_owner: dict[Owner, Rows] = {}
         for row in rows_of(batch):
             choice = self._ledger.get(row.rid)
@@ -245,8 +250,10 @@ class Frontend:
             entry = choice.entry
             choice.emitted.extend(row.tokens)
             choice.cached = max(choice.cached, row.cached)
+            self.measures.tokens(choice, len(row.tokens), now)
             if row.finish != Finish.NONE:
                 self._end(choice, row.finish)
+                self.measures.ended(choice, row.finish, now)
             tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
                 choice.hold(row, token_bytes)
@@ -295,6 +302,7 @@ class Frontend:
             "tokenizer.slow_clients": self._clients.backlogs,
             "tokenizer.refused_frames": self.refused.total,
             "tokenizer.ignored_frames": self._ignored,
+            **self.measures.flat(),
         }
         self._send(owner, Stats(query, {**stats.values, **own}))
 

@@ -127,7 +127,10 @@ print(json.dumps(sorted(sys.modules)))
 
 @pytest.mark.parametrize(
     ("path", "absent"),
-    [("client.py", {*HEAVY, "zmq", "msgpack", "asyncio", "tqdm"}), ("launch.py", set(HEAVY))],
+    [
+        ("client.py", {*HEAVY, "zmq", "msgpack", "asyncio", "tqdm"}),
+        ("launch.py", {*HEAVY, "pydantic", "fastapi", "uvicorn"}),
+    ],
 )
 def test_help_loads_little(path: str, absent: set[str]) -> None:
     """`--help` answers at once because it loads next to nothing; the clock is not asked, it depends on the machine."""
