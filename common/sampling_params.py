@@ -119,7 +119,8 @@ class SamplingParams:
     `num_return_sequences` n: `length_penalty` is the power of the length that a sequence's log probability is divided
     by; with `early_stopping` the search ends as soon as n sequences have ended. Their rows come at the end, best first.
 
-    `grammar` allows only tokens that keep the answer in it; the answer ends when it is complete, whatever the others say.
+    `grammar` allows only tokens that keep the answer in it; the answer ends when it is complete, whatever the others
+    say.
     """
 
     temperature: Annotated[float, Float(0.0, 100.0)] = 1.0

@@ -92,7 +92,7 @@ class NativeAttention:
             kv_lens=numbers.data_ptr() + 4 * (rows + 1),
         )
         for name, pages in (("k", cache.k[0]), ("v", cache.v[0])):
-            for stride, kind in zip(pages.stride(), ("page", "token", "head"), strict=False):
+            for stride, kind in zip(pages.stride(), ("page", "head", "token"), strict=False):
                 setattr(struct, f"{name}_{kind}_stride", stride)
         most = int(self._functions.rhizome_attention_plan(struct, None, 0, self._share))
         plan = torch.empty(most, dtype=torch.int32)

@@ -93,7 +93,14 @@ class AmxKernel {
     if (packed_) {
       for (int group = 0; group < count; group += 16) pack_keys(group, std::min(16, count - group));
     }
-    for (int step = 0; step < count; step += 32) pack_values(v_rows, step, std::min(32, count - step));
+    for (int i = 0; i < std::min(count, kAhead); ++i) prefetch(v_rows[i], v_dim_);
+    for (int step = 0; step < count; step += 32) {
+      for (int i = step; i < std::min(count, step + 32); ++i) {
+        if (!packed_) prefetch(k_rows_[i], k_dim_);
+        if (i + kAhead < count) prefetch(v_rows[i + kAhead], v_dim_);
+      }
+      pack_values(v_rows, step, std::min(32, count - step));
+    }
   }
 
   void set_queries(const Tile& tile) {
@@ -140,6 +147,13 @@ class AmxKernel {
  private:
   // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
   static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
+
+  // The processor's own prefetching ends at every page of the cache, as they are anywhere in memory.
+  static constexpr int kAhead = 32;  // tokens
+
+  static void prefetch(const char* head, int dim) {
+    for (int at = 0; at < 2 * dim; at += 64) _mm_prefetch(head + at, _MM_HINT_T1);
+  }
 
   // 32 numbers from `d` on of a head of `dim`, with zeros behind it.
   static __m512i load_numbers(const char* head, int d, int dim) {
