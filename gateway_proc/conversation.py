@@ -138,6 +138,5 @@ def wire_message(message: Message, index: int) -> ChatMessage:
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if reasoning is not None:
         extra["reasoning_content"] = reasoning
-    if extra:
-        return ChatMessage(role, message.text(path), json.dumps(extra, ensure_ascii=False))
-    return ChatMessage(role, message.text(path))
+    rest = {"extra": json.dumps(extra, ensure_ascii=False)} if extra else {}
+    return ChatMessage(role, message.text(path), **rest)

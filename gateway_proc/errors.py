@@ -28,8 +28,8 @@ _CODES = {
     ErrorCode.INTERNAL: (500, "internal_error"),
     ErrorCode.DEADLINE: (504, "deadline_exceeded"),
 }
-_KEY = re.compile(r"[a-z_$-][A-Za-z0-9_$-]*")
-_UNION_LABELS = frozenset({"str", "int", "float", "bool", "none", "dict", "function-plain"})
+_KEY = re.compile(r"[a-z_][A-Za-z0-9_]*")  # labels of unions in pydantic's paths, such as list[int], are not
+_UNION_LABELS = frozenset({"str", "int", "float", "bool", "none", "dict"})
 
 
 class ApiError(Exception):

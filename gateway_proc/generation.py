@@ -1,7 +1,7 @@
 """Running what an HTTP request asks for on the cluster: one stream per prompt, and all of them ended with it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,12 +134,12 @@ class Generation:
         for stream in self._streams:
             stream.abort()
 
-    async def rows(self) -> AsyncIterator[list[tuple[int, Row]]]:
-        """The rows of all prompts as they come, each with the number of its prompt; one list for all that came at
-        once. Raises ApiError when one of the requests ends with an error."""
+    async def rows(self) -> AsyncIterator[Iterator[tuple[int, Row]]]:
+        """The rows of all prompts as they come, each with the number of its prompt; one iterator for all that came at
+        once, which counts them as they are taken. Raises ApiError when one of the requests ends with an error."""
         if len(self._streams) == 1:
             while rows := await self._take(0):
-                yield [(0, row) for row in rows]
+                yield self._counted(0, rows)
             return
         arrived: asyncio.Queue[tuple[int, list[Row] | ApiError]] = asyncio.Queue(MAX_AHEAD)
         self._pumps = [asyncio.create_task(self._pump(i, arrived)) for i in range(len(self._streams))]
@@ -149,7 +149,7 @@ class Generation:
             if isinstance(found, ApiError):
                 raise found
             if found:
-                yield [(prompt, row) for row in found]
+                yield self._counted(prompt, found)
             else:
                 running -= 1
 
@@ -164,17 +164,19 @@ class Generation:
 
     async def _take(self, prompt: int) -> list[Row]:
         try:
-            rows = await self._streams[prompt].take()
+            return await self._streams[prompt].take()
         except RequestFailed as failure:
             raise of_cluster(failure.error, self._job.names) from None
         except ConnectionLost as error:
             raise ApiError(503, str(error), code="not_ready", retry_after_s=1.0) from None
         except UnreadRows as error:
             raise ApiError(429, str(error), code="slow_reader") from None
+
+    def _counted(self, prompt: int, rows: list[Row]) -> Iterator[tuple[int, Row]]:
         for row in rows:
             self.usage.add(prompt, row)
             self._story.row(row, self._job.stream)
-        return rows
+            yield prompt, row
 
     async def collect(self) -> list[list[Choice]]:
         """All answers, by prompt and choice."""

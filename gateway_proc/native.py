@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -182,7 +182,8 @@ async def _stream(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
                 yield event(plan.answer(*key, choices[key], usage))
 
 
-def _taken(choices: dict[tuple[int, int], Choice], rows: Sequence[tuple[int, Row]]) -> list[tuple[int, int]]:
+def _taken(choices: dict[tuple[int, int], Choice], rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, int]]:
+    """Add rows to their choices; yields whose they are."""
     for prompt, row in rows:
         choices.setdefault((prompt, row.choice), Choice()).add(row)
-    return [(prompt, row.choice) for prompt, row in rows]
+        yield prompt, row.choice

@@ -7,7 +7,7 @@ from pydantic import AliasChoices, Field
 from common.messages import MAX_CHAT_MESSAGES
 from common.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_TOKENS
 from gateway_proc.schemas.base import ApiModel, within, within_generate
-from gateway_proc.schemas.chat import Message
+from gateway_proc.schemas.chat import MAX_TOOLS, Message, Tool
 from gateway_proc.schemas.completions import Several, TokenId
 from gateway_proc.schemas.sampling import Seed, StopString
 
@@ -92,7 +92,7 @@ class TokenizeRequest(ApiModel):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     UNSUPPORTED: ClassVar = {"chat_template": (), "mm_processor_kwargs": ()}
