@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -341,6 +342,7 @@ class Size(click.ParamType[int]):
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option("--tp", type=int, default=1, help="Tensor parallel worker ranks.")
 @click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]")
+@click.option("--cpu-kernels", default="auto", help="auto, amx, avx512, generic or torch (no native code).")
 @click.option("--context-len", type=int, default=None, help="Tokens of prompt and answer.  [default: the model's]")
 @click.option("--page-size", type=int, default=16, help="Tokens per page of the KV cache.")
 @click.option("--kv-tokens", type=int, default=None, help="Size of the KV cache in tokens.")
@@ -360,16 +362,21 @@ class Size(click.ParamType[int]):
 @click.option("--listen", default=None, help="Also serve clients at tcp://127.0.0.1:PORT.")
 @http_options
 @click.option("--log-level", default="warning", help="debug, info, warning or error.")
+@click.option(
+    "--parent-fd", type=int, hidden=True, help="A pipe that closes when the process that asked for this ends."
+)
 @click.option("--start-timeout", type=float, default=300.0, help="Seconds until all processes must be ready.")
 @click.version_option(VERSION)
 def main(
-    model: str, dtype: str, device: str, tp: int, threads: int | None, context_len: int | None, page_size: int,
-    kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int, max_waiting: int,
-    max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str, ageing: float,
-    steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
-    log_level: str, start_timeout: float, http: HttpConfig,
+    model: str, dtype: str, device: str, tp: int, threads: int | None, cpu_kernels: str, context_len: int | None,
+    page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int,
+    max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str,
+    ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
+    log_level: str, parent_fd: int | None, start_timeout: float, http: HttpConfig,
 ) -> None:  # fmt: skip
     """Start a Rhizome cluster and serve until Ctrl-C."""
+    if parent_fd is not None:
+        threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
     try:
         _check_model(model)
         _check_record(record)
@@ -377,7 +384,7 @@ def main(
         try:
             config = ClusterConfig(
                 run_dir=str(directory.path),
-                model=ModelConfig(str(Path(model).resolve()), dtype, device, context_len, tp, threads),
+                model=ModelConfig(str(Path(model).resolve()), dtype, device, context_len, tp, threads, cpu_kernels),
                 cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache),
                 scheduler=SchedulerConfig(
                     max_running=max_running,
@@ -422,6 +429,13 @@ def _run(cluster: Cluster) -> int:
         return 1
     finally:
         cluster.stop()
+
+
+def _end_with_parent(parent_fd: int) -> None:
+    """End like after a SIGTERM once the pipe's other end is closed, by whatever end of the process that held it."""
+    while os.read(parent_fd, 1):  # nothing is ever written
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check_model(model: str) -> None:

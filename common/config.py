@@ -16,6 +16,7 @@ POLICIES = ("fcfs", "lpm", "round-robin", "priority")
 ADMISSIONS = ("ratio", "peak", "reserve")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_KERNELS = ("auto", "amx", "avx512", "generic", "torch")
 
 
 class ConfigError(ValueError):
@@ -29,7 +30,10 @@ def _check(ok: bool, field: str, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank."""
+    """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank.
+
+    `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those.
+    """
 
     path: str
     dtype: str = "auto"
@@ -37,10 +41,12 @@ class ModelConfig:
     context_len: int | None = None
     tp: int = 1
     threads: int | None = None
+    cpu_kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         _check(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
+        _check(self.cpu_kernels in CPU_KERNELS, "cpu_kernels", f"one of {', '.join(CPU_KERNELS)}")
         _check(1 <= self.tp <= 64, "tp", "between 1 and 64")
         _check(self.context_len is None or self.context_len >= 2, "context_len", "at least 2")
         _check(self.threads is None or 1 <= self.threads <= 1024, "threads", "between 1 and 1024")

@@ -10,7 +10,12 @@ from pathlib import Path
 import torch
 
 from common.config import ClusterConfig, ConfigError, ModelConfig
+from worker_proc.attention.cpu import CpuAttention
+from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.attention import DTYPES
+from worker_proc.cpu.features import LEVELS, cpu_features
+from worker_proc.cpu.library import NativeLibrary, best_library
 from worker_proc.kv_cache import KVCache
 from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
@@ -54,8 +59,12 @@ def load_worker(
     tp = TensorParallel.connect(
         rank, model_config.tp, Path(config.run_dir) / "store", device, timeout=config.start_timeout_s
     )
+    library = choose_kernels(model_config, device)
+    if library is not None:
+        library.set_threads(torch.get_num_threads())
+    attention = choose_attention(library, dtype)
     model = load_model(
-        model_config.path, dtype=dtype, device=device, tp=tp, attention=ReferenceAttention(), progress=progress
+        model_config.path, dtype=dtype, device=device, tp=tp, attention=attention, native=library, progress=progress
     )
     spec, page_size = model.kv_spec, config.cache.page_size
     num_pages = tp.min(
@@ -82,7 +91,13 @@ def load_worker(
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
     log.debug("loaded in %.2f s", time.monotonic() - started)
-    labels = {"architecture": info.architecture, "dtype": str(dtype).removeprefix("torch."), "device": device.type}
+    kernels = library.level if library is not None else "torch"
+    labels = {
+        "architecture": info.architecture,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "kernels": kernels,
+    }
     return LoadedWorker(runner, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
 
 
@@ -113,6 +128,25 @@ def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
     """The configured precision; "auto" is the one in which the checkpoint is stored."""
     name = info.dtype if model.dtype == "auto" else model.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def choose_kernels(model: ModelConfig, device: torch.device) -> NativeLibrary | None:
+    """The native kernels to compute with on a CPU, None where torch computes alone. Raises ConfigError if those that
+    are configured do not run here."""
+    if device.type != "cpu" or model.cpu_kernels == "torch":
+        return None
+    if model.cpu_kernels == "auto":
+        return best_library()
+    level = next(level for level in LEVELS if level == model.cpu_kernels)
+    library = best_library(level) if level in cpu_features().levels() else None
+    if library is None:
+        raise ConfigError(f"cpu-kernels {level}: this machine cannot run them")
+    return library
+
+
+def choose_attention(library: NativeLibrary | None, dtype: torch.dtype) -> AttentionBackend:
+    """Native attention where there is a library and it knows the precision, else plain torch."""
+    return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
 
 
 def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:

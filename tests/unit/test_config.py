@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.config import (
     ADMISSIONS,
     CONFIG_FILE,
+    CPU_KERNELS,
     DTYPES,
     POLICIES,
     CacheConfig,
@@ -34,6 +35,7 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         context_len=draw(st.none() | st.integers(2, 10**6)),
         tp=draw(st.integers(1, 64)),
         threads=draw(st.none() | st.integers(1, 1024)),
+        cpu_kernels=draw(st.sampled_from(CPU_KERNELS)),
     )
     page_size = draw(st.integers(1, 4096))
     cache = CacheConfig(

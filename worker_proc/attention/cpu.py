@@ -33,7 +33,8 @@ class CpuAttention:
         softcap: float | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        if self._step is None or self._step.batch is not batch:
-            self._step = self._native.step(batch, cache, q.shape[1])
-        self._step.write(layer, k, v)
-        return self._step.attend(layer, q, scale=scale, window=window, softcap=softcap)
+        step = self._step
+        if step is None or step.batch is not batch or step.struct.num_heads != q.shape[1]:
+            step = self._step = self._native.step(batch, cache, q.shape[1])
+        step.write(layer, k, v)
+        return step.attend(layer, q, scale=scale, window=window, softcap=softcap)

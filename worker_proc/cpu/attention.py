@@ -123,8 +123,9 @@ class AttentionStep:
         self._keep = keep  # memory that the struct points to
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` of the cache's dtype in the pages of a layer."""
-        k, v = _with_heads_together(k), _with_heads_together(v)
+        """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` in the pages of a layer. Raises ValueError for another dtype
+        than the cache's."""
+        k, v = self._ready(k), self._ready(v)
         slots = self.batch.slot_mapping
         self._functions.rhizome_kv_write(
             self.struct, k.shape[0], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(),
@@ -134,11 +135,11 @@ class AttentionStep:
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """`q` `[T, Hq, Dk]` to `[T, Hq, Dv]`, see `AttentionBackend.forward`. Raises ValueError for a scale or soft cap
-        that is not positive."""
+        """`q` `[T, Hq, Dk]` to `[T, Hq, Dv]`, see `AttentionBackend.forward`. Raises ValueError for another dtype than
+        the cache's, and for a scale or soft cap that is not positive."""
         if not scale > 0 or (softcap is not None and not softcap > 0):
             raise ValueError(f"attention: scale {scale} and softcap {softcap} must be positive")
-        q = _with_heads_together(q)
+        q = self._ready(q)
         out = q.new_empty(q.shape[0], q.shape[1], self.struct.v_dim)
         self._functions.rhizome_attention(
             self.struct,
@@ -156,7 +157,8 @@ class AttentionStep:
         )
         return out
 
-
-def _with_heads_together(x: Tensor) -> Tensor:
-    """`x` `[T, H, D]` with the heads of a token one after another in memory; tokens may be anywhere."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    def _ready(self, x: Tensor) -> Tensor:
+        """`x` `[T, H, D]` with the heads of a token one after another in memory; tokens may be anywhere."""
+        if x.dtype != self._cache.spec.dtype:
+            raise ValueError(f"attention: {x.dtype} given, but the cache holds {self._cache.spec.dtype}")
+        return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

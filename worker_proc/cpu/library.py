@@ -18,6 +18,12 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_set_threads": (_INT, [_INT, _POINTER, _LONG]),
     "rhizome_test_tasks": (None, [_LONG, _POINTER]),
     "rhizome_enable": (_INT, []),
+    "rhizome_read": (ctypes.c_uint32, [_POINTER, _LONG]),
+    "rhizome_multiply": (ctypes.c_double, [_LONG]),
+    "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),
+    "rhizome_linear": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT]),
+    "rhizome_linear_argmax": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
+    "rhizome_unpack_rows": (None, [_POINTER, _POINTER, _LONG, _POINTER, _LONG]),
 }
 
 

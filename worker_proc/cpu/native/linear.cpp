@@ -1,0 +1,246 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+
+#if defined(__AMX_BF16__)
+#include "linear_amx.h"
+#endif
+#include "linear_simd.h"
+
+namespace rhizome {
+namespace {
+
+constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
+constexpr int64_t kGroupBytes = 1 << 20;      // of x that a group of rows takes at most: it should stay in the L2 cache
+constexpr int64_t kGroupRows = 512;
+constexpr int64_t kSteps = 16;                // of 32 inputs that go into one pass over the rows of a group
+
+// What one task works on: rows of x and panels of weights, [begin, end).
+struct Range {
+  int64_t row_begin, row_end, panel_begin, panel_end;
+};
+
+// sums[row * 32 + output] (+)= x @ weights.T for at most kBlockRows rows, one panel, `steps` blocks of inputs.
+inline void block(const bf16* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
+                  bool accumulate) {
+#if defined(__AMX_BF16__)
+  if (rows > kTile)
+    amx_block<true>(x, x_stride, weights, steps, sums, accumulate);
+  else
+    amx_block<false>(x, x_stride, weights, steps, sums, accumulate);
+#else
+  simd_block(x, x_stride, rows, weights, steps, sums, accumulate);
+#endif
+}
+
+// Before `block` is called with another number of rows, and at the start of a task.
+inline void prepare([[maybe_unused]] int rows) {
+#if defined(__AMX_BF16__)
+  configure_tiles(rows);
+#endif
+}
+
+float* sums_of_thread() {
+  alignas(64) static thread_local float sums[kGroupRows * kPanel];
+  return sums;
+}
+
+// All sums of one panel for the rows of a range, in sums_of_thread() [rows, 32]. With many rows, the inputs are cut, so
+// that a part of the panel stays in the L1 cache while the rows go by.
+// `prepared` is how many rows the micro-kernel is prepared for, see `prepare`.
+void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
+              int& prepared) {
+  const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
+  const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
+  const int64_t at_once = rows <= kBlockRows ? steps : kSteps;
+  float* const sums = sums_of_thread();
+  x += range.row_begin * x_stride;
+  for (int64_t step = 0; step < steps; step += at_once) {
+    const int64_t now = std::min(at_once, steps - step);
+    for (int64_t row = 0; row < rows; row += kBlockRows) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
+      if (count != prepared) prepare(prepared = count);
+      block(x + row * x_stride + step * 32, x_stride, count, data + step * 2 * kTileElements, now, sums + row * kPanel,
+            step > 0);
+    }
+  }
+}
+
+// Cuts the work and calls finish(range, panel, thread) for every panel of every range, its sums at hand.
+template <class Then>
+void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then) {
+  const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
+  const int64_t fitting = std::max<int64_t>(kGroupBytes / row_bytes / kBlockRows, 2) * kBlockRows;
+  const int64_t group = std::min(fitting, kGroupRows), groups = (rows + group - 1) / group;
+  const bool streaming = rows <= 2 * kBlockRows;
+  int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : 1;
+  chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
+  const int64_t chunks = (all_panels + chunk - 1) / chunk;
+  parallel_for(groups * chunks, [&](int64_t task, int thread) {
+    const int64_t at = task / chunks, first = task % chunks * chunk;
+    const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};
+    int prepared = 0;
+    for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
+      multiply(weights, x, x_stride, range, panel, prepared);
+      then(range, panel, thread);
+    }
+  });
+}
+
+inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
+  if (weights.bias == nullptr) return;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int i = 0; i < kPanel; i += kLanes)
+      store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
+}
+
+template <class Element, bool kAdding>
+void put(const float* sums, int count, Element* out) {
+  for (int i = 0; i < count; i += kLanes) {
+    if (count - i >= kLanes) {
+      floats value = load(sums + i);
+      if constexpr (kAdding) value += load(out + i);
+      store(out + i, value);
+    } else {
+      floats value = load(sums + i);
+      if constexpr (kAdding) value += load_some(out + i, count - i);
+      store_some(out + i, value, count - i);
+    }
+  }
+}
+
+void put_silu_mul(const float* sums, int count, bf16* out) {
+  for (int i = 0; i < count; i += kLanes) {
+    const floats gate = load(sums + i), up = load(sums + kTile + i);
+    const floats value = gate / (1.0f + exp(-gate)) * up;
+    if (count - i >= kLanes)
+      store(out + i, value);
+    else
+      store_some(out + i, value, count - i);
+  }
+}
+
+struct Best {
+  floats value[kPanel / kLanes];
+  ints index[kPanel / kLanes];
+};
+
+}  // namespace
+
+void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride,
+            Finish finish) {
+  for_panels(weights, x, x_stride, rows, [&](const Range& range, int64_t panel, int) {
+    float* const sums = sums_of_thread();
+    const int64_t count = range.row_end - range.row_begin;
+    add_bias(weights, panel, sums, count);
+    const int width = finish == Finish::kSiluMul ? kTile : kPanel;
+    const int64_t outputs = finish == Finish::kSiluMul ? weights.outputs / 2 : weights.outputs;
+    const int columns = static_cast<int>(std::min<int64_t>(width, outputs - panel * width));
+    for (int64_t row = 0; row < count; ++row) {
+      const float* const from = sums + row * kPanel;
+      const int64_t at = (range.row_begin + row) * out_stride + panel * width;
+      switch (finish) {
+        case Finish::kStore: put<bf16, false>(from, columns, static_cast<bf16*>(out) + at); break;
+        case Finish::kStoreFloat: put<float, false>(from, columns, static_cast<float*>(out) + at); break;
+        case Finish::kAdd: put<float, true>(from, columns, static_cast<float*>(out) + at); break;
+        case Finish::kSiluMul: put_silu_mul(from, columns, static_cast<bf16*>(out) + at); break;
+      }
+    }
+  });
+}
+
+void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
+                   float* best) {
+  constexpr int kVectors = kPanel / kLanes;
+  const int threads = num_threads();
+  std::vector<Best> found(threads * rows);
+  for (Best& one : found)
+    for (int v = 0; v < kVectors; ++v) one.value[v] = splat(-__builtin_inff()), one.index[v] = ints{};
+  ints lanes[kVectors];
+  for (int i = 0; i < kPanel; ++i) lanes[i / kLanes][i % kLanes] = i;
+  for_panels(weights, x, x_stride, rows, [&](const Range& range, int64_t panel, int thread) {
+    float* const sums = sums_of_thread();
+    const int64_t count = range.row_end - range.row_begin;
+    add_bias(weights, panel, sums, count);
+    const int32_t first = static_cast<int32_t>(panel * kPanel);
+    for (int64_t row = 0; row < count; ++row) {
+      Best& one = found[thread * rows + range.row_begin + row];
+      for (int v = 0; v < kVectors; ++v) {
+        const floats value = load(sums + row * kPanel + v * kLanes);
+        const ints at = lanes[v] + first;
+        const ints better = (value > one.value[v]) & (at < weights.outputs);
+        one.value[v] = select(better, value, one.value[v]);
+        one.index[v] = (at & better) | (one.index[v] & ~better);
+      }
+    }
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    best[row] = -__builtin_inff();
+    index[row] = 0;
+    for (int64_t part = row; part < threads * rows; part += rows)
+      for (int i = 0; i < kPanel; ++i) {
+        const float value = found[part].value[i / kLanes][i % kLanes];
+        const int32_t at = found[part].index[i / kLanes][i % kLanes];
+        if (value > best[row] || (value == best[row] && at < index[row])) best[row] = value, index[row] = at;
+      }
+  }
+}
+
+void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
+  const int64_t steps = blocks(weights.inputs), place = output % kPanel;
+  const bf16* tile = weights.data + (output / kPanel * steps * 2 + place / kTile) * kTileElements + place % kTile * 2;
+  for (int64_t input = 0; input < weights.inputs; input += 32, tile += 2 * kTileElements)
+    for (int64_t i = 0; i < 32 && input + i < weights.inputs; ++i) out[input + i] = tile[i / 2 * 2 * kTile + i % 2];
+}
+
+}  // namespace rhizome
+
+using rhizome::bf16;
+using rhizome::PackedMatrix;
+
+// Packs rows [rows, inputs] (bfloat16, `stride` elements apart) into `packed`, zeroed memory of full panels
+// and blocks. Row r becomes packed output first + r, or with paired = 1 gate first + r, with 2 up first + r.
+RHIZOME_EXPORT void rhizome_pack(bf16* packed, int64_t inputs, const bf16* source, int64_t stride, int64_t rows,
+                                 int64_t first, int paired) {
+  using namespace rhizome;
+  const int64_t steps = blocks(inputs);
+  parallel_for((rows + kTile - 1) / kTile, [&](int64_t task, int) {
+    bf16* places[kTile];
+    const int64_t begin = task * kTile, count = std::min<int64_t>(kTile, rows - begin);
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t at = first + begin + row;
+      const int64_t output = paired == 0 ? at : at / kTile * kPanel + (paired - 1) * kTile + at % kTile;
+      places[row] = packed + (output / kPanel * steps * 2 + output % kPanel / kTile) * kTileElements +
+                    output % kTile * 2;
+    }
+    for (int64_t step = 0; step < steps; ++step)
+      for (int64_t pair = 0; pair < kTile; ++pair) {
+        const int64_t input = step * 32 + pair * 2;
+        if (input >= inputs) break;
+        const int64_t width = std::min<int64_t>(2, inputs - input);
+        for (int64_t row = 0; row < count; ++row)
+          memcpy(places[row] + step * 2 * kTileElements + pair * 2 * kTile, source + (begin + row) * stride + input,
+                 width * sizeof(bf16));
+      }
+  });
+}
+
+RHIZOME_EXPORT void rhizome_linear(const PackedMatrix* weights, const bf16* x, int64_t x_stride, int64_t rows,
+                                   void* out, int64_t out_stride, int finish) {
+  rhizome::linear(*weights, x, x_stride, rows, out, out_stride, static_cast<rhizome::Finish>(finish));
+}
+
+RHIZOME_EXPORT void rhizome_linear_argmax(const PackedMatrix* weights, const bf16* x, int64_t x_stride, int64_t rows,
+                                          int64_t* index, float* best) {
+  rhizome::linear_argmax(*weights, x, x_stride, rows, index, best);
+}
+
+RHIZOME_EXPORT void rhizome_unpack_rows(const PackedMatrix* weights, const int64_t* outputs, int64_t rows, bf16* out,
+                                        int64_t out_stride) {
+  rhizome::parallel_for(rows, [&](int64_t row, int) {
+    rhizome::unpack_row(*weights, outputs[row], out + row * out_stride);
+  });
+}
