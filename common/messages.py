@@ -235,8 +235,8 @@ class AddRequest:
     """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included).
 
     The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
-    `max_tokens` counts them too. So has it the `prompt_logprobs` that the first `scored` tokens predict. `again`: it was
-    handed to an earlier scheduler, or in an earlier term, so no limit of the queue refuses it.
+    `max_tokens` counts them too. So has it the `prompt_logprobs` that the first `scored` tokens predict. `again`: it
+    was handed to an earlier scheduler, or in an earlier term, so no limit of the queue refuses it.
     """
 
     TAG: ClassVar[int] = 4
@@ -453,11 +453,12 @@ class RequestError:
 @message
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters and gauges by name, such as `scheduler.free_pages`; each process on the way adds its own."""
+    """Counters and gauges by name, such as `scheduler.free_pages`; each process on the way adds its own. A histogram
+    takes a counter per bucket (common/metrics.py), of which there are some 200."""
 
     TAG: ClassVar[int] = 11
     query: Rid
-    values: Annotated[dict[str, int], MapOf(Int(-_COUNT, _COUNT), 256)] = field(default_factory=dict)
+    values: Annotated[dict[str, int], MapOf(Int(-_COUNT, _COUNT), 1024)] = field(default_factory=dict)
 
 
 @message

@@ -49,9 +49,7 @@ class Beams:
             tokens = entry.prompt + ints(*beam.tokens)
             self._send_detokenizer(OpenStream(choice.rid, (), entry.params.skip_special_tokens))
             self._send_scheduler(
-                AddRequest(
-                    choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, again=again
-                )
+                AddRequest(choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, again=again)
             )
 
     def resume(self, left_ms: int) -> None:
