@@ -28,6 +28,12 @@ struct PackedMatrix {
   int32_t outputs;    // packed outputs: for gate and up, both
 };
 
+// Weights that will be wanted soon: `lines` cache lines more with every block of inputs.
+struct Prefetch {
+  const char* next;
+  int lines;
+};
+
 inline int64_t blocks(int64_t inputs) { return (inputs + 31) / 32; }
 inline int64_t panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
