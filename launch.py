@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -336,6 +337,9 @@ class Size(click.ParamType[int]):
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Private directory of the sockets.")
 @click.option("--listen", default=None, help="Also serve clients at tcp://127.0.0.1:PORT.")
 @click.option("--log-level", default="warning", help="debug, info, warning or error.")
+@click.option(
+    "--parent-fd", type=int, hidden=True, help="A pipe that closes when the process that asked for this ends."
+)
 @click.option("--start-timeout", type=float, default=300.0, help="Seconds until all processes must be ready.")
 @click.version_option(VERSION)
 def main(
@@ -343,9 +347,11 @@ def main(
     page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int,
     max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str,
     ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
-    log_level: str, start_timeout: float,
+    log_level: str, parent_fd: int | None, start_timeout: float,
 ) -> None:  # fmt: skip
     """Start a Rhizome cluster and serve until Ctrl-C."""
+    if parent_fd is not None:
+        threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
     try:
         _check_model(model)
         _check_record(record)
@@ -397,6 +403,13 @@ def _run(cluster: Cluster) -> int:
         return 1
     finally:
         cluster.stop()
+
+
+def _end_with_parent(parent_fd: int) -> None:
+    """End like after a SIGTERM once the pipe's other end is closed, by whatever end of the process that held it."""
+    while os.read(parent_fd, 1):  # nothing is ever written
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check_model(model: str) -> None:

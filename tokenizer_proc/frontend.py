@@ -9,6 +9,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from common.codec import FrameError, Message, RefusedFrames, decode
 from common.fields import IntArray
@@ -31,12 +32,13 @@ from common.messages import (
     Tokenize,
     ints,
 )
+from tokenizer_proc.beams import Beams
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
-from tokenizer_proc.rows import Rows, rows_of
+from tokenizer_proc.rows import Rows, TextRow, rows_of
 from tokenizer_proc.sampling_checks import check_prompt_logprobs, check_sampling, ends_of, excluded_at_first, stop_token
 
 log = logging.getLogger(__name__)
@@ -130,7 +132,7 @@ class Frontend:
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
-        check_sampling(msg, self._limits)
+        check_sampling(msg, self._limits, self._eos)
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
         if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
@@ -164,17 +166,18 @@ class Frontend:
     def _admit(self, entry: Entry, prompt: IntArray) -> None:
         """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
         params = entry.params
-        left_ms = 0
-        if entry.deadline_ms:
-            left = entry.time_left(self._clock())
-            if left <= 0:
-                raise _expired(entry)
-            left_ms = max(1, left // 10**6)
+        left_ms = self._left_ms(entry)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
         check_prompt_logprobs(params, len(prompt))
         stops = ends_of(params, self._eos)
         ends = excluded_at_first(params, self._eos)
         entry.prompt = prompt
+        if params.use_beam_search and len(entry.choices) == 1:
+            params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
+        elif params.use_beam_search:
+            entry.beams = Beams(entry, stops, self._send_scheduler, self._send_detokenizer)
+            entry.beams.step(left_ms)
+            return
         for choice in entry.choices:
             draw = params.draw(choice.seed, len(prompt), ends)
             opened = OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens)
@@ -182,6 +185,15 @@ class Frontend:
             self._send_scheduler(
                 AddRequest(choice.rid, prompt, entry.max_tokens, stops, draw, entry.cache_salt, entry.priority, left_ms)
             )
+
+    def _left_ms(self, entry: Entry) -> int:
+        """Until the request's deadline, or 0 where it has none. Raises Refused when it has passed."""
+        if not entry.deadline_ms:
+            return 0
+        left = entry.time_left(self._clock())
+        if left <= 0:
+            raise _expired(entry)
+        return max(1, left // 10**6)
 
     def _refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
         """End a request with an error, unless it has ended. The scheduler itself has ended the choice `ended`."""
@@ -194,12 +206,13 @@ class Frontend:
         entry = self._ledger.find(owner, client_rid)
         if entry is None:
             return  # it has just ended
-        if entry.admitted:
+        if entry.admitted and entry.beams is None:
             if not entry.aborting:
                 entry.aborting = True
                 self._abort_running(entry)  # the scheduler answers with the terminal rows
             return
         self._ledger.close(entry)
+        self._abort_running(entry)
         rows = Rows()
         for choice in entry.choices:
             rows.add(client_rid, choice.index, ints(), "", Finish.ABORT, 0, 0)
@@ -243,6 +256,9 @@ class Frontend:
             if choice is None:
                 continue  # its client is gone, or the request ended with an error
             entry = choice.entry
+            if entry.beams is not None and not entry.beams.search.done:
+                self._advance(entry.beams, choice, row, batch.times)
+                continue
             choice.emitted.extend(row.tokens)
             choice.cached = max(choice.cached, row.cached)
             if row.finish != Finish.NONE:
@@ -264,6 +280,17 @@ class Frontend:
                 rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():
             self._send_rows(owner, rows.batch(times))
+
+    def _advance(self, beams: Beams, choice: Choice, row: TextRow, times: IntArray) -> None:
+        if not beams.take(choice, row):
+            return
+        if beams.search.done:
+            beams.finish(times[:-2])  # without those of detokenizer and tokenizer
+            return
+        try:
+            beams.step(self._left_ms(beams.entry))
+        except Refused as refusal:
+            self._refuse(beams.entry, refusal)
 
     def _end(self, choice: Choice, finish: int) -> None:
         self._ledger.end(choice)

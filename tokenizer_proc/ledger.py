@@ -3,11 +3,15 @@
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common.fields import IntArray
 from common.messages import MAX_RID, Generate
 from common.sampling_params import SamplingParams
 from tokenizer_proc.rows import Scores, TextRow
+
+if TYPE_CHECKING:
+    from tokenizer_proc.beams import Beams
 
 Owner = bytes  # the identity of a client's connection
 SEEDS = 2**63
@@ -30,6 +34,7 @@ class Entry:
     prompt: IntArray | None = None
     max_tokens: int = 0
     aborting: bool = False  # the scheduler has been told to end it
+    beams: "Beams | None" = None  # its beam search, where it is one
 
     @property
     def admitted(self) -> bool:

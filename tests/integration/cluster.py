@@ -72,6 +72,10 @@ class Cluster:
         command = [sys.executable, str(ROOT / "client.py"), *arguments, "--run-dir", str(self.run_dir)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
+    def stats(self) -> dict[str, int]:
+        with self.connect() as connection:
+            return connection.stats()
+
     def check_idle(self) -> dict[str, int]:
         """No request is left and every page is free or cached."""
         with self.connect() as connection:
