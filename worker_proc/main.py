@@ -1,5 +1,6 @@
 """The worker process: takes StepPlans, executes them in order, and answers on rank 0."""
 
+import gc
 import logging
 import time
 from array import array
@@ -109,6 +110,8 @@ def serve(child: Child, rank: int) -> None:
         worker = load_worker(child.config, rank, GROUP, progress)
     except _Stopped:
         return
+    gc.collect()
+    gc.freeze()  # what torch and the model brought along stays: no collection looks at it again
     if child.ready(worker.labels, **worker.info) is not None:
         loop.run(worker.runner)
 

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
 constexpr int64_t kGroupBytes = 1 << 20;      // of x that a group of rows takes at most: it should stay in the L2 cache
 constexpr int64_t kGroupRows = 512;
-constexpr int64_t kSteps = 8;        // blocks of 32 inputs that one pass over the rows of a group takes: 16 KiB of weights
+constexpr int64_t kSteps = 8;        // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
 constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
 constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
 
@@ -154,11 +154,17 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
         for (int64_t row = 0; row < count; ++row, sums += kPanel, place += out_stride) put(sums, columns, place);
     });
   };
+  bf16* const half = static_cast<bf16*>(out);
+  float* const single = static_cast<float*>(out);
   switch (finish) {
-    case Finish::kStore: return run(static_cast<bf16*>(out), kPanel, weights.outputs, [](auto... a) { put<bf16, false>(a...); });
-    case Finish::kStoreFloat: return run(static_cast<float*>(out), kPanel, weights.outputs, [](auto... a) { put<float, false>(a...); });
-    case Finish::kAdd: return run(static_cast<float*>(out), kPanel, weights.outputs, [](auto... a) { put<float, true>(a...); });
-    case Finish::kSiluMul: return run(static_cast<bf16*>(out), kTile, weights.outputs / 2, [](auto... a) { put_silu_mul(a...); });
+    case Finish::kStore:
+      return run(half, kPanel, weights.outputs, [](auto... row) { put<bf16, false>(row...); });
+    case Finish::kStoreFloat:
+      return run(single, kPanel, weights.outputs, [](auto... row) { put<float, false>(row...); });
+    case Finish::kAdd:
+      return run(single, kPanel, weights.outputs, [](auto... row) { put<float, true>(row...); });
+    case Finish::kSiluMul:
+      return run(half, kTile, weights.outputs / 2, [](auto... row) { put_silu_mul(row...); });
   }
 }
 
@@ -211,8 +217,8 @@ void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
 using rhizome::bf16;
 using rhizome::PackedMatrix;
 
-// Packs rows [rows, inputs] (bfloat16, `stride` elements apart) into `packed`, zeroed memory of full panels and blocks. Row
-// r becomes packed output first + r, or with paired = 1 gate first + r, with 2 up first + r.
+// Packs rows [rows, inputs] (bfloat16, `stride` elements apart) into `packed`, zeroed memory of full panels and blocks.
+// Row r becomes packed output first + r, or with paired = 1 gate first + r, with 2 up first + r.
 RHIZOME_EXPORT void rhizome_pack(bf16* packed, int64_t inputs, const bf16* source, int64_t stride, int64_t rows,
                                  int64_t first, int paired) {
   using namespace rhizome;
@@ -230,7 +236,8 @@ RHIZOME_EXPORT void rhizome_pack(bf16* packed, int64_t inputs, const bf16* sourc
     for (int64_t input = 0; input < inputs; input += 32, tile += 2 * kTileElements, from += 32) {
       if (end - begin == kTile && inputs - input >= 32) {
         for (int row = 0; row < kTile; ++row)
-          for (int pair = 0; pair < kTile; ++pair) memcpy(tile + (pair * kTile + row) * 2, from + row * stride + pair * 2, 4);
+          for (int pair = 0; pair < kTile; ++pair)
+            memcpy(tile + (pair * kTile + row) * 2, from + row * stride + pair * 2, 4);
       } else {
         for (int64_t row = 0; row < end - begin; ++row)
           for (int64_t i = 0; i < std::min<int64_t>(32, inputs - input); ++i)
