@@ -54,9 +54,7 @@ class AmxKernel {
   AmxKernel(const AttentionBatch& batch, char* scratch)
       : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, 32)), v_width_(v_stride(batch)),
         in_place_(batch.page_size % 16 == 0 && k_dim_ % 32 == 0) {
-    q_ = reinterpret_cast<uint16_t*>(scratch);
-    q_packed_ = q_ + kTile * k_width_;
-    k_ = q_packed_ + kTile * k_width_;
+    k_ = reinterpret_cast<uint16_t*>(scratch);
     v_ = k_ + kAttentionBlock * k_width_;
     weights_ = v_ + kAttentionBlock * v_width_;
     scores_ = reinterpret_cast<float*>(weights_ + kTile * kWeightStride);
@@ -74,9 +72,10 @@ class AmxKernel {
 
   static int64_t scratch_bytes(const AttentionBatch& batch) {
     const int64_t k_width = round_up(batch.k_dim, 32), v_width = v_stride(batch);
-    return 2 * (2 * kTile * k_width + kAttentionBlock * (k_width + v_width) + kTile * kWeightStride) +
-           4 * kTile * kScoreStride;
+    return 2 * (kAttentionBlock * (k_width + v_width) + kTile * kWeightStride) + 4 * kTile * kScoreStride;
   }
+
+  static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{2} * kTile * round_up(batch.k_dim, 32); }
 
   // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
   void set_block(const KeySource& source, int first, int end, bool many_tiles) {
@@ -103,32 +102,35 @@ class AmxKernel {
     }
   }
 
-  void set_queries(const Tile& tile) {
-    for (int i = 0; i < tile.count; ++i) {
-      for (int d = 0; d < k_width_; d += 32)
-        _mm512_store_si512(q_ + i * k_width_ + d, load_numbers(tile.q[i], d, k_dim_));
+  // Put queries into `memory` (query_bytes) as `attend` needs them for blocks set with the same `many_tiles`.
+  void set_queries(const Tile& tile, bool many_tiles, char* memory) const {
+    auto* q = reinterpret_cast<uint16_t*>(memory);
+    if (many_tiles || !in_place_) {
+      for (int i = 0; i < tile.count; ++i)
+        for (int d = 0; d < k_width_; d += 32)
+          _mm512_store_si512(q + i * k_width_ + d, load_numbers(tile.q[i], d, k_dim_));
+      return;
     }
-    if (!packed_) {
-      for (int i = 0; i < tile.count; i += 16) {
-        for (int d = 0; d < k_width_; d += 32) {
-          __m512i rows[16];
-          for (int j = 0; j < 16; ++j) rows[j] = _mm512_load_si512(q_ + (i + j) * k_width_ + d);
-          transpose(rows);
-          uint16_t* to = q_packed_ + i * k_width_ + d * 16;
-          for (int j = 0; j < 16; ++j) _mm512_store_si512(to + 32 * j, rows[j]);
-        }
+    for (int i = 0; i < tile.count; i += 16) {
+      for (int d = 0; d < k_width_; d += 32) {
+        __m512i rows[16];
+        for (int j = 0; j < 16; ++j)
+          rows[j] = i + j < tile.count ? load_numbers(tile.q[i + j], d, k_dim_) : _mm512_setzero_si512();
+        transpose(rows);
+        for (int j = 0; j < 16; ++j) _mm512_store_si512(q + i * k_width_ + d * 16 + 32 * j, rows[j]);
       }
     }
   }
 
   // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
-  void attend(const Tile& tile, int begin, int end, const Scores& how, State& state) {
+  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, State& state) {
+    const auto* q = reinterpret_cast<const uint16_t*>(queries);
     begin = (begin - first_) & ~31;
     end = round_up(end - first_, 32);
     if (packed_)
-      score_packed(tile.count, begin, end);
+      score_packed(q, tile.count, begin, end);
     else
-      score_in_place(tile.count, begin, end);
+      score_in_place(q, tile.count, begin, end);
     for (int i = 0; i < tile.count; ++i) {
       const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
       if (how.softcap > 0) squash(i, begin, end, how);
@@ -192,11 +194,11 @@ class AmxKernel {
     }
   }
 
-  void score_packed(int count, int begin, int end) {
+  void score_packed(const uint16_t* queries, int count, int begin, int end) {
     for (int i = 0; i < count; i += 32) {
       const bool both = i + 16 < count;
       for (int t = begin; t < end; t += 32) {
-        const uint16_t *q0 = q_ + i * k_width_, *q1 = q0 + 16 * k_width_;
+        const uint16_t *q0 = queries + i * k_width_, *q1 = q0 + 16 * k_width_;
         const uint16_t *k0 = k_ + t * k_width_, *k1 = k0 + 16 * k_width_;
         float *to0 = scores_ + i * kScoreStride + t, *to1 = to0 + 16 * kScoreStride;
         _tile_zero(0);
@@ -231,9 +233,9 @@ class AmxKernel {
     }
   }
 
-  void score_in_place(int count, int begin, int end) {
+  void score_in_place(const uint16_t* queries, int count, int begin, int end) {
     for (int i = 0; i < count; i += 16) {
-      const uint16_t* q = q_packed_ + i * k_width_;
+      const uint16_t* q = queries + i * k_width_;
       const int rows = std::min(16, count - i);
       for (int t = begin; t < end; t += 32) {
         const char *k0 = k_rows_[t], *k1 = k_rows_[t + 16];
@@ -383,7 +385,7 @@ class AmxKernel {
   bool packed_ = false;
   int first_ = 0;
   int64_t k_token_ = 0;
-  uint16_t *q_, *q_packed_, *k_, *v_, *weights_;
+  uint16_t *k_, *v_, *weights_;
   float* scores_;
   const char* k_rows_[kAttentionBlock];
 };
