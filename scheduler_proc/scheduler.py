@@ -115,11 +115,12 @@ class Scheduler:
         if refusal is not None:
             self._counters["refused"] += 1
             return [refusal]
-        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - len(msg.prompt)
+        prompt_len = len(msg.prompt) - msg.generated
+        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - prompt_len
         request = Request(
             rid=msg.rid,
             tokens=array("i", msg.prompt),
-            prompt_len=len(msg.prompt),
+            prompt_len=prompt_len,
             max_tokens=min(msg.max_tokens, room),
             stop_token_ids=frozenset(msg.stop_token_ids),
             draw=msg.draw,
@@ -128,6 +129,7 @@ class Scheduler:
             deadline=now + msg.deadline_ms * 10**6 if msg.deadline_ms else 0,
             arrival=now,
             seq=self._next_seq,
+            scored=msg.scored,
         )
         self._next_seq += 1
         self.requests[msg.rid] = request
@@ -298,9 +300,9 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         self.slots[request.slot] = request
         if request.cached_prompt < 0:
-            request.cached_prompt = request.cached_len
+            request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
             self._counters["prompt_tokens"] += request.prompt_len
-            self._counters["cached_tokens"] += request.cached_len
+            self._counters["cached_tokens"] += request.cached_prompt
         self._prefilling.append(request)
         step.enter(request)
         return True

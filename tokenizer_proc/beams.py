@@ -37,6 +37,7 @@ class Beams:
         self._send_detokenizer = send_detokenizer
         self._choices = list(entry.choices)  # a beam each, and in the end a hypothesis
         self._found: dict[int, list[tuple[int, float]]] = {}  # by id: what follows each beam
+        self._times: IntArray | None = None  # of the last step, once the search is done
 
     def step(self, left_ms: int) -> None:
         """Ask what follows each beam. The request's deadline is in `left_ms`, 0 is none."""
@@ -68,7 +69,10 @@ class Beams:
 
     def finish(self, times: IntArray) -> None:
         """Send the hypotheses on their way. `times` are those of the last step's TokenBatch."""
+        self._times = times
         for choice, hypothesis in zip(self._choices, self.search.hypotheses, strict=True):
+            if choice not in self.entry.choices:
+                continue  # it has arrived before
             tokens = ints(*hypothesis.tokens)
             finish = Finish.STOP if tokens[-1] in self._ends else Finish.LENGTH
             self._send_detokenizer(OpenStream(choice.rid, (), self.entry.params.skip_special_tokens))
@@ -77,3 +81,10 @@ class Beams:
                     ints(choice.rid), ints(len(tokens)), tokens, bytes([finish]), ints(max(0, choice.cached)), times[:]
                 )
             )
+
+    def resume(self, left_ms: int) -> None:
+        """Scheduler and detokenizer forgot all: ask again what follows the beams, or send the hypotheses again."""
+        if self._times is None:
+            self.step(left_ms)
+        else:
+            self.finish(self._times)
