@@ -14,8 +14,8 @@ import pytest
 
 from common.connection import Answer, Row
 from common.sampling_params import SamplingParams
+from tests.helpers_http import dial, head, post, until, until_closed
 from tests.integration.cluster import ROOT, Cluster, running, wait_until
-from tests.integration.http_helpers import dial, head, post, until, until_closed
 
 DEMO = ROOT / "demo_model"
 LONG = {"prompt": "The with statement", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
