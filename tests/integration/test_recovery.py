@@ -8,11 +8,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
+from common.codec import encode
 from common.connection import Answer, Connection, ConnectionLost
 from common.messages import ErrorCode, Finish, RequestError
+from common.rows import Row
 from common.sampling_params import SamplingParams
+from common.sockets import Endpoints, open_socket
 from tests.helpers_models import make_checkpoint
+from tests.helpers_plans import empty_plan
 from tests.integration.cluster import Cluster, running, wait_until
 
 STREAMS = 32
@@ -224,3 +229,38 @@ def test_a_process_that_keeps_dying_ends_the_cluster_with_the_cause(checkpoint: 
         cluster.check_gone()
     finally:
         cluster.destroy()
+
+
+def test_ranks_that_are_out_of_step_are_replaced(checkpoint: Path) -> None:
+    """A plan reaches one rank only, as when its scheduler dies between two sends. The scheduler cannot make sense of
+    the result and is replaced; the ranks that then join the new epoch have not done the same."""
+    with running(checkpoint, *FLAGS) as cluster, cluster.connect() as connection:
+        expected = Streams(connection, count=4).finish()
+        steps = cluster.check_idle()["scheduler.steps"]
+        with (
+            zmq.Context() as context,
+            open_socket(context, zmq.PUSH, connect=Endpoints(cluster.run_dir).plan(0, 0)) as socket,
+        ):
+            socket.send(encode(empty_plan(steps)))
+            wait_until(lambda: "out of step" in cluster.log, PATIENCE_S, lambda: cluster.log)
+        assert "ProtocolError: result of step" in cluster.log
+        assert Streams(connection, count=4).finish() == expected
+        cluster.remember()
+
+
+def test_a_step_may_take_longer_than_a_freeze(tmp_path: Path) -> None:
+    """One step of a long prefill, by both ranks, with the shortest timeout: however long it takes, it is no freeze."""
+    size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "max_position_embeddings": 8192}
+    path = make_checkpoint("llama", tmp_path / "larger", **size)
+    flags = ("--tp", "2", "--dtype", "float32", "--max-batch-tokens", "16384", "--kv-tokens", "32768")
+    with running(path, *flags, "--freeze-timeout", "1") as cluster, cluster.connect() as connection:
+        prompt = [5 + i % 200 for i in range(6000)]
+        connection.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        rows = []
+        while not rows or rows[-1].finish is Finish.NONE:  # type: ignore[union-attr]
+            rows += connection.poll(1)
+        assert isinstance(rows[-1], Row) and rows[-1].finish is Finish.LENGTH
+        row = rows[0]
+        assert isinstance(row, Row)
+        print(f"the step took {(row.times[3] - row.times[2]) / 1e9:.1f} s")
+        assert not any(cluster.info["restarts"].values()), cluster.log
