@@ -14,6 +14,7 @@ from common.config import (
     CacheConfig,
     ClusterConfig,
     ConfigError,
+    HttpConfig,
     ModelConfig,
     SchedulerConfig,
     SupervisionConfig,
@@ -21,6 +22,7 @@ from common.config import (
 from common.log import set_up_logging
 from common.run_dir import RunDir, RunDirError
 from common.sockets import Endpoints
+from gateway_proc.options import http_options
 from launcher.show import VERSION, panel, progress_bar
 from launcher.supervisor import ClusterError, Supervisor
 
@@ -75,6 +77,7 @@ class Size(click.ParamType[int]):
 @click.option("--record", type=click.Path(path_type=Path), help="Record the scheduler, prompts too, to this new file.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Private directory of the sockets.")
 @click.option("--listen", default=None, help="Also serve clients at tcp://127.0.0.1:PORT.")
+@http_options
 @click.option("--log-level", default="warning", help="debug, info, warning or error.")
 @click.option(
     "--parent-fd", type=int, hidden=True, help="A pipe that closes when the process that asked for this ends."
@@ -90,7 +93,7 @@ def main(
     max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str,
     ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
     log_level: str, parent_fd: int | None, start_timeout: float, freeze_timeout: float, restarts: int,
-    drain_timeout: float,
+    drain_timeout: float, http: HttpConfig,
 ) -> None:  # fmt: skip
     """Start a Rhizome cluster and serve until Ctrl-C, which lets running requests finish; a second one does not.
 
@@ -121,6 +124,7 @@ def main(
                 supervision=SupervisionConfig(
                     freeze_timeout_s=freeze_timeout, restarts=restarts, drain_timeout_s=drain_timeout
                 ),
+                http=http,
                 listen=listen,
                 log_level=log_level,
                 start_timeout_s=start_timeout,
@@ -154,10 +158,11 @@ def _run(supervisor: Supervisor) -> int:
 
 
 def _end_with_parent(parent_fd: int) -> None:
-    """End like after a SIGTERM once the pipe's other end is closed, by whatever end of the process that held it."""
+    """End at once when the pipe's other end is closed, by whatever end of the process that held it."""
     while os.read(parent_fd, 1):  # nothing is ever written
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second one says not to wait for running requests
+        os.kill(os.getpid(), number)
 
 
 def _check_model(model: str) -> None:

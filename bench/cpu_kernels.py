@@ -6,6 +6,7 @@
 Weights are streamed from more memory than the caches hold: `copies` of each matrix are used in turn.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -84,26 +85,28 @@ def main(level: Level, threads: int, rows: str, shapes: str) -> None:
         outputs, inputs, paired = _SHAPES[name]
         stack = matrices(native, outputs, inputs, paired)
         for count in map(int, rows.split(",")):
-            x = torch.randn(count, inputs).to(torch.bfloat16)
-            width = outputs // 2 if paired else outputs
-            finish = Finish.SILU_MUL if paired else Finish.STORE
-            out = torch.empty(count, width, dtype=torch.bfloat16)
-            turn = iter(range(10**9))
-
-            def run() -> None:
-                if name == "head":
-                    stack[next(turn) % len(stack)].argmax(x)  # noqa: B023
-                else:
-                    stack[next(turn) % len(stack)].linear(x, finish, out)  # noqa: B023
-
             if name == "head" and count > 256:
                 continue
-            took = seconds(run)
+            took = seconds(product(stack, count))
             size, operations = 2 * outputs * inputs, 2 * outputs * inputs * count
             floor = max(size / bandwidth, operations / rate)
-            print(f"{name:8} {count:5} {took * 1e3:9.3f} {size / took / 1e9:7.1f} {operations / took / 1e9:8.0f}"
-                  f"  {floor / took:7.0%}")  # fmt: skip
+            print(
+                f"{name:8} {count:5} {took * 1e3:9.3f} {size / took / 1e9:7.1f} {operations / took / 1e9:8.0f}"
+                f"  {floor / took:7.0%}"
+            )
         del stack
+
+
+def product(stack: list[PackedMatrix], rows: int) -> Callable[[], object]:
+    """The product of `rows` rows with the next matrix of the stack at every call; the likeliest token of a head."""
+    turns = itertools.cycle(stack)
+    first = stack[0]
+    x = torch.randn(rows, first.inputs).to(torch.bfloat16)
+    if first.outputs == _SHAPES["head"][0]:
+        return lambda: next(turns).argmax(x)
+    finish = Finish.SILU_MUL if first.paired else Finish.STORE
+    out = torch.empty(rows, first.outputs // 2 if first.paired else first.outputs, dtype=torch.bfloat16)
+    return lambda: next(turns).linear(x, finish, out)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
+from common.config import KEYS_VARIABLE
 from common.messages import Joined, Ready
 from launcher.restarts import Restarts
-from launcher.table import ProcessSpec, UnitSpec
+from launcher.table import GATEWAY, ProcessSpec, UnitSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,7 +68,8 @@ class Spawner:
         command = [sys.executable, "-P", "-m", spec.module, "--run-dir", self._run_dir]
         command += ["--life-fd", str(self._life_read), *spec.arguments, *more]
         fds = [self._life_read]
-        popen = subprocess.Popen(command, env=self._env, pass_fds=fds, stdin=subprocess.DEVNULL, cwd=self._run_dir)
+        env = {k: v for k, v in self._env.items() if k != KEYS_VARIABLE or spec.name == GATEWAY}
+        popen = subprocess.Popen(command, env=env, pass_fds=fds, stdin=subprocess.DEVNULL, cwd=self._run_dir)
         return Proc(spec.name, popen)
 
 

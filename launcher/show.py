@@ -30,7 +30,7 @@ def describe(
         "launcher_pid": os.getpid(),
         "pids": pids,
         "restarts": restarts,
-        "addresses": {"frontend": endpoints.frontend, "listen": config.listen},
+        "addresses": {"frontend": endpoints.frontend, "listen": config.listen, "http": _http_address(config, procs)},
         "model": {
             "path": config.model.path,
             **next((p.ready.labels for p in procs if p.ready and p.ready.labels), {}),
@@ -41,6 +41,16 @@ def describe(
         },
         "start_up_s": round(start_up_s, 3),
     }
+
+
+def http_port(procs: Iterable[Proc]) -> int | None:
+    """Where the gateway among `procs` listens."""
+    return next((p.ready.info["http_port"] for p in procs if p.ready and "http_port" in p.ready.info), None)
+
+
+def _http_address(config: ClusterConfig, procs: Iterable[Proc]) -> str | None:
+    port, host = http_port(procs), config.http.host
+    return None if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def panel(info: dict[str, object], go: Go) -> str:

@@ -22,7 +22,7 @@ from launcher.control import Control
 from launcher.liveness import Liveness
 from launcher.process import Proc, Spawner, State, Unit
 from launcher.restarts import Restarts
-from launcher.show import VERSION, describe
+from launcher.show import VERSION, describe, http_port
 from launcher.table import WORKERS, process_table
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class Supervisor:
             self._groups += 1
             if self._go is not None:
                 more += ("--num-pages", str(self._go.num_pages))
+        elif (port := http_port(unit.procs.values())) is not None:
+            more = ("--port", str(port))  # clients know it
         unit.procs = {spec.name: self._spawner.start(spec, *more) for spec in unit.spec.processes}
         unit.state = State.LOADING
         unit.due = time.monotonic() + self._config.start_timeout_s

@@ -49,9 +49,7 @@ class Beams:
             tokens = entry.prompt + ints(*beam.tokens)
             self._send_detokenizer(OpenStream(choice.rid, (), entry.params.skip_special_tokens))
             self._send_scheduler(
-                AddRequest(
-                    choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, again=again
-                )
+                AddRequest(choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, again=again)
             )
 
     def resume(self, left_ms: int) -> None:
@@ -79,6 +77,8 @@ class Beams:
     def finish(self, times: IntArray) -> None:
         """Send the hypotheses on their way. `times` are those of the last step's TokenBatch."""
         for choice, hypothesis in zip(self._choices, self.search.hypotheses, strict=True):
+            if choice not in self.entry.choices:
+                continue  # it has arrived before
             tokens = ints(*hypothesis.tokens)
             finish = Finish.STOP if tokens[-1] in self._ends else Finish.LENGTH
             self._send_detokenizer(OpenStream(choice.rid, (), self.entry.params.skip_special_tokens))

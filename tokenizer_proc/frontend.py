@@ -35,6 +35,7 @@ from tokenizer_proc.beams import Beams
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
+from tokenizer_proc.measures import Measures
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows, TextRow, rows_of
@@ -84,6 +85,7 @@ class Frontend:
         self._resubmitted = 0
         self.restarts: dict[str, int] = {}  # by process, as the launcher says
         self.refused = RefusedFrames()
+        self.measures = Measures()
 
     # ---- from clients ---------------------------------------------------------------------------------------------
 
@@ -117,6 +119,7 @@ class Frontend:
         try:
             self._check_admission(owner, msg)
         except Refused as refusal:
+            self.measures.refused(refusal.code)
             self._send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
@@ -171,6 +174,7 @@ class Frontend:
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
         check_prompt_logprobs(params, len(prompt))
         entry.prompt = prompt
+        self.measures.admitted(len(prompt))
         if params.use_beam_search and len(entry.choices) > 1:
             entry.beams = Beams(entry, ends_of(params, self._eos), self._send_scheduler, self._send_detokenizer)
             entry.beams.step(left_ms)
@@ -208,6 +212,7 @@ class Frontend:
         if self._ledger.holds(entry):
             self._ledger.close(entry)
             self._abort_running(entry, ended)
+            self.measures.refused(refusal.code)
             self._send(entry.owner, refusal.answer(entry.client_rid))
 
     def _abort(self, owner: Owner, client_rid: int) -> None:
@@ -289,8 +294,8 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
-        times = batch.times[:]
-        times.append(self._clock())
+        times, now = batch.times[:], self._clock()
+        times.append(now)
         by_owner: dict[Owner, Rows] = {}
         for row in rows_of(batch):
             choice = self._ledger.get(row.rid)
@@ -304,8 +309,10 @@ class Frontend:
                 choice.cached = max(choice.cached, row.cached)
             choice.emitted.extend(row.tokens)
             choice.scored += len(row.scores.prompt or ())
+            self.measures.tokens(choice, len(row.tokens), now)
             if row.finish != Finish.NONE:
                 self._end(choice, row.finish)
+                self.measures.ended(choice, row.finish, now)
             tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
                 choice.hold(row, token_bytes)
@@ -367,6 +374,7 @@ class Frontend:
             "tokenizer.ignored_frames": self._ignored,
             "tokenizer.resubmitted": self._resubmitted,
             **{f"launcher.restarts.{name}": count for name, count in self.restarts.items()},
+            **self.measures.flat(),
         }
         self._send(owner, Stats(query, {**stats.values, **own}))
 

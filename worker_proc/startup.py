@@ -63,7 +63,9 @@ def load_worker(
     if library is not None:
         library.set_threads(torch.get_num_threads())
     attention = choose_attention(library, dtype)
-    model = load_model(model_config.path, dtype=dtype, device=device, tp=tp, attention=attention, progress=progress)
+    model = load_model(
+        model_config.path, dtype=dtype, device=device, tp=tp, attention=attention, native=library, progress=progress
+    )
     spec, page_size = model.kv_spec, config.cache.page_size
     num_pages = tp.min(
         choose_num_pages(

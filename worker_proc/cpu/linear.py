@@ -40,8 +40,8 @@ class MatrixStruct(ctypes.Structure):
 
 
 class PackedMatrix:
-    """A weight matrix `[outputs, inputs]`, which is filled with `pack` in pieces of rows. `outputs` counts the gates and
-    the ups of a paired matrix."""
+    """A weight matrix `[outputs, inputs]`, which is filled with `pack` in pieces of rows. `outputs` counts the
+    gates and the ups of a paired matrix."""
 
     def __init__(
         self, native: NativeLibrary, memory: Tensor, outputs: int, inputs: int, *, paired: bool = False
@@ -63,7 +63,7 @@ class PackedMatrix:
         return panels * PANEL * (-(-inputs // 32) * 32)
 
     def pack(self, rows: Tensor, first: int, pairing: Pairing = Pairing.NONE) -> None:
-        """Put `rows` (bfloat16 `[R, inputs]`, any row stride) in place, the first one as output `first` (of its kind)."""
+        """Put `rows` (`[R, inputs]`) in place, rounded to bfloat16, the first one as output `first` (of its kind)."""
         source = rows.to(torch.bfloat16)
         if source.stride(1) != 1:
             source = source.contiguous()
