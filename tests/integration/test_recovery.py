@@ -1,10 +1,12 @@
 """Every process of a real cluster is killed and frozen while 32 streams run, and nothing is lost."""
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,26 +14,35 @@ import zmq
 
 from common.codec import encode
 from common.connection import Answer, Connection, ConnectionLost
-from common.messages import ErrorCode, Finish, RequestError
+from common.messages import ErrorCode, Finish, RequestError, ints
 from common.rows import Row
 from common.sampling_params import SamplingParams
 from common.sockets import Endpoints, open_socket
 from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import empty_plan
 from tests.integration.cluster import Cluster, running, wait_until
+from tests.integration.http_helpers import dial, head, post, until, until_closed
 
 STREAMS = 32
 TOKENS = 100
 PATIENCE_S = 90.0
 FLAGS = ("--tp", "2", "--dtype", "float32", "--kv-tokens", "8192", "--chunk-tokens", "16")
 MANY = ("--restarts", "1000")  # how they are bounded has a test of its own
-# greedy and seeded; some share a prefix; some have stop strings that never come, but hold text back
-PROMPTS = [[5, 6, 7, 8] * (i % 5) + [9 + i] for i in range(STREAMS)]
+PROMPTS = [[5, 6, 7, 8] * (i % 5) + [9 + i] for i in range(STREAMS)]  # some share a prefix
+VARIANTS: list[dict[str, Any]] = [  # what depends on more than the last tokens, or is told about them
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"min_tokens": TOKENS // 2, "stop_token_ids": ints(7, 31, 101)},
+    {"stop": ("never comes",)},
+]
 PARAMS = [
-    SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, max_tokens=TOKENS, ignore_eos=True)
+    SamplingParams(temperature=i % 2 * 0.9, seed=i, max_tokens=TOKENS, ignore_eos=True, **VARIANTS[i % len(VARIANTS)])
     for i in range(STREAMS)
 ]
-Output = tuple[list[int], str, Finish]
+Output = tuple[list[int], str, Finish, list[int], list[int]]  # tokens, text, end; those with log probabilities
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +95,13 @@ class Streams:
     def finish(self) -> list[Output]:
         self.until(STREAMS * TOKENS + 1)
         assert not self.left and not self.errors, self.errors
-        return [(a.token_ids, "".join(a.texts), a.finish) for a in self.answers.values()]
+        return [output_of(answer) for answer in self.answers.values()]
+
+
+def output_of(answer: Answer) -> Output:
+    scored = [entry.token_id for entry in answer.logprobs or ()]
+    prompt = [entry.token_id if entry else -1 for entry in answer.prompt_logprobs or ()]
+    return answer.token_ids, "".join(answer.texts), answer.finish, scored, prompt
 
 
 def hurt(cluster: Cluster, victim: str, number: signal.Signals) -> None:
@@ -177,6 +194,34 @@ def test_without_tokenizer_clients_hear_it_and_it_serves_again(
     with cluster.connect() as connection:
         assert Streams(connection).finish() == undisturbed
     cluster.check_idle()
+
+
+def test_without_gateway_others_go_on_and_it_serves_again_at_its_port(checkpoint: Path) -> None:
+    with running(checkpoint, *FLAGS, "--port", "0") as cluster, cluster.connect() as connection:
+        expected = Streams(connection, count=4).finish()
+        address = cluster.info["addresses"]["http"]
+        streams = Streams(connection, count=4)
+        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with dial(address) as http:
+            http.sendall(post("/v1/completions", body))
+            until(http, b"data:")
+            hurt(cluster, "gateway", signal.SIGKILL)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"[DONE]" not in until_closed(http)
+        assert streams.finish() == expected
+        wait_until(lambda: cluster.info["addresses"]["http"] == address and healthy(address), PATIENCE_S)
+        with dial(address) as http:
+            http.sendall(post("/v1/completions", body))
+            until(http, b"[DONE]")
+
+
+def healthy(address: str) -> bool:
+    try:
+        with dial(address) as http:
+            http.sendall(head("/health", None, method="GET", extra="Connection: close\r\n"))
+            return b" 200 " in until_closed(http)
+    except OSError:
+        return False
 
 
 def test_aborts_and_departures_count_during_a_loss(cluster: Cluster) -> None:
