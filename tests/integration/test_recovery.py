@@ -184,6 +184,7 @@ def test_hang_up_restarts_the_workers(cluster: Cluster, undisturbed: list[Output
 def test_without_tokenizer_clients_hear_it_and_it_serves_again(
     cluster: Cluster, undisturbed: list[Output], number: signal.Signals
 ) -> None:
+    restarts = cluster.info["restarts"]["tokenizer"]
     with cluster.connect() as connection:
         streams = Streams(connection)
         streams.until(STREAMS * TOKENS // 4)
@@ -193,6 +194,7 @@ def test_without_tokenizer_clients_hear_it_and_it_serves_again(
     wait_until(lambda: serves(cluster), PATIENCE_S)
     with cluster.connect() as connection:
         assert Streams(connection).finish() == undisturbed
+    assert cluster.info["restarts"]["tokenizer"] == restarts + 1, cluster.log
     cluster.check_idle()
 
 
