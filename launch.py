@@ -17,10 +17,21 @@ import click
 import zmq
 
 from common.codec import FrameError, decode, encode
-from common.config import ADMISSIONS, POLICIES, CacheConfig, ClusterConfig, ConfigError, ModelConfig, SchedulerConfig
+from common.config import (
+    ADMISSIONS,
+    POLICIES,
+    CacheConfig,
+    ClusterConfig,
+    ConfigError,
+    HttpConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from common.messages import Fatal, Go, Progress, Ready, ints
 from common.run_dir import RunDir, RunDirError
 from common.sockets import Endpoints, open_socket
+from gateway_proc.key_file import KEYS_VARIABLE
+from gateway_proc.options import http_options
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
@@ -109,8 +120,9 @@ class Cluster:
                 "--life-fd",
                 str(life_read),
             ]
+            own = env if name == "gateway" else {key: value for key, value in env.items() if key != KEYS_VARIABLE}
             popen = subprocess.Popen(
-                [*command, *arguments], env=env, pass_fds=[life_read], stdin=subprocess.DEVNULL, cwd=self.config.run_dir
+                [*command, *arguments], env=own, pass_fds=[life_read], stdin=subprocess.DEVNULL, cwd=self.config.run_dir
             )
             self.procs[name] = Proc(name, popen)
         os.close(life_read)
@@ -202,6 +214,13 @@ class Cluster:
         self._context.destroy(linger=0)
         self.run_dir.close()
 
+    def _http_address(self) -> str | None:
+        gateway = self.procs.get("gateway")
+        if gateway is None or gateway.ready is None:
+            return None
+        host = self.config.http.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{gateway.ready.info['http_port']}"
+
     def describe(self, go: Go) -> dict[str, object]:
         """What cluster.json says."""
         pids = {"launcher": os.getpid()} | {name: proc.popen.pid for name, proc in self.procs.items()}
@@ -209,7 +228,11 @@ class Cluster:
             "version": 1,
             "launcher_pid": os.getpid(),
             "pids": pids,
-            "addresses": {"frontend": Endpoints(self.run_dir.path).frontend, "listen": self.config.listen},
+            "addresses": {
+                "frontend": Endpoints(self.run_dir.path).frontend,
+                "listen": self.config.listen,
+                "http": self._http_address(),
+            },
             "model": {
                 "path": self.config.model.path,
                 **next(p.ready.labels for p in self.procs.values() if p.ready and p.ready.labels),
@@ -227,6 +250,7 @@ def _process_table(config: ClusterConfig) -> list[tuple[str, str, list[str]]]:
     workers = [(f"worker-{r}", "worker_proc.main", ["--rank", str(r)]) for r in range(config.model.tp)]
     return [
         *workers,
+        *([("gateway", "gateway_proc.main", [])] if config.http.enabled else []),
         ("tokenizer", "tokenizer_proc.tokenizer", []),
         ("detokenizer", "tokenizer_proc.detokenizer", []),
         ("scheduler", "scheduler_proc.event_loop", []),
@@ -336,6 +360,7 @@ class Size(click.ParamType[int]):
 @click.option("--record", type=click.Path(path_type=Path), help="Record the scheduler, prompts too, to this new file.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Private directory of the sockets.")
 @click.option("--listen", default=None, help="Also serve clients at tcp://127.0.0.1:PORT.")
+@http_options
 @click.option("--log-level", default="warning", help="debug, info, warning or error.")
 @click.option(
     "--parent-fd", type=int, hidden=True, help="A pipe that closes when the process that asked for this ends."
@@ -347,7 +372,7 @@ def main(
     page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int,
     max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str,
     ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
-    log_level: str, parent_fd: int | None, start_timeout: float,
+    log_level: str, parent_fd: int | None, start_timeout: float, http: HttpConfig,
 ) -> None:  # fmt: skip
     """Start a Rhizome cluster and serve until Ctrl-C."""
     if parent_fd is not None:
@@ -372,6 +397,7 @@ def main(
                     ageing_s=ageing,
                     itl_target_ms=itl_target_ms,
                 ),
+                http=http,
                 listen=listen,
                 log_level=log_level,
                 start_timeout_s=start_timeout,

@@ -438,11 +438,12 @@ class RequestError:
 @message
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters and gauges by name, such as `scheduler.free_pages`; each process on the way adds its own."""
+    """Counters and gauges by name, such as `scheduler.free_pages`; each process on the way adds its own. A histogram
+    takes a counter per bucket (common/metrics.py), of which there are some 200."""
 
     TAG: ClassVar[int] = 11
     query: Rid
-    values: Annotated[dict[str, int], MapOf(Int(-_COUNT, _COUNT), 256)] = field(default_factory=dict)
+    values: Annotated[dict[str, int], MapOf(Int(-_COUNT, _COUNT), 1024)] = field(default_factory=dict)
 
 
 @message

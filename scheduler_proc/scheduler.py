@@ -39,6 +39,7 @@ from common.messages import (
 from scheduler_proc.admission import ADMISSIONS, Admission
 from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.measures import Measures
 from scheduler_proc.plan_builder import PlanBuilder, Scored
 from scheduler_proc.policy import MAX_PREFILLS, make_policy
 from scheduler_proc.pressure import make_room, spare_pages
@@ -85,6 +86,7 @@ class Scheduler:
         self.admission: Admission = ADMISSIONS[config.admission]()
         self.waiting = make_policy(config.policy, kv, config.ageing_s)
         self.step_time = StepTimeModel()
+        self.measures = Measures()
         self.slots: list[Request | None] = [None] * config.max_running
         self.requests: dict[int, Request] = {}  # every request that has not been answered for good
         self.in_flight: deque[Step] = deque()
@@ -107,7 +109,8 @@ class Scheduler:
             case Abort(rid=rid):
                 return self._abort(rid)
             case GetStats(query=query):
-                return [Stats(query, {f"scheduler.{name}": value for name, value in self.stats().items()})]
+                counters = {f"scheduler.{name}": value for name, value in self.stats().items()}
+                return [Stats(query, counters | self.measures.flat())]
         raise TypeError(f"the scheduler does not handle {type(msg).__name__}")
 
     def _add(self, msg: AddRequest, now: int) -> list[Message]:
@@ -279,6 +282,7 @@ class Scheduler:
             planned += request.extend_len
         for request in admitted:
             self.waiting.remove(request)
+            self.measures.admitted(request, now)
 
     def _shares_soon(self, request: Request) -> bool:
         gain = self.config.in_batch_gain
@@ -336,7 +340,9 @@ class Scheduler:
             raise ProtocolError(f"step {step.step_id}: {error}") from None
         self.in_flight.popleft()
         if len(result.times) == 3:
-            self.step_time.learn(step.shape, (result.times[2] - result.times[1]) / 1e9)
+            seconds = (result.times[2] - result.times[1]) / 1e9
+            self.step_time.learn(step.shape, seconds)
+            self.measures.step(step.shape.tokens, seconds)
         for request in step.rows:
             request.steps_in_flight -= 1
         rows = TokenRows()

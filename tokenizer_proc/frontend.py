@@ -36,6 +36,7 @@ from tokenizer_proc.beams import Beams
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
+from tokenizer_proc.measures import Measures
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows, TextRow, rows_of
@@ -83,6 +84,7 @@ class Frontend:
         self._stopping = False
         self._ignored = 0
         self.refused = RefusedFrames()
+        self.measures = Measures()
 
     # ---- from clients ---------------------------------------------------------------------------------------------
 
@@ -116,6 +118,7 @@ class Frontend:
         try:
             self._check_admission(owner, msg)
         except Refused as refusal:
+            self.measures.refused(refusal.code)
             self._send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
@@ -172,6 +175,7 @@ class Frontend:
         stops = ends_of(params, self._eos)
         ends = excluded_at_first(params, self._eos)
         entry.prompt = prompt
+        self.measures.admitted(len(prompt))
         if params.use_beam_search and len(entry.choices) == 1:
             params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
         elif params.use_beam_search:
@@ -200,6 +204,7 @@ class Frontend:
         if self._ledger.holds(entry):
             self._ledger.close(entry)
             self._abort_running(entry, ended)
+            self.measures.refused(refusal.code)
             self._send(entry.owner, refusal.answer(entry.client_rid))
 
     def _abort(self, owner: Owner, client_rid: int) -> None:
@@ -248,8 +253,8 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
-        times = batch.times[:]
-        times.append(self._clock())
+        times, now = batch.times[:], self._clock()
+        times.append(now)
         by_owner: dict[Owner, Rows] = {}
         for row in rows_of(batch):
             choice = self._ledger.get(row.rid)
@@ -261,8 +266,10 @@ class Frontend:
                 continue
             choice.emitted.extend(row.tokens)
             choice.cached = max(choice.cached, row.cached)
+            self.measures.tokens(choice, len(row.tokens), now)
             if row.finish != Finish.NONE:
                 self._end(choice, row.finish)
+                self.measures.ended(choice, row.finish, now)
             tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
                 choice.hold(row, token_bytes)
@@ -322,6 +329,7 @@ class Frontend:
             "tokenizer.slow_clients": self._clients.backlogs,
             "tokenizer.refused_frames": self.refused.total,
             "tokenizer.ignored_frames": self._ignored,
+            **self.measures.flat(),
         }
         self._send(owner, Stats(query, {**stats.values, **own}))
 

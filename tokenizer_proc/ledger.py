@@ -58,6 +58,8 @@ class Choice:
     seed: int
     emitted: IntArray = field(default_factory=lambda: array("i"))
     cached: int = 0
+    first_ns: int = 0  # when its first tokens came
+    last_ns: int = 0  # when its latest ones came
     sent: int = 0  # how many of the emitted tokens the client has been sent
     # what of the rest has come with them, where the answer is not streamed
     texts: list[str] = field(default_factory=list)
