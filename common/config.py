@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KEYS_VARIABLE = "RHIZOME_API_KEYS"  # API keys in the environment: of the gateway alone, of no other child
 CONFIG_FILE = "config.json"
 _LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]{1,5})")
 POLICIES = ("fcfs", "lpm", "round-robin", "priority")
@@ -106,6 +107,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SupervisionConfig:
+    """A process that gives no sign of life for `freeze_timeout_s` counts as dead. One that dies is started again, at
+    most `restarts` times within `restart_window_s`. When the cluster is told to end, it first finishes what it has, for
+    at most `drain_timeout_s`."""
+
+    freeze_timeout_s: float = 3.0
+    restarts: int = 5
+    restart_window_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.freeze_timeout_s <= 3600, "freeze_timeout", "between 1 and 3600 seconds")
+        _check(0 <= self.restarts <= 1000, "restarts", "between 0 and 1000")
+        _check(0 < self.restart_window_s <= 86400, "restart_window", "more than 0 and at most 86400 seconds")
+        _check(0 <= self.drain_timeout_s <= 86400, "drain_timeout", "between 0 and 86400 seconds")
+
+
+@dataclass(frozen=True, slots=True)
 class HttpConfig:
     """The HTTP gateway: where it listens (`port` 0 is any free one), what the model is called, who may use it.
 
@@ -158,6 +177,7 @@ class ClusterConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     http: HttpConfig = HttpConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     listen: str | None = None
     log_level: str = "info"
     start_timeout_s: float = 300.0

@@ -26,6 +26,7 @@ class Backend:
     problem: str = "the cluster is starting: its processes are loading"
     connection: AsyncConnection | None = None
     info: Info | None = None
+    draining: bool = False  # what runs goes on, new requests are refused
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, go: "asyncio.Future[bool]", on_info: Callable[[Info], None]) -> None:
@@ -58,6 +59,12 @@ class Backend:
 
     def use(self) -> tuple[AsyncConnection, Info]:
         """The connection, for a request. Raises ApiError(503) with the reason where there is none."""
+        if self.draining:
+            problem = "the cluster is draining: it finishes what it has and takes nothing new"
+            raise ApiError(503, problem, code="draining", retry_after_s=RETRY_AFTER_S)
+        return self._reach()
+
+    def _reach(self) -> tuple[AsyncConnection, Info]:
         if self.connection is None or self.info is None or self.connection.lost is not None:
             raise ApiError(503, self.problem, code="not_ready", retry_after_s=RETRY_AFTER_S)
         return self.connection, self.info
@@ -65,6 +72,7 @@ class Backend:
     async def check(self) -> str | None:
         """Why the cluster cannot be used, or None: asks scheduler, detokenizer and tokenizer in one round."""
         try:
+            self.use()
             await self.stats()
         except ApiError as error:
             return error.message
@@ -72,7 +80,7 @@ class Backend:
 
     async def stats(self) -> dict[str, int]:
         """Counters and gauges of the cluster. Raises ApiError(503)."""
-        connection, _ = self.use()
+        connection, _ = self._reach()
         try:
             return await connection.stats(ANSWER_S)
         except ConnectionLost as error:

@@ -7,7 +7,8 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-KEYS_VARIABLE = "RHIZOME_API_KEYS"
+from common.config import KEYS_VARIABLE
+
 MIN_KEY_CHARS = 8
 MAX_KEYS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

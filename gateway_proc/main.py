@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ class Server(uvicorn.Server):
         yield
 
 
-def main(child: Child) -> None:
+def main(child: Child, port: int | None = None) -> None:
     """Listen at once, say ready, serve until told to stop. Until the cluster is there, requests are told so."""
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    http = child.config.http
+    http = child.config.http if port is None else replace(child.config.http, port=port)
     key_file = None if http.api_key_file is None else Path(http.api_key_file)
     keys = Keys(read_keys(key_file, os.environ), http.key_concurrency)
     with listen(http) as listener:
@@ -117,11 +118,23 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     go = loop.run_in_executor(None, lambda: child.ready(http_port=port) is not None)
     connecting = asyncio.create_task(backend.run(go, on_info))
+    pulsing = asyncio.create_task(_pulse(child, go, backend))
     try:
         await server.serve([listener])
     finally:
         connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
+        pulsing.cancel()
+        await asyncio.gather(connecting, pulsing, return_exceptions=True)
+
+
+async def _pulse(child: Child, go: "asyncio.Future[bool]", backend: Backend) -> None:
+    """Show the launcher that this loop lives, and hear from it that the cluster drains."""
+    await go  # until then, another thread speaks with the launcher
+    while True:
+        news = child.news()
+        if news is not None:
+            backend.draining = news.draining
+        await asyncio.sleep(child.pulse())
 
 
 def _pids(run_dir: Path) -> dict[str, int]:
@@ -135,9 +148,10 @@ def _pids(run_dir: Path) -> dict[str, int]:
 
 @click.command()
 @child_options
-def cli(run_dir: Path, life_fd: int) -> None:
+@click.option("--port", type=int, default=None, help="Instead of the configured one: where a gateway before listened.")
+def cli(run_dir: Path, life_fd: int, port: int | None) -> None:
     """Run the gateway process (started by launch.py)."""
-    run_child("gateway", run_dir, life_fd, main)
+    run_child("gateway", run_dir, life_fd, lambda child: main(child, port))
     os._exit(0)  # a thread may still wait for the launcher
 
 

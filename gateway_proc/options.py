@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from common.config import GENERATION_CONFIGS, ConfigError, HttpConfig
-from gateway_proc.key_file import KEYS_VARIABLE, KeysError, read_keys
+from common.config import GENERATION_CONFIGS, KEYS_VARIABLE, ConfigError, HttpConfig
+from gateway_proc.key_file import KeysError, read_keys
 
 LOOPBACK = ("127.", "localhost", "::1")
 

@@ -116,8 +116,8 @@ def _command(model: str | os.PathLike[str], options: dict[str, Any], run_dir: Pa
             flag = "--no-" + flag.removeprefix("--")
         flags += [flag] if isinstance(value, bool) else [flag, str(value)]
     own = ["--model", os.fspath(model), "--run-dir", str(run_dir), "--parent-fd", str(life_fd)]
-    if not {"port", "host"} & set(options):
-        own.append("--no-http")
+    if not {"port", "host", "no_http"} & options.keys():
+        own.append("--no-http")  # nobody but this process asks, and several LLMs would fight for one port
     return [sys.executable, spec.origin, *own, *flags]
 
 

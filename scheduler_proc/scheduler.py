@@ -118,11 +118,12 @@ class Scheduler:
         if refusal is not None:
             self._counters["refused"] += 1
             return [refusal]
-        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - len(msg.prompt)
+        prompt_len = len(msg.prompt) - msg.generated
+        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - prompt_len
         request = Request(
             rid=msg.rid,
             tokens=array("i", msg.prompt),
-            prompt_len=len(msg.prompt),
+            prompt_len=prompt_len,
             max_tokens=min(msg.max_tokens, room),
             stop_token_ids=frozenset(msg.stop_token_ids),
             draw=msg.draw,
@@ -131,6 +132,7 @@ class Scheduler:
             deadline=now + msg.deadline_ms * 10**6 if msg.deadline_ms else 0,
             arrival=now,
             seq=self._next_seq,
+            scored=msg.scored,
         )
         self._next_seq += 1
         self.requests[msg.rid] = request
@@ -151,7 +153,7 @@ class Scheduler:
             if length + 1 > limit:
                 problem = f"the prompt has {length} tokens and the {name} holds {limit}, one of them for the answer"
                 return RequestError(msg.rid, ErrorCode.TOO_LONG, problem, "prompt", limit)
-        if len(self.waiting) >= self.config.max_waiting:
+        if len(self.waiting) >= self.config.max_waiting and not msg.again:
             problem = f"the queue is full ({self.config.max_waiting} requests)"
             wait = self._service.seconds_for(len(self.waiting))
             return RequestError(msg.rid, ErrorCode.OVERLOADED, problem, "", self.config.max_waiting, wait)
@@ -302,9 +304,9 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         self.slots[request.slot] = request
         if request.cached_prompt < 0:
-            request.cached_prompt = request.cached_len
+            request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
             self._counters["prompt_tokens"] += request.prompt_len
-            self._counters["cached_tokens"] += request.cached_len
+            self._counters["cached_tokens"] += request.cached_prompt
         self._prefilling.append(request)
         step.enter(request)
         return True

@@ -97,7 +97,10 @@ def test_chats_stream_what_they_answer(sdk: openai.OpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices] and len(set(texts)) == 3
     assert finish == [choice.finish_reason for choice in whole.choices]
     for choice, streamed in zip(whole.choices, logprobs, strict=True):
-        assert choice.logprobs is not None and choice.logprobs.content == streamed
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [e.token for e in choice.logprobs.content] == [e.token for e in streamed]
+        for one, other in zip(choice.logprobs.content, streamed, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert all(len(entry.top_logprobs) == 2 for entry in streamed)
     with sdk.chat.completions.stream(**{k: v for k, v in options.items() if k != "n"}) as helper:
         helper.until_done()
