@@ -24,7 +24,7 @@ def cluster(*flags: str, deadline_s: float = 120.0) -> Iterator[tuple[Connection
     with tempfile.TemporaryDirectory(prefix="rhz-") as home:
         run_dir = Path(home) / "run"
         started = time.monotonic()
-        command = [sys.executable, str(ROOT / "launch.py"), "--run-dir", str(run_dir), *flags]
+        command = [sys.executable, str(ROOT / "launch.py"), "--run-dir", str(run_dir), "--no-http", *flags]
         launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             while True:

@@ -7,7 +7,7 @@ from typing import Any
 from common.codec import schema_of
 from common.fields import FieldError, Ints
 from common.messages import ChatMessage, Generate
-from common.sampling_params import MAX_TOKEN_ID, SamplingParams
+from common.sampling_params import MAX_TOKEN_ID, Grammar, SamplingParams
 
 PROMPT_FIELDS = ("prompt", "token_ids", "messages")
 REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms")
@@ -58,6 +58,8 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
                 value = _int_bytes(value, name)
             elif name == "logit_bias":
                 value = _int_map(value, name)
+            elif name == "grammar" and value is not None:
+                value = _struct_wire(value, name, Grammar)
             params[name] = checker.unpack(value, name)
     options = {name: generate[name].unpack(values[name], name) for name in REQUEST_FIELDS if name in values}
     return JsonRequest(prompt, SamplingParams(**params), **options)
@@ -82,6 +84,14 @@ def _int_map(value: Any, field: str) -> list[Any]:
     except ValueError:
         raise FieldError(field, "keys must be token ids") from None
     return [_int_bytes(keys, field), list(value.values())]
+
+
+def _struct_wire(value: Any, field: str, cls: type) -> list[Any]:
+    """A JSON object with the fields of a dataclass as the wire carries it; a field that is not given is empty text."""
+    names = [name for name, _ in schema_of(cls)]
+    if type(value) is not dict or not set(value) <= set(names):
+        raise FieldError(field, f"must be an object with some of {', '.join(names)}")
+    return [value.get(name, "") for name in names]
 
 
 def _chat_wire(value: Any) -> list[list[Any]]:

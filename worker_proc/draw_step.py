@@ -45,13 +45,19 @@ class DrawStep:
             if draw.logprobs is not None or draw.prompt_logprobs is not None:
                 self._draws[slot] = draw
 
+    def is_greedy(self, sampled: SampledRows) -> bool:
+        """Whether all these rows want is the likeliest token, as the model sees it."""
+        if self._draws and not self._draws.keys().isdisjoint(sampled.slots.tolist()):
+            return False
+        return self._sampler.is_greedy(sampled.slots) and not self._editor.touches(sampled.slots)
+
     def draw(self, logits: Tensor, sampled: SampledRows) -> tuple[Tensor, LogprobRows | None]:
         """One token per row, int64 `[S]` on the device, and the log probabilities of those that asked for them.
 
         `logits` (float32 `[S, vocab]`, device) are changed.
         """
         rows, tops = self._logprob_rows(sampled.slots)
-        raw = logits[rows].log_softmax(-1) if rows else None
+        raw = (logits[rows] if len(rows) < len(logits) else logits).log_softmax(-1) if rows else None
         self._editor.apply(logits, sampled.slots, sampled.positions)
         tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
         self._editor.append(sampled.slots, sampled.positions, sampled.slots_on_device, tokens)
