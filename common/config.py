@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KEYS_VARIABLE = "RHIZOME_API_KEYS"  # API keys in the environment: of the gateway alone, of no other child
 CONFIG_FILE = "config.json"
 _LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]{1,5})")
 POLICIES = ("fcfs", "lpm", "round-robin", "priority")
 ADMISSIONS = ("ratio", "peak", "reserve")
+GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_KERNELS = ("auto", "amx", "avx512", "generic", "torch")
 
 
 class ConfigError(ValueError):
@@ -28,7 +31,10 @@ def _check(ok: bool, field: str, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank."""
+    """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank.
+
+    `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those.
+    """
 
     path: str
     dtype: str = "auto"
@@ -36,10 +42,12 @@ class ModelConfig:
     context_len: int | None = None
     tp: int = 1
     threads: int | None = None
+    cpu_kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         _check(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
+        _check(self.cpu_kernels in CPU_KERNELS, "cpu_kernels", f"one of {', '.join(CPU_KERNELS)}")
         _check(1 <= self.tp <= 64, "tp", "between 1 and 64")
         _check(self.context_len is None or self.context_len >= 2, "context_len", "at least 2")
         _check(self.threads is None or 1 <= self.threads <= 1024, "threads", "between 1 and 1024")
@@ -99,12 +107,32 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SupervisionConfig:
+    """A process that gives no sign of life for `freeze_timeout_s` counts as dead. One that dies is started again, at
+    most `restarts` times within `restart_window_s`. When the cluster is told to end, it first finishes what it has, for
+    at most `drain_timeout_s`."""
+
+    freeze_timeout_s: float = 3.0
+    restarts: int = 5
+    restart_window_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.freeze_timeout_s <= 3600, "freeze_timeout", "between 1 and 3600 seconds")
+        _check(0 <= self.restarts <= 1000, "restarts", "between 0 and 1000")
+        _check(0 < self.restart_window_s <= 86400, "restart_window", "more than 0 and at most 86400 seconds")
+        _check(0 <= self.drain_timeout_s <= 86400, "drain_timeout", "between 0 and 86400 seconds")
+
+
+@dataclass(frozen=True, slots=True)
 class HttpConfig:
     """The HTTP gateway: where it listens (`port` 0 is any free one), what the model is called, who may use it.
 
     `served_names` are what requests may call the model, the first being its name in answers; empty is the name of its
     directory. `api_key_file` is the path of the keys, which are never here themselves. `cors_origins` are the origins
-    whose pages may ask. `strict_fields` refuses unknown fields instead of naming them. `max_body_bytes` bounds a body.
+    whose pages may ask. `strict_fields` refuses unknown fields instead of naming them. `key_concurrency` bounds the
+    live requests of each API key (0 is no limit), `max_body_bytes` a request's body. `generation_config` says where
+    sampling defaults come from: auto is the model's own file, none is no file.
     """
 
     enabled: bool = True
@@ -116,6 +144,7 @@ class HttpConfig:
     strict_fields: bool = False
     key_concurrency: int = 0
     max_body_bytes: int = 16 * 2**20
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", "between 0 and 65535")
@@ -124,6 +153,8 @@ class HttpConfig:
         _check(ok, "served_model_name", "given at most 16 times, with 1 to 256 characters")
         _check(0 <= self.key_concurrency <= 10**6, "key_concurrency", "between 0 (no limit) and 1000000")
         _check(1024 <= self.max_body_bytes <= 2**30, "max_body", "between 1KiB and 1GiB")
+        ok = self.generation_config in GENERATION_CONFIGS
+        _check(ok, "generation_config", f"one of {', '.join(GENERATION_CONFIGS)}")
         for origin in self.cors_origins:
             _check(
                 re.fullmatch(r"\*|https?://[^/\s]+", origin) is not None, "cors_origin", f"an origin, got {origin!r}"
@@ -146,6 +177,7 @@ class ClusterConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     http: HttpConfig = HttpConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     listen: str | None = None
     log_level: str = "info"
     start_timeout_s: float = 300.0

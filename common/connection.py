@@ -15,6 +15,7 @@ from typing import cast
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from common.logprobs import TokenLogprobs
 from common.messages import (
     MAX_CHOICES,
     MAX_RID,
@@ -87,6 +88,10 @@ class Connection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def address(self) -> str:
+        return self._address
 
     @property
     def live(self) -> int:
@@ -228,21 +233,37 @@ class Answer:
     finish: Finish = Finish.NONE
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    tokens_so_far: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    stop_reason: int | str | None = None
 
     def add(self, row: Row) -> None:
-        if row.token_ids and not self.first_ns:
+        if not self.first_ns and (row.token_ids or row.text):
             self.first_ns = row.received_ns
+        if row.tokens_so_far is not None:
+            self.tokens_so_far = row.tokens_so_far
+        if row.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *row.logprobs]
+        self.prompt_logprobs = row.prompt_logprobs or self.prompt_logprobs
+        self.stop_reason = row.stop_reason
         self.last_ns = row.received_ns
         self.texts.append(row.text)
         self.token_ids.extend(row.token_ids)
         self.prompt_tokens, self.cached_tokens, self.finish = row.prompt_tokens, row.cached_tokens, row.finish
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens came, as far as the transport tells."""
+        return len(self.token_ids) if self.tokens_so_far is None else self.tokens_so_far
+
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens."""
-        tokens = len(self.token_ids)
+        """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens. Log
+        probabilities are there if they were asked for."""
+        tokens = self.tokens
         ttft_ms = (self.first_ns - self.sent_ns) / 1e6 if self.first_ns else None
         itl_ms = (self.last_ns - self.first_ns) / 1e6 / (tokens - 1) if tokens > 1 else None
-        return {
+        result: dict[str, object] = {
             "text": "".join(self.texts),
             "token_ids": self.token_ids,
             "prompt_tokens": self.prompt_tokens,
@@ -253,13 +274,20 @@ class Answer:
             "itl_ms": None if itl_ms is None else round(itl_ms, 3),
             "e2e_ms": round((self.last_ns - self.sent_ns) / 1e6, 3),
         }
+        if self.logprobs is not None:
+            result["logprobs"] = [entry.as_dict() for entry in self.logprobs]
+        if self.prompt_logprobs is not None:
+            result["prompt_logprobs"] = [entry and entry.as_dict() for entry in self.prompt_logprobs]
+        return result
 
 
 def result_of(answers: Sequence[Answer]) -> dict[str, object]:
     """A request as JSON-ready values: those of its first choice, and where it has several, all of them in `choices`."""
     result = answers[0].as_dict()
     if len(answers) > 1:
-        shown = ("text", "token_ids", "finish_reason", "cached_tokens")
+        shown = ("text", "token_ids", "finish_reason", "cached_tokens", "logprobs")
         each = [answer.as_dict() for answer in answers]
-        result["choices"] = [{"index": i} | {name: values[name] for name in shown} for i, values in enumerate(each)]
+        result["choices"] = [
+            {"index": i} | {name: values[name] for name in shown if name in values} for i, values in enumerate(each)
+        ]
     return result

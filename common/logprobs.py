@@ -32,6 +32,12 @@ class TokenLogprobs:
     rank: int
     top: tuple[TopLogprob, ...]
 
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready; bytes that are not UTF-8 by themselves show as the replacement character."""
+        top = [{"token_id": t.token_id, "token": _shown(t.token), "logprob": t.logprob} for t in self.top]
+        own = {"token_id": self.token_id, "token": _shown(self.token), "logprob": self.logprob, "rank": self.rank}
+        return own | {"top": top}
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -128,6 +134,10 @@ class LogprobRows:
 
     def by_row(self) -> dict[int, Logprobs]:
         return dict(zip(self.rows, self.entries.split(self.counts), strict=True))
+
+
+def _shown(token: bytes) -> str:
+    return token.decode(errors="replace")
 
 
 LOGPROB_ROWS = Maybe(Struct(LogprobRows))

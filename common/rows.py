@@ -15,6 +15,7 @@ class Row:
     `logprobs` has an entry per token where the request asked for them. `prompt_logprobs` is in the first row of a
     choice where it asked for them: an entry per prompt token, None for the first. `stop_reason` is the stop token or
     stop string that ended the choice, None in other rows and at the model's own end-of-sequence token.
+    `tokens_so_far` is for transports that count a choice's tokens without naming them (HTTP); None: count the ids.
     """
 
     rid: int
@@ -29,6 +30,7 @@ class Row:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     stop_reason: int | str | None = None
+    tokens_so_far: int | None = None
 
 
 class RowReader:

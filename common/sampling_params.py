@@ -14,7 +14,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_TOKEN_ID = 2**31 - 2
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20  # alternatives of a token that a user may ask for
-MAX_DRAW_LOGPROBS = 2**12  # alternatives that beam search may ask for
+MAX_DRAW_LOGPROBS = 2**9  # alternatives that beam search may ask for
 MAX_ENDS = 1024  # tokens that can end a request: the model's and the user's
 MAX_GRAMMAR_CHARS = 2**18
 GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
@@ -118,9 +118,10 @@ class SamplingParams:
     `use_beam_search` finds the `n` (of Generate) sequences that transformers' beam search finds with `num_beams` and
     `num_return_sequences` n: `length_penalty` is the power of the length that a sequence's log probability is divided
     by; with `early_stopping` the search ends as soon as n sequences have ended. Their rows come at the end, best first.
+    It takes the model's own distribution (`temperature` 1 or 0), so nothing that changes or draws from it goes with it.
 
-    `grammar` allows only tokens that keep the answer in it, and ends the answer when it is complete, whatever the
-    others say.
+    `grammar` allows only tokens that keep the answer in it; the answer ends when it is complete, whatever the others
+    say.
     """
 
     temperature: Annotated[float, Float(0.0, 100.0)] = 1.0
@@ -141,7 +142,7 @@ class SamplingParams:
     logprobs: Annotated[int | None, Maybe(Int(0, MAX_LOGPROBS))] = None
     prompt_logprobs: Annotated[int | None, Maybe(Int(0, MAX_LOGPROBS))] = None
     use_beam_search: Annotated[bool, Bool()] = False
-    length_penalty: Annotated[float, Float(-100.0, 100.0)] = 1.0
+    length_penalty: Annotated[float, Float(-10.0, 10.0)] = 1.0
     early_stopping: Annotated[bool, Bool()] = False
     grammar: Annotated[Grammar | None, Maybe(Struct(Grammar))] = None
 

@@ -19,7 +19,7 @@ def better_off_waiting(request: Request, kv: KVManager, prefilling: Sequence[Req
     if not prefilling:
         return False
     cached = kv.cached(request)
-    limit = len(request.tokens) - 1
+    limit = request.match_limit
     for other in prefilling:
         if other.salt != request.salt or other.cached_len < cached or other.cached_len >= limit:
             continue

@@ -37,17 +37,17 @@ class KVManager:
         """How many tokens of a waiting request are in the cache now."""
         if not self.prefix_cache:
             return 0
-        return self.tree.peek(request.tokens.tobytes(), len(request.tokens) - 1, request.salt)
+        return self.tree.peek(request.tokens.tobytes(), request.match_limit, request.salt)
 
     def lock_prefix(self, request: Request) -> tuple[int, int]:
         """Give `request`, which holds nothing, the longest cached prefix of its tokens, and lock it.
 
-        At least one token is left to compute, because its logits are needed. Returns the page in which the match ends
+        Tokens whose logits are needed are left to compute, one at least. Returns the page in which the match ends
         and how many of its tokens match, which `take_room` copies; (-1, 0) when it ends between pages.
         """
         if not self.prefix_cache:
             return -1, 0
-        match = self.tree.match(request.tokens.tobytes(), len(request.tokens) - 1, request.salt)
+        match = self.tree.match(request.tokens.tobytes(), request.match_limit, request.salt)
         self.tree.lock(match.node)
         self.pool.share(match.pages)
         request.node = match.node

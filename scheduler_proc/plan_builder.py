@@ -1,11 +1,21 @@
 """Collects one step's differences and turns them into a StepPlan."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from common.fields import IntArray
-from common.messages import EnterGrammar, StepPlan, ints
+from common.messages import EnterGrammar, History, Scoring, StepPlan, ints
 from common.sampling_params import DrawParams
 from scheduler_proc.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The prompt tokens `begin` to `end` - 1 of a request, whose predictions a step scores."""
+
+    request: Request
+    begin: int
+    end: int
 
 
 class PlanBuilder:
@@ -23,8 +33,13 @@ class PlanBuilder:
         self._decoding: list[Request] = []
         self._sampling_chunks: list[Request] = []
         self._other_chunks: list[Request] = []
+        self._histories: list[History] = []
+        self._scorings: list[Scoring] = []
+        self.scored: list[Scored] = []  # in the order of the scorings
         self.num_tokens = 0
         self.grammar_chars = 0
+        self.num_history_tokens = 0
+        self.num_scored_tokens = 0
 
     @property
     def rows(self) -> list[Request]:
@@ -48,6 +63,9 @@ class PlanBuilder:
             self._enter_grammars.append(EnterGrammar(request.slot, request.grammar, request.ignore_eos, request.answer))
             self.grammar_chars += len(request.grammar.text)
         self.append_pages(request, request.pages)
+        if request.draw.needs_history:
+            self._histories.append(History(request.slot, request.prompt_len, request.tokens[:]))
+            self.num_history_tokens += len(request.tokens)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a page before anything is computed."""
@@ -66,6 +84,14 @@ class PlanBuilder:
         self._chunk_tokens.extend(tokens)
         (self._sampling_chunks if samples else self._other_chunks).append(request)
         self.num_tokens += len(tokens)
+
+    def score(self, request: Request, begin: int, end: int) -> None:
+        """The prompt tokens `begin` to `end` - 1, all in the chunk added last, predict their successors."""
+        start = request.cached_len - self._chunk_lens[-1]
+        targets = request.tokens[begin + 1 : end + 1]
+        self._scorings.append(Scoring(len(self._chunk_lens) - 1, begin - start, targets))
+        self.scored.append(Scored(request, begin, end))
+        self.num_scored_tokens += end - begin
 
     def decode(self, request: Request) -> None:
         """Rows must come in ascending order of slots, which is the order of the result."""
@@ -93,4 +119,6 @@ class PlanBuilder:
             chunk_samples=self._chunk_samples,
             chunk_tokens=self._chunk_tokens,
             decode=bytes(self._decode) if self._decoding else b"",
+            histories=tuple(self._histories),
+            scorings=tuple(self._scorings),
         )

@@ -87,6 +87,7 @@ class Request:
     pending: int = 0  # sampled by plans in flight, not yet known
     steps_in_flight: int = 0
     preemptions: int = 0
+    scored: int = 0  # how many tokens from the first have given their prediction to `prompt_logprobs`
 
     def on(self, event: Event) -> None:
         """Apply an event. Raises IllegalTransition when the table does not have it."""
@@ -103,6 +104,16 @@ class Request:
     def extend_len(self) -> int:
         """Tokens that the next forward passes have to compute."""
         return len(self.tokens) + self.pending - self.cached_len
+
+    @property
+    def unscored(self) -> bool:
+        """Prompt tokens must be computed for what they predict."""
+        return self.draw.prompt_logprobs is not None and self.scored < self.prompt_len - 1
+
+    @property
+    def match_limit(self) -> int:
+        """Tokens that may come from the cache: the last one's logits are needed, and those that are to be scored."""
+        return min(self.scored if self.unscored else len(self.tokens), len(self.tokens) - 1)
 
     @property
     def generated(self) -> int:

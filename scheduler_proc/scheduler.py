@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from common.codec import Message
 from common.config import SchedulerConfig
+from common.logprobs import Logprobs
 from common.messages import (
     Abort,
     AddRequest,
@@ -38,14 +39,18 @@ from common.messages import (
 from scheduler_proc.admission import ADMISSIONS, Admission
 from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
-from scheduler_proc.plan_builder import PlanBuilder
+from scheduler_proc.measures import Measures
+from scheduler_proc.plan_builder import PlanBuilder, Scored
 from scheduler_proc.policy import MAX_PREFILLS, make_policy
 from scheduler_proc.pressure import make_room, spare_pages
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.service_rate import ServiceRate
 from scheduler_proc.step_time import StepShape, StepTimeModel
+from scheduler_proc.token_rows import TokenRows, logprobs_of, prompt_logprobs_of
 
 GROUP = "0"
+SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
+HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
 LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
 MAX_GRAMMAR_CHARS_PER_STEP = 2**21  # so that the plan fits in a frame
 COUNTERS = (
@@ -60,12 +65,14 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step in flight: its id, when it was planned (ns), all its rows, those that get a token, and its shape."""
+    """A step in flight: its id, when it was planned (ns), all its rows, those that get a token, the prompt tokens that
+    it scores, and its shape."""
 
     step_id: int
     planned: int
     rows: list[Request]
     sampled: list[Request]
+    scored: list[Scored]
     shape: StepShape
 
 
@@ -80,6 +87,7 @@ class Scheduler:
         self.admission: Admission = ADMISSIONS[config.admission]()
         self.waiting = make_policy(config.policy, kv, config.ageing_s)
         self.step_time = StepTimeModel()
+        self.measures = Measures()
         self.slots: list[Request | None] = [None] * config.max_running
         self.requests: dict[int, Request] = {}  # every request that has not been answered for good
         self.in_flight: deque[Step] = deque()
@@ -102,7 +110,8 @@ class Scheduler:
             case Abort(rid=rid):
                 return self._abort(rid)
             case GetStats(query=query):
-                return [Stats(query, {f"scheduler.{name}": value for name, value in self.stats().items()})]
+                counters = {f"scheduler.{name}": value for name, value in self.stats().items()}
+                return [Stats(query, counters | self.measures.flat())]
         raise TypeError(f"the scheduler does not handle {type(msg).__name__}")
 
     def _add(self, msg: AddRequest, now: int) -> list[Message]:
@@ -110,11 +119,12 @@ class Scheduler:
         if refusal is not None:
             self._counters["refused"] += 1
             return [refusal]
-        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - len(msg.prompt)
+        prompt_len = len(msg.prompt) - msg.generated
+        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - prompt_len
         request = Request(
             rid=msg.rid,
             tokens=array("i", msg.prompt),
-            prompt_len=len(msg.prompt),
+            prompt_len=prompt_len,
             max_tokens=min(msg.max_tokens, room),
             stop_token_ids=frozenset(msg.stop_token_ids),
             draw=msg.draw,
@@ -125,6 +135,7 @@ class Scheduler:
             ignore_eos=msg.ignore_eos,
             arrival=now,
             seq=self._next_seq,
+            scored=msg.scored,
         )
         self._next_seq += 1
         self.requests[msg.rid] = request
@@ -145,7 +156,7 @@ class Scheduler:
             if length + 1 > limit:
                 problem = f"the prompt has {length} tokens and the {name} holds {limit}, one of them for the answer"
                 return RequestError(msg.rid, ErrorCode.TOO_LONG, problem, "prompt", limit)
-        if len(self.waiting) >= self.config.max_waiting:
+        if len(self.waiting) >= self.config.max_waiting and not msg.again:
             problem = f"the queue is full ({self.config.max_waiting} requests)"
             wait = self._service.seconds_for(len(self.waiting))
             return RequestError(msg.rid, ErrorCode.OVERLOADED, problem, "", self.config.max_waiting, wait)
@@ -194,7 +205,9 @@ class Scheduler:
         for request in self.waiting.chunk_order(list(self._prefilling)):
             if budget <= 0:
                 break
-            budget -= self._plan_chunk(step, request, budget)
+            room = SCORED_TOKENS - step.num_scored_tokens if request.unscored else budget
+            if room > 0:
+                budget -= self._plan_chunk(step, request, min(budget, room))
         self._share_prefills(step)
         if step.num_tokens == 0:
             return None
@@ -205,7 +218,7 @@ class Scheduler:
         for request in step.rows:
             request.steps_in_flight += 1
         shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
-        self.in_flight.append(Step(self._next_step, now, step.rows, step.sampled, shape))
+        self.in_flight.append(Step(self._next_step, now, step.rows, step.sampled, step.scored, shape))
         plan = step.build(self._next_step, self.epoch, GROUP)
         self._next_step += 1
         self._counters["steps"] += 1
@@ -270,12 +283,13 @@ class Scheduler:
             if self._shares_soon(request):
                 looked += 1
                 continue
-            if not self._try_admit(step, request):
+            if step.num_history_tokens > HISTORY_TOKENS or not self._try_admit(step, request):
                 break
             admitted.append(request)
             planned += request.extend_len
         for request in admitted:
             self.waiting.remove(request)
+            self.measures.admitted(request, now)
 
     def _shares_soon(self, request: Request) -> bool:
         gain = self.config.in_batch_gain
@@ -295,9 +309,9 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         self.slots[request.slot] = request
         if request.cached_prompt < 0:
-            request.cached_prompt = request.cached_len
+            request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
             self._counters["prompt_tokens"] += request.prompt_len
-            self._counters["cached_tokens"] += request.cached_len
+            self._counters["cached_tokens"] += request.cached_prompt
         self._prefilling.append(request)
         step.enter(request)
         return True
@@ -308,6 +322,10 @@ class Scheduler:
         request.cached_len += length
         last = request.extend_len == 0
         step.chunk(request, request.tokens[start : start + length], samples=last)
+        if request.unscored:
+            begin, end = max(start, request.scored), min(start + length, request.prompt_len - 1)
+            if begin < end:
+                step.score(request, begin, end)
         if last:
             request.on(Event.PREFILL_PLANNED)
             request.pending += 1
@@ -323,14 +341,24 @@ class Scheduler:
         step = self.in_flight[0]
         if len(result.tokens) != len(step.sampled):
             raise ProtocolError(f"step {step.step_id} has {len(step.sampled)} rows, got {len(result.tokens)} tokens")
+        try:
+            logprobs, scores = logprobs_of(result, step.sampled), prompt_logprobs_of(result, step.scored)
+        except ValueError as error:
+            raise ProtocolError(f"step {step.step_id}: {error}") from None
         self.in_flight.popleft()
         if len(result.times) == 3:
-            self.step_time.learn(step.shape, (result.times[2] - result.times[1]) / 1e9)
+            seconds = (result.times[2] - result.times[1]) / 1e9
+            self.step_time.learn(step.shape, seconds)
+            self.measures.step(step.shape.tokens, seconds)
         for request in step.rows:
             request.steps_in_flight -= 1
-        rids, tokens, cached, finish = ints(), ints(), ints(), bytearray()
+        rows = TokenRows()
         failed = dict(zip(result.failed, result.problems, strict=True))
         errors: list[Message] = []
+        for scored, entries in zip(step.scored, scores, strict=True):
+            if not scored.request.ended:
+                scored.request.scored = scored.end
+                rows.score(scored.request, entries)
         for row, (request, token) in enumerate(zip(step.sampled, result.tokens, strict=True)):
             request.pending -= 1
             if request.ended:
@@ -341,23 +369,22 @@ class Scheduler:
                 self._end(request, Event.ABORT)
                 errors.append(RequestError(request.rid, ErrorCode.INVALID, failed[row], "params.grammar"))
                 continue
-            request.tokens.append(token)
-            reason = self._finish_reason(request, token)
-            rids.append(request.rid)
-            tokens.append(token)
-            cached.append(request.cached_prompt)
-            finish.append(reason)
-            if reason is not Finish.NONE:
-                self._end(request, Event.FINISH)
-                self._service.finished(now)
-                self._counters["finished"] += 1
+            self._take_token(rows, request, token, logprobs.get(row), now)
         for request in step.rows:
             self._settle(request)
-        self._counters["output_tokens"] += len(rids)
-        if not rids:
-            return errors
-        times = array("q", (step.planned, *result.times, now))
-        return [TokenBatch(rids, ints(*[1] * len(rids)), tokens, bytes(finish), cached, times), *errors]
+        self._counters["output_tokens"] += rows.num_tokens
+        return [*rows.batch(step.planned, *result.times, now), *errors]
+
+    def _take_token(self, rows: TokenRows, request: Request, token: int, logprobs: Logprobs | None, now: int) -> None:
+        request.tokens.append(token)
+        if request.draw.prompt_logprobs is not None and request.prompt_len == 1 and len(request.tokens) == 2:
+            rows.score(request, Logprobs.empty())  # nothing to score, but whoever asked awaits an answer
+        reason = self._finish_reason(request, token)
+        rows.add(request, token, reason, logprobs)
+        if reason is not Finish.NONE:
+            self._end(request, Event.FINISH)
+            self._service.finished(now)
+            self._counters["finished"] += 1
 
     def _share_prefills(self, step: PlanBuilder) -> None:
         """Publish what prompts compute in this step, chunk by chunk, so that the next one can share it: workers execute

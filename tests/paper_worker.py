@@ -9,13 +9,32 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from common.codec import decode, encode
-from common.messages import StepPlan, StepResult, ints
+from common.logprobs import LogprobRows, Logprobs
+from common.messages import History, StepPlan, StepResult, ints
+from common.sampling_params import DrawParams
 
 VOCAB = 50
 
 
 def next_token(context: list[int]) -> int:
     return blake2b(array("i", context).tobytes(), digest_size=4).digest()[0] % VOCAB
+
+
+def logprob_of(context: list[int], token: int) -> float:
+    """A number that depends on the whole context, exact in float32."""
+    return -next_token([*context, token, 7]) / 8
+
+
+def entry(context: list[int], token: int, top: int) -> Logprobs:
+    """The only entry for a token after its context; its alternatives say nothing."""
+    return Logprobs(
+        ints(token),
+        array("f", [logprob_of(context, token)]),
+        ints(1),
+        ints(top),
+        ints(*range(top)),
+        array("f", top * [-1]),
+    )
 
 
 def solo_output(prompt: list[int], max_tokens: int, stop: frozenset[int] = frozenset()) -> list[int]:
@@ -35,6 +54,9 @@ class Slot:
     last: int = -1
     answer: list[int] | None = None  # what a grammar has seen of the answer, where there is one
     fails_after: int = -1  # tokens of the answer
+    draw: DrawParams = field(default_factory=DrawParams)
+    history: History | None = None
+    drawn: list[int] = field(default_factory=list)
 
 
 class PaperWorker:
@@ -53,9 +75,12 @@ class PaperWorker:
         self.next_step += 1
         for slot in plan.leave:
             del self.slots[slot]
-        for slot, length in zip(plan.enter_slots, plan.enter_lens, strict=True):
+        for slot, length, draw in zip(plan.enter_slots, plan.enter_lens, plan.enter_draw, strict=True):
             assert slot not in self.slots, "a slot is entered twice"
-            self.slots[slot] = Slot(length)
+            self.slots[slot] = Slot(length, draw=draw)
+        for history in plan.histories:
+            assert history.slot in plan.enter_slots
+            self.slots[history.slot].history = history
         for entered in plan.enter_grammars:  # the "grammar" is how many tokens it can be followed
             state = self.slots[entered.slot]
             state.answer, state.fails_after = list(entered.generated), int(entered.grammar.text or -1)
@@ -83,23 +108,57 @@ class PaperWorker:
                 self.cells[cell] = token
                 state.length += 1
         sampled, failed = ints(), ints()
+        logprobs: dict[int, Logprobs] = {}
         for slot, _, samples in rows:
             if samples:
-                failed.extend([len(sampled)] * self.follow(slot))
-                sampled.append(self.slots[slot].last)
-        problems = ("a reason",) * len(failed)
-        times = array("q", (1, 2, 3))
-        return StepResult(plan.step_id, plan.epoch, plan.group, sampled, times, failed=failed, problems=problems)
+                state, context = self.slots[slot], self.read(slot)
+                state.last = next_token(context)
+                if state.draw.logprobs is not None:
+                    logprobs[len(sampled)] = entry(context, state.last, state.draw.logprobs)
+                self.check_history(state, context)
+                failed.extend([len(sampled)] * self.follow(state, context))
+                sampled.append(state.last)
+        return StepResult(
+            plan.step_id,
+            plan.epoch,
+            plan.group,
+            sampled,
+            array("q", (1, 2, 3)),
+            LogprobRows.of(logprobs),
+            LogprobRows.of(self.score(plan)),
+            failed,
+            ("a reason",) * len(failed),
+        )
 
-    def follow(self, slot: int) -> bool:
-        """Draw a slot's next token; whether its grammar cannot be followed any more."""
-        state, context = self.slots[slot], self.read(slot)
-        state.last = next_token(context)
+    def follow(self, state: Slot, context: list[int]) -> bool:
+        """Whether the slot's grammar, if it has one, cannot be followed any more."""
         if state.answer is None:
             return False
         assert context[len(context) - len(state.answer) :] == state.answer, "a grammar has seen another answer"
         state.answer.append(state.last)
         return len(state.answer) == state.fails_after
+
+    def check_history(self, state: Slot, context: list[int]) -> None:
+        """What a worker knows of a slot's tokens must be all of them."""
+        if state.draw.needs_history:
+            assert state.history is not None
+            assert [*state.history.tokens, *state.drawn] == context
+            assert 0 < state.history.prompt_len <= len(state.history.tokens)
+            state.drawn.append(state.last)
+        else:
+            assert state.history is None
+
+    def score(self, plan: StepPlan) -> dict[int, Logprobs]:
+        found = {}
+        for i, scoring in enumerate(plan.scorings):
+            slot, length = plan.chunk_slots[scoring.chunk], plan.chunk_lens[scoring.chunk]
+            state = self.slots[slot]
+            assert state.draw.prompt_logprobs is not None and scoring.begin + len(scoring.targets) <= length
+            entries, context = Logprobs.empty(), self.read(slot)
+            for at, target in enumerate(scoring.targets, state.length - length + scoring.begin):
+                entries.extend(entry(context[: at + 1], target, state.draw.prompt_logprobs))
+            found[i] = entries
+        return found
 
     def read(self, slot: int) -> list[int]:
         """The tokens whose keys and values the slot's page table leads to."""

@@ -25,14 +25,14 @@ class ByteLevel:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, pieces: Pieces) -> Pieces:
-        return [self._utf8.decode(_to_bytes(piece)) for piece in pieces]
+        return [self._utf8.decode(to_bytes(piece)) for piece in pieces]
 
     def flush(self) -> Pieces:
         return [self._utf8.decode(b"", final=True)]
 
 
 @lru_cache(maxsize=2**14)  # the frequent tokens of a vocabulary
-def _to_bytes(token: str) -> bytes:
+def to_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTES[char] for char in token])
     except KeyError:  # an added token with characters outside the alphabet stands for itself
@@ -49,7 +49,7 @@ class ByteFallback:
     def push(self, pieces: Pieces) -> Pieces:
         out: Pieces = []
         for piece in pieces:
-            byte = _fallback_byte(piece)
+            byte = fallback_byte(piece)
             if byte is None:
                 out += self.flush()
                 out.append(piece)
@@ -67,7 +67,7 @@ class ByteFallback:
             return ["\ufffd"] * len(run)
 
 
-def _fallback_byte(piece: str) -> int | None:
+def fallback_byte(piece: str) -> int | None:
     if len(piece) != 6 or not piece.startswith("<0x") or not piece.endswith(">"):
         return None
     digits = piece[3:5]

@@ -9,6 +9,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
 from common.codec import FrameError, Message, RefusedFrames, decode
@@ -30,20 +31,22 @@ from common.messages import (
     Stats,
     TextBatch,
     Tokenize,
-    ints,
 )
+from tokenizer_proc.beams import Beams
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
+from tokenizer_proc.measures import Measures
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
-from tokenizer_proc.rows import Rows
-from tokenizer_proc.sampling_checks import check_sampling
+from tokenizer_proc.rows import Rows, TextRow, rows_of
+from tokenizer_proc.sampling_checks import check_prompt_logprobs, check_sampling, ends_of, excluded_at_first, stop_token
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
+MAX_HELD = 2**16  # tokens named in log probabilities that are held for one row: bounds a frame
 MAX_QUERIES = 1024  # Stats questions on their way
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
@@ -84,7 +87,10 @@ class Frontend:
         self._questions = Questions(encoder, info, pool, self._send)
         self._stopping = False
         self._ignored = 0
+        self._resubmitted = 0
+        self.restarts: dict[str, int] = {}  # by process, as the launcher says
         self.refused = RefusedFrames()
+        self.measures = Measures()
 
     # ---- from clients ---------------------------------------------------------------------------------------------
 
@@ -118,6 +124,7 @@ class Frontend:
         try:
             self._check_admission(owner, msg)
         except Refused as refusal:
+            self.measures.refused(refusal.code)
             self._send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
@@ -134,7 +141,7 @@ class Frontend:
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
-        check_sampling(msg, self._limits)
+        check_sampling(msg, self._limits, self._eos)
         field = "text" if msg.text is not None else "chat"
         self._limits.check_chars(_chars(msg), field)
         if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
@@ -175,58 +182,75 @@ class Frontend:
     def _admit(self, entry: Entry, prompt: IntArray) -> None:
         """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
         params = entry.params
-        left_ms = 0
-        if entry.deadline_ms:
-            left = entry.time_left(self._clock())
-            if left <= 0:
-                raise _expired(entry)
-            left_ms = max(1, left // 10**6)
+        left_ms = self._left_ms(entry)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
-        grammar = params.grammar
-        # A complete answer under a grammar can only end, with ignore_eos too: the worker holds the end back until then.
-        goes_on = params.ignore_eos and grammar is None
-        stops = ints(*sorted({*params.stop_token_ids, *(() if goes_on else self._eos)}))
+        check_prompt_logprobs(params, len(prompt))
         entry.prompt = prompt
+        self.measures.admitted(len(prompt))
+        if params.use_beam_search and len(entry.choices) > 1:
+            entry.beams = Beams(entry, ends_of(params, self._eos), self._send_scheduler, self._send_detokenizer)
+            entry.beams.step(left_ms)
+            return
         for choice in entry.choices:
-            draw = params.draw(choice.seed)
-            self._send_detokenizer(OpenStream(choice.rid, params.stop, params.skip_special_tokens))
-            salt, priority = entry.cache_salt, entry.priority
-            self._send_scheduler(
-                AddRequest(
-                    choice.rid,
-                    prompt,
-                    entry.max_tokens,
-                    stops,
-                    draw,
-                    salt,
-                    priority,
-                    left_ms,
-                    grammar,
-                    grammar is not None and params.ignore_eos,
-                )
+            self._submit(choice, prompt, left_ms)
+
+    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, *, again: bool = False) -> None:
+        """Hand a choice over to detokenizer and scheduler, from where its client is."""
+        entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
+        if params.use_beam_search:
+            params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
+        draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos))
+        self._send_detokenizer(
+            OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted)
+        )
+        self._send_scheduler(
+            AddRequest(
+                choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
+                entry.priority, left_ms, len(emitted), choice.scored, again, params.grammar, params.ignore_eos,
             )
+        )  # fmt: skip
+
+    def _left_ms(self, entry: Entry) -> int:
+        """Until the request's deadline, or 0 where it has none. Raises Refused when it has passed."""
+        if not entry.deadline_ms:
+            return 0
+        left = entry.time_left(self._clock())
+        if left <= 0:
+            raise _expired(entry)
+        return max(1, left // 10**6)
 
     def _refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
         """End a request with an error, unless it has ended. The scheduler itself has ended the choice `ended`."""
         if self._ledger.holds(entry):
             self._ledger.close(entry)
             self._abort_running(entry, ended)
+            self.measures.refused(refusal.code)
             self._send(entry.owner, refusal.answer(entry.client_rid))
 
     def _abort(self, owner: Owner, client_rid: int) -> None:
         entry = self._ledger.find(owner, client_rid)
         if entry is None:
             return  # it has just ended
-        if entry.admitted:
+        if entry.admitted and entry.beams is None:
             if not entry.aborting:
                 entry.aborting = True
                 self._abort_running(entry)  # the scheduler answers with the terminal rows
             return
+        self._end_aborted(entry)
+
+    def _end_aborted(self, entry: Entry) -> None:
+        """End a request with a terminal row for each live choice, in place of a scheduler that does not have it."""
         self._ledger.close(entry)
+        self._abort_running(entry)
         rows = Rows()
         for choice in entry.choices:
-            rows.add(client_rid, choice.index, ints(), "", Finish.ABORT, 0, 0)
-        self._send(owner, rows.batch(array("q", [self._clock()])))
+            if entry.stream:
+                choice.sent = len(choice.emitted)
+            tokens, text, scores, token_bytes = choice.release()
+            prompt_tokens = len(entry.prompt or ())
+            rows.add(entry.client_rid, choice.index, tokens, text, Finish.ABORT, prompt_tokens, choice.cached)
+            rows.add_scores(scores, token_bytes.__getitem__)
+        self._send(entry.owner, rows.batch(array("q", [self._clock()])))
 
     def _ask(self, owner: Owner, query: int) -> None:
         if len(self._queries) >= MAX_QUERIES:
@@ -236,6 +260,30 @@ class Frontend:
         self._next_query = (number + 1) & MAX_RID
         self._queries[number] = (owner, query)
         self._send_scheduler(GetStats(number))
+
+    # ---- after a loss ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """A new term has begun: detokenizer and scheduler know of nothing. Hand every live choice over again, each from
+        the last token that its client was sent."""
+        for entry in self._ledger.admitted:
+            assert entry.prompt is not None
+            if entry.aborting:
+                self._end_aborted(entry)
+                continue
+            try:
+                left_ms = self._left_ms(entry)
+            except Refused as refusal:
+                self._refuse(entry, refusal)
+                continue
+            self._resubmitted += len(entry.choices)
+            if entry.beams is not None:
+                entry.beams.resume(left_ms)
+                continue
+            for choice in entry.choices:
+                self._submit(choice, entry.prompt, left_ms, again=True)
+        for number in self._queries:
+            self._send_scheduler(GetStats(number))
 
     # ---- from the detokenizer -------------------------------------------------------------------------------------
 
@@ -258,31 +306,53 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
+        times, now = batch.times[:], self._clock()
+        times.append(now)
         by_owner: dict[Owner, Rows] = {}
-        at = 0
-        for i, rid in enumerate(batch.rids):
-            tokens = batch.token_ids[at : at + batch.counts[i]]
-            at += batch.counts[i]
-            choice = self._ledger.get(rid)
+        for row in rows_of(batch):
+            choice = self._ledger.get(row.rid)
             if choice is None:
                 continue  # its client is gone, or the request ended with an error
             entry = choice.entry
-            choice.emitted.extend(tokens)
-            choice.cached = max(choice.cached, batch.cached[i])
-            finish, text = batch.finish[i], batch.texts[i]
-            if finish != Finish.NONE:
-                self._end(choice, finish)
+            if entry.beams is not None and not entry.beams.search.done:
+                self._advance(entry.beams, choice, row, batch.times)
+                continue
+            if not choice.emitted:  # what is found later, after a loss, is its own
+                choice.cached = max(choice.cached, row.cached)
+            choice.emitted.extend(row.tokens)
+            choice.scored += len(row.scores.prompt or ())
+            self.measures.tokens(choice, len(row.tokens), now)
+            if row.finish != Finish.NONE:
+                self._end(choice, row.finish)
+                self.measures.ended(choice, row.finish, now)
+            tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
-                choice.texts.append(text)
-                if finish == Finish.NONE:
+                choice.hold(row, token_bytes)
+                if row.finish == Finish.NONE and len(choice.scores) < MAX_HELD:
                     continue
-                tokens, text = choice.emitted, "".join(choice.texts)
+                tokens, text, scores, token_bytes = choice.release()
             rows = by_owner.setdefault(entry.owner, Rows())
-            rows.add(entry.client_rid, choice.index, tokens, text, finish, len(entry.prompt or ()), choice.cached)
+            if rows.scored > MAX_HELD:  # log probabilities make a frame large: the rest goes into another one
+                self._send_rows(entry.owner, rows.batch(times))
+                rows = by_owner[entry.owner] = Rows()
+            prompt_tokens = len(entry.prompt or ())
+            rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
+            rows.add_scores(scores, token_bytes.__getitem__)
+            if row.finish == Finish.STOP:
+                rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():
-            times = batch.times[:]
-            times.append(self._clock())
             self._send_rows(owner, rows.batch(times))
+
+    def _advance(self, beams: Beams, choice: Choice, row: TextRow, times: IntArray) -> None:
+        if not beams.take(choice, row):
+            return
+        if beams.search.done:
+            beams.finish(times[:-2])  # without those of detokenizer and tokenizer
+            return
+        try:
+            beams.step(self._left_ms(beams.entry))
+        except Refused as refusal:
+            self._refuse(beams.entry, refusal)
 
     def _end(self, choice: Choice, finish: int) -> None:
         self._ledger.end(choice)
@@ -314,6 +384,9 @@ class Frontend:
             "tokenizer.slow_clients": self._clients.backlogs,
             "tokenizer.refused_frames": self.refused.total,
             "tokenizer.ignored_frames": self._ignored,
+            "tokenizer.resubmitted": self._resubmitted,
+            **{f"launcher.restarts.{name}": count for name, count in self.restarts.items()},
+            **self.measures.flat(),
         }
         self._send(owner, Stats(query, {**stats.values, **own}))
 
@@ -340,6 +413,15 @@ class Frontend:
             if owner not in fed:
                 self._send(owner, Beat())
         self._clients.take_fed()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are here go on."""
+        self._stopping = True
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left to be answered."""
+        return self._stopping and not len(self._ledger) and not self.preparing and not self.has_backlog
 
     def shut_down(self) -> None:
         """End every live request with an answer; those that still come are refused."""

@@ -1,12 +1,17 @@
 """The request ledger: every live request with all that is needed to continue it elsewhere."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common.fields import IntArray
 from common.messages import MAX_RID, Generate
 from common.sampling_params import SamplingParams
+from tokenizer_proc.rows import Scores, TextRow
+
+if TYPE_CHECKING:
+    from tokenizer_proc.beams import Beams
 
 Owner = bytes  # the identity of a client's connection
 SEEDS = 2**63
@@ -29,6 +34,7 @@ class Entry:
     prompt: IntArray | None = None
     max_tokens: int = 0
     aborting: bool = False  # the scheduler has been told to end it
+    beams: "Beams | None" = None  # its beam search, where it is one
 
     @property
     def admitted(self) -> bool:
@@ -52,7 +58,27 @@ class Choice:
     seed: int
     emitted: IntArray = field(default_factory=lambda: array("i"))
     cached: int = 0
-    texts: list[str] = field(default_factory=list)  # the answer so far, where it is sent in one row at the end
+    scored: int = 0  # how many prompt tokens have come with what they predict
+    first_ns: int = 0  # when its first tokens came
+    last_ns: int = 0  # when its latest ones came
+    sent: int = 0  # how many of the emitted tokens the client has been sent
+    # what of the rest has come with them, where the answer is not streamed
+    texts: list[str] = field(default_factory=list)
+    scores: Scores = field(default_factory=Scores)
+    token_bytes: dict[int, bytes] = field(default_factory=dict)
+
+    def hold(self, row: TextRow, token_bytes: Mapping[int, bytes]) -> None:
+        """Keep what came with a row, whose tokens are in `emitted`, for later."""
+        self.texts.append(row.text)
+        self.scores.extend(row.scores)
+        if row.scores:
+            self.token_bytes.update(token_bytes)
+
+    def release(self) -> tuple[IntArray, str, Scores, dict[int, bytes]]:
+        """All that has not been sent: tokens, text, log probabilities and the bytes of the tokens in them."""
+        held = self.emitted[self.sent :], "".join(self.texts), self.scores, self.token_bytes
+        self.sent, self.texts, self.scores, self.token_bytes = len(self.emitted), [], Scores(), {}
+        return held
 
 
 class Ledger:
@@ -76,6 +102,12 @@ class Ledger:
     @property
     def owners(self) -> list[Owner]:
         return list(self._owners)
+
+    @property
+    def admitted(self) -> list[Entry]:
+        """Live requests that detokenizer and scheduler were told of, in the order of their arrival."""
+        entries = [entry for own in self._owners.values() for entry in own.values() if entry.admitted]
+        return sorted(entries, key=lambda entry: entry.arrival)
 
     def open(self, owner: Owner, msg: Generate, now: int) -> Entry:
         """Take in a request that arrived `now` (ns), whose id must not be in use by the same owner (see `find`)."""

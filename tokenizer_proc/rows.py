@@ -1,14 +1,65 @@
-"""The columns of a TextBatch while it is put together."""
+"""Rows of a TextBatch: taken apart, and its columns while it is put together."""
 
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from common.fields import IntArray
-from common.messages import TextBatch
+from common.logprobs import LogprobRows, Logprobs
+from common.messages import Stopped, TextBatch
+
+BytesOf = Callable[[int], bytes]
 
 
 def _column() -> IntArray:
     return array("i")
+
+
+@dataclass(slots=True)
+class Scores:
+    """The log probabilities of a row: those of its tokens and those of prompt tokens, where they were asked for."""
+
+    tokens: Logprobs | None = None
+    prompt: Logprobs | None = None
+
+    def __len__(self) -> int:
+        """Tokens that are named, alternatives included."""
+        parts = [part for part in (self.tokens, self.prompt) if part is not None]
+        return sum(len(part) + len(part.top_ids) for part in parts)
+
+    def extend(self, other: "Scores") -> None:
+        """Append what `other` has."""
+        if other.tokens is not None:
+            self.tokens = self.tokens or Logprobs.empty()
+            self.tokens.extend(other.tokens)
+        if other.prompt is not None:
+            self.prompt = self.prompt or Logprobs.empty()
+            self.prompt.extend(other.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRow:
+    """A row that the detokenizer sent; `string` is the stop string that ended it."""
+
+    rid: int
+    tokens: IntArray
+    text: str
+    finish: int
+    cached: int
+    scores: Scores
+    string: str | None
+
+
+def rows_of(batch: TextBatch) -> Iterator[TextRow]:
+    logprobs = batch.logprobs.by_row() if batch.logprobs is not None else {}
+    prompts = batch.prompt_logprobs.by_row() if batch.prompt_logprobs is not None else {}
+    strings = {stopped.row: stopped.string for stopped in batch.stopped}
+    at = 0
+    for i, rid in enumerate(batch.rids):
+        tokens = batch.token_ids[at : at + batch.counts[i]]
+        at += batch.counts[i]
+        scores = Scores(logprobs.get(i), prompts.get(i))
+        yield TextRow(rid, tokens, batch.texts[i], batch.finish[i], batch.cached[i], scores, strings.get(i))
 
 
 @dataclass(slots=True)
@@ -21,6 +72,11 @@ class Rows:
     finish: bytearray = field(default_factory=bytearray)
     prompt_tokens: IntArray = field(default_factory=_column)
     cached: IntArray = field(default_factory=_column)
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    token_bytes: dict[int, bytes] = field(default_factory=dict)
+    stopped: list[Stopped] = field(default_factory=list)
+    scored: int = 0  # tokens named in log probabilities: they are what can make a batch large
 
     def add(
         self, rid: int, choice: int, tokens: IntArray, text: str, finish: int, prompt_tokens: int, cached: int
@@ -34,6 +90,22 @@ class Rows:
         self.prompt_tokens.append(prompt_tokens)
         self.cached.append(cached)
 
+    def add_scores(self, scores: Scores, bytes_of: BytesOf) -> None:
+        """Log probabilities of the row added last."""
+        row = len(self.rids) - 1
+        self.scored += len(scores)
+        for column, own in ((self.logprobs, scores.tokens), (self.prompt_logprobs, scores.prompt)):
+            if own is not None:
+                column[row] = own
+                for token in {*own.token_ids, *own.top_ids}:
+                    if token not in self.token_bytes:
+                        self.token_bytes[token] = bytes_of(token)
+
+    def add_stop(self, string: str | None, token: int | None = None) -> None:
+        """The stop string or else the stop token that ended the row added last, if one did."""
+        if string is not None or token is not None:
+            self.stopped.append(Stopped(len(self.rids) - 1, token if string is None else None, string))
+
     def batch(self, times: IntArray) -> TextBatch:
         return TextBatch(
             self.rids,
@@ -45,4 +117,8 @@ class Rows:
             self.prompt_tokens,
             self.cached,
             times,
+            LogprobRows.of(self.logprobs),
+            LogprobRows.of(self.prompt_logprobs),
+            self.token_bytes,
+            tuple(self.stopped),
         )

@@ -1,25 +1,79 @@
-"""What can be wrong with a request's sampling parameters beyond the range of each."""
+"""What can be wrong with a request's sampling parameters beyond the range of each, and what they say about its end."""
 
-from common.messages import ErrorCode, Generate
-from common.sampling_params import SamplingParams
+from common.fields import IntArray
+from common.messages import ErrorCode, Generate, ints
+from common.sampling_params import MAX_DRAW_LOGPROBS, SamplingParams
+from tokenizer_proc.beam_search import candidates_per_beam
 from tokenizer_proc.limits import Limits, Refused
 
+MAX_PROMPT_LOGPROBS = 2**21  # tokens named in the prompt's log probabilities: some 40 MB at the client
 _DEFAULTS = SamplingParams()
-_NOT_BUILT = (
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs",
-    "prompt_logprobs", "use_beam_search", "length_penalty", "early_stopping",
+_NOT_WITH_BEAMS = (
+    "top_k", "top_p", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar",
 )  # fmt: skip
+_ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
 
 
-def check_sampling(msg: Generate, limits: Limits) -> None:
+def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
     """Raises Refused with the field that does not fit the model or the other fields."""
     params = msg.params
-    for name in _NOT_BUILT:
-        if getattr(params, name) != getattr(_DEFAULTS, name):
-            raise _refused(name, "is not supported yet")
-    if params.grammar is not None and params.use_beam_search:
-        raise _refused("use_beam_search", "cannot be together with a grammar")
+    if params.use_beam_search:
+        _check_beams(params, msg.n, limits, len(ends_of(params, eos)))
+    for name in () if params.use_beam_search else _ONLY_WITH_BEAMS:
+        if _given(params, name):
+            raise _refused(name, "goes only with use_beam_search")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
+    limits.check_token_ids(ints(*params.logit_bias), "params.logit_bias")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        problem = f"{params.min_tokens} is more than max_tokens, which is {params.max_tokens}"
+        raise _refused("min_tokens", problem, params.max_tokens)
+
+
+def _check_beams(params: SamplingParams, width: int, limits: Limits, num_ends: int) -> None:
+    for name in _NOT_WITH_BEAMS:
+        if _given(params, name):
+            raise _refused(name, "does not go with use_beam_search")
+    if params.temperature not in (0.0, 1.0):
+        raise _refused("temperature", "does not go with use_beam_search, but for 1 and 0")
+    most = min(MAX_DRAW_LOGPROBS, limits.vocab_size)
+    if candidates_per_beam(width, num_ends) > most:
+        widest = most // candidates_per_beam(1, num_ends)
+        problem = f"n: {width} beams are too many for beam search with {num_ends} tokens that end a sequence"
+        raise Refused(ErrorCode.INVALID, f"{problem}; {widest} are possible", "n", widest)
+
+
+def _given(params: SamplingParams, name: str) -> bool:
+    value: object = getattr(params, name)
+    return bool(value != getattr(_DEFAULTS, name))
+
+
+def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
+    """Raises Refused when the log probabilities of a prompt would be too many to hold."""
+    if params.prompt_logprobs is not None:
+        named = prompt_tokens * (1 + params.prompt_logprobs)
+        if named > MAX_PROMPT_LOGPROBS:
+            problem = f"{params.prompt_logprobs} alternatives for {prompt_tokens} tokens are too many"
+            raise _refused("prompt_logprobs", problem, MAX_PROMPT_LOGPROBS // prompt_tokens)
+
+
+def ends_of(params: SamplingParams, eos: IntArray) -> IntArray:
+    """The tokens that end an answer. Under a grammar the model's own do, with `ignore_eos` too: a complete answer can only
+    end, and the worker holds the end back until then."""
+    goes_on = params.ignore_eos and params.grammar is None
+    return ints(*sorted({*params.stop_token_ids, *(() if goes_on else eos)}))
+
+
+def excluded_at_first(params: SamplingParams, eos: IntArray) -> IntArray:
+    """The tokens that `min_tokens` excludes."""
+    return ints(*sorted({*params.stop_token_ids, *eos}))
+
+
+def stop_token(params: SamplingParams, eos: IntArray, tokens: IntArray) -> int | None:
+    """The stop token that ended an answer of these tokens, unless it is an end-of-sequence token of the model."""
+    last = tokens[-1] if tokens else -1
+    own = last in eos and not params.ignore_eos
+    return last if last in params.stop_token_ids and not own else None
 
 
 def _refused(name: str, problem: str, limit: int = 0) -> Refused:

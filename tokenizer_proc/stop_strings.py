@@ -16,37 +16,42 @@ class StopMatcher:
         self._matched = [0] * len(self._stops)  # characters of each stop that the text so far ends with
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text to show, and whether a stop string was found: then what follows it is dropped."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """The text to show, and the stop string that was found, if any: then what follows it is dropped.
+
+        Without `may_stop` a stop string that ends in this text is text like any other.
+        """
         if not self._stops:
-            return text, False
+            return text, None
         seen = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
-            found = self._advance(char)
-            if found:
+            found = self._advance(char, may_stop)
+            if found is not None:
                 self._held = ""
-                return seen[: end - found], True
+                return seen[: end - len(found)], found
         shown = len(seen) - max(self._matched)
         self._held = seen[shown:]
-        return seen[:shown], False
+        return seen[:shown], None
 
     def flush(self) -> str:
         """The held text, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> int:
-        """Take one character; the length of the longest stop string that ends with it, or 0."""
-        longest = 0
+    def _advance(self, char: str, may_stop: bool) -> str | None:
+        """Take one character; the longest stop string that ends with it."""
+        longest: str | None = None
         for i, (stop, back) in enumerate(self._stops):
             matched = self._matched[i]
             while matched and stop[matched] != char:
                 matched = back[matched - 1]
             if stop[matched] == char:
                 matched += 1
+            if matched == len(stop):
+                if may_stop and (longest is None or len(stop) > len(longest)):
+                    longest = stop
+                matched = back[-1]  # from where the search goes on
             self._matched[i] = matched
-            if matched == len(stop) > longest:
-                longest = matched
         return longest
 
 

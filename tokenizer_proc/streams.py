@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from common.fields import IntArray
 from common.messages import Finish, OpenStream, RequestError, TextBatch, TokenBatch
-from tokenizer_proc.rows import Rows
+from tokenizer_proc.rows import BytesOf, Rows, Scores
 from tokenizer_proc.stop_strings import StopMatcher
 from tokenizer_proc.text_decoder import TextDecoder, TextDecoders
 
@@ -14,7 +14,8 @@ from tokenizer_proc.text_decoder import TextDecoder, TextDecoders
 class _Stream:
     decoder: TextDecoder
     matcher: StopMatcher
-    stopped: bool = False  # a stop string ended it; the scheduler's own end is still to come
+    not_stopping: int  # the next so many tokens cannot complete a stop string
+    stopped: str | None = None  # the stop string that ended it; the scheduler's own end is still to come
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class _Early:
     finish: int = Finish.NONE
     cached: int = 0
     times: IntArray = field(default_factory=lambda: array("q"))
+    scores: Scores = field(default_factory=Scores)
     error: RequestError | None = None
 
 
@@ -32,8 +34,9 @@ class Streams:
     """Tokens in, text out. Every stream is closed by the scheduler's terminal row (a finish code or a RequestError),
     and passes exactly one terminal row on: its own when a stop string was found, else the scheduler's."""
 
-    def __init__(self, decoders: TextDecoders):
+    def __init__(self, decoders: TextDecoders, bytes_of: BytesOf):
         self._decoders = decoders
+        self._bytes_of = bytes_of
         self._streams: dict[int, _Stream] = {}
         self._early: dict[int, _Early] = {}
 
@@ -46,33 +49,39 @@ class Streams:
         return len(self._early)
 
     def open(self, msg: OpenStream) -> TextBatch | RequestError | None:
-        """Start a stream; what has come early for it leaves at once, as one row."""
+        """Start a stream, or go on with one that another detokenizer had; what has come early for it leaves at once, as
+        one row."""
         decoder = self._decoders.new(skip_special_tokens=msg.skip_special_tokens, continues=True)
-        self._streams[msg.rid] = _Stream(decoder, StopMatcher(msg.stop))
+        stream = self._streams[msg.rid] = _Stream(decoder, StopMatcher(msg.stop), msg.min_tokens)
+        self._text(stream, msg.emitted, Finish.NONE)  # brings it to where the client is
         early = self._early.pop(msg.rid, None)
         if early is None:
             return None
         if early.error is not None:
             return self.fail(early.error)
         rows = Rows()
-        self._add_row(rows, msg.rid, early.tokens, early.finish, early.cached)
+        self._add_row(rows, msg.rid, early.tokens, early.finish, early.cached, early.scores)
         return rows.batch(early.times) if rows.rids else None
 
     def push(self, batch: TokenBatch, received: int) -> TextBatch | None:
         """A step's text, a row for each row that is still wanted. `received` (ns) goes into `times`."""
         times = batch.times[:]
         times.append(received)
+        logprobs = batch.logprobs.by_row() if batch.logprobs is not None else {}
+        prompts = batch.prompt_logprobs.by_row() if batch.prompt_logprobs is not None else {}
         rows = Rows()
         at = 0
-        for rid, count, finish, cached in zip(batch.rids, batch.counts, batch.finish, batch.cached, strict=True):
+        for i, (rid, count) in enumerate(zip(batch.rids, batch.counts, strict=True)):
             tokens = batch.token_ids[at : at + count]
             at += count
+            scores = Scores(logprobs.get(i), prompts.get(i))
             if rid in self._streams:
-                self._add_row(rows, rid, tokens, finish, cached)
+                self._add_row(rows, rid, tokens, batch.finish[i], batch.cached[i], scores)
             else:
                 early = self._early.setdefault(rid, _Early())
                 early.tokens.extend(tokens)
-                early.finish, early.cached, early.times = finish, cached, times
+                early.scores.extend(scores)
+                early.finish, early.cached, early.times = batch.finish[i], batch.cached[i], times
         return rows.batch(times) if rows.rids else None
 
     def fail(self, error: RequestError) -> RequestError | None:
@@ -81,19 +90,24 @@ class Streams:
         if stream is None:
             self._early.setdefault(error.rid, _Early()).error = error
             return None
-        return None if stream.stopped else error
+        return None if stream.stopped is not None else error
 
-    def _add_row(self, rows: Rows, rid: int, tokens: IntArray, finish: int, cached: int) -> None:
+    def _add_row(self, rows: Rows, rid: int, tokens: IntArray, finish: int, cached: int, scores: Scores) -> None:
         stream = self._streams[rid]
         if finish != Finish.NONE:
             del self._streams[rid]
-        if stream.stopped:
+        if stream.stopped is not None:
             return
         text, shown = self._text(stream, tokens, finish)
-        if stream.stopped:
+        if stream.stopped is not None:
             finish = Finish.STOP
-        if shown or finish != Finish.NONE:
-            rows.add(rid, 0, shown, text, finish, 0, cached)
+        if not shown and finish == Finish.NONE and scores.prompt is None:
+            return
+        rows.add(rid, 0, shown, text, finish, 0, cached)
+        if scores.tokens is not None:
+            scores.tokens = scores.tokens.first(len(shown))
+        rows.add_scores(scores, self._bytes_of)
+        rows.add_stop(stream.stopped)
 
     def _text(self, stream: _Stream, tokens: IntArray, finish: int) -> tuple[str, IntArray]:
         """The text to show, and the tokens up to the one that completed a stop string."""
@@ -101,13 +115,15 @@ class Streams:
         with_text = len(tokens) - (finish == Finish.STOP and len(tokens) > 0)
         parts: list[str] = []
         for i, token in enumerate(tokens[:with_text]):
-            text, stream.stopped = stream.matcher.push(stream.decoder.push(token))
+            stream.not_stopping -= 1
+            may_stop = stream.not_stopping < 0
+            text, stream.stopped = stream.matcher.push(stream.decoder.push(token), may_stop=may_stop)
             parts.append(text)
-            if stream.stopped:
+            if stream.stopped is not None:
                 return "".join(parts), tokens[: i + 1]
         if finish != Finish.NONE:
-            text, stream.stopped = stream.matcher.push(stream.decoder.flush())
+            text, stream.stopped = stream.matcher.push(stream.decoder.flush(), may_stop=stream.not_stopping < 0)
             parts.append(text)
-            if not stream.stopped:
+            if stream.stopped is None:
                 parts.append(stream.matcher.flush())
         return "".join(parts), tokens

@@ -1,4 +1,4 @@
-"""The one error that loading a model may raise for a reason that its owner can fix."""
+"""The errors of a worker that have a cause with a name."""
 
 
 class ModelError(ValueError):
@@ -13,3 +13,7 @@ class ModelError(ValueError):
         self.field = field
         self.value = value
         self.reason = reason
+
+
+class PlanError(ValueError):
+    """A plan that contradicts what the worker knows: scheduler and worker disagree, and going on would corrupt."""

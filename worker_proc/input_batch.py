@@ -13,12 +13,9 @@ from torch import Tensor
 from common.fields import IntArray
 from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
+from worker_proc.errors import PlanError
 
 _FIRST_COLUMNS = 16  # pages per slot that a new page table has room for
-
-
-class PlanError(ValueError):
-    """A plan that contradicts what the worker knows: scheduler and worker disagree, and going on would corrupt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,8 +23,8 @@ class KVSpec:
 
 
 class KVCache:
-    """K and V of every layer, `[num_pages + 1, page_size, num_kv_heads, head_dim]` each, in pages as in vLLM's
-    PagedAttention (Kwon et al., 2023).
+    """K and V of every layer, `[num_pages + 1, num_kv_heads, page_size, head_dim]` each, in pages as in vLLM's
+    PagedAttention (Kwon et al., 2023). What attention reads for one KV head is contiguous within a page.
 
     Pages `0 .. num_pages - 1` belong to the block pool. Page `num_pages` (`scratch_page`) takes the writes of padding
     tokens and is never read for a result. A slot is `page * page_size + offset`.
@@ -39,22 +39,22 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.scratch_page = num_pages
-        k_shape = (num_pages + 1, page_size, spec.num_kv_heads, spec.k_head_dim)
-        v_shape = (num_pages + 1, page_size, spec.num_kv_heads, spec.v_head_dim)
+        k_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.k_head_dim)
+        v_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.v_head_dim)
         # Not zeroed, so that the system hands out memory only when a page is first written.
         self.k = [torch.empty(k_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
         self.v = [torch.empty(v_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
-        self._k_slots = [k.view(-1, spec.num_kv_heads, spec.k_head_dim) for k in self.k]
-        self._v_slots = [v.view(-1, spec.num_kv_heads, spec.v_head_dim) for v in self.v]
 
-    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer as views `[(num_pages + 1) * page_size, num_kv_heads, head_dim]`, indexed by slot."""
-        return self._k_slots[layer], self._v_slots[layer]
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a layer at `slots` (int64 `[N]`), as `[N, num_kv_heads, head_dim]` each."""
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        return self.k[layer][pages, :, offsets], self.v[layer][pages, :, offsets]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store `k`, `v` `[T, num_kv_heads, head_dim]` at `slot_mapping` (int64 `[T]`)."""
-        self._k_slots[layer].index_copy_(0, slot_mapping, k)
-        self._v_slots[layer].index_copy_(0, slot_mapping, v)
+        pages, offsets = slot_mapping // self.page_size, slot_mapping % self.page_size
+        self.k[layer][pages, :, offsets] = k
+        self.v[layer][pages, :, offsets] = v
 
     @torch.inference_mode()
     def copy_pages(self, src: list[int], dst: list[int]) -> None:

@@ -1,29 +1,33 @@
 """Executes StepPlans: slots, cache, model and sampler in the order that a plan prescribes."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from common.logprobs import LogprobRows
 from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
+from worker_proc.draw_step import DrawStep
+from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
-from worker_proc.input_batch import PlanError, SampledRows, SlotTable
+from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
-from worker_proc.models.interface import LanguageModel
+from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
-from worker_proc.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`tokens` and `failures` as in StepResult (only rank 0 knows them on the host); times are CLOCK_MONOTONIC
-    nanoseconds."""
+    """`tokens`, log probabilities and `failures` as in StepResult (only rank 0 knows them on the host); times are
+    CLOCK_MONOTONIC nanoseconds."""
 
     tokens: list[int]
     forward_started: int
     tokens_ready: int
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -46,14 +50,14 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
     ) -> None:
         self._model = model
-        self._grammars = grammars
+        self._greedy = model if isinstance(model, GreedyModel) else None
         self._cache = cache
         self._tp = tp
         self._device = torch.device(device)
         self._group = group
         self._epoch = -1  # before the first plan
         self._next_step = 0
-        self._sampler = Sampler(max_slots, device)
+        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars)
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -87,25 +91,34 @@ class ModelRunner:
         contradicts the state; the runner cannot go on then."""
         self._check_order(plan)
         self._slots.apply(plan)
-        self._sampler.set_params(plan.enter_slots, plan.enter_draw)
-        if self._grammars is not None:
-            self._grammars.leave(plan.leave)
-            self._grammars.enter(plan.enter_grammars)
+        self._draw_step.apply(plan)
         if plan.copies:
             self._cache.copy_pages(plan.copies[::2].tolist(), plan.copies[1::2].tolist())
         if not plan.chunk_slots and not any(plan.decode):
             now = time.monotonic_ns()
             return StepOutput([], now, now)
         batch, sampled = self._slots.build(plan)
-        masks = self._grammars.start(sampled.slots) if self._grammars is not None else None
+        scored = None
+        if plan.scorings:
+            scored = self._draw_step.scored(plan)
+            more = scored.rows.to(self._device)
+            batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, more)))
+        masks = self._draw_step.start(sampled)
         forward_started = time.monotonic_ns()
+        if self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled):  # on all ranks or none
+            best = self._share(self._greedy.greedy(batch, self._cache), sampled)
+            return StepOutput(best, forward_started, time.monotonic_ns())
         logits = self._model.forward(batch, self._cache)
-        tokens = self._draw(logits, sampled, masks) if len(sampled.slots) else []
+        prompt_logprobs = None
+        if scored is not None and self._tp.rank == 0:
+            prompt_logprobs = self._draw_step.score(logits[len(sampled.slots) :], scored)
+        tokens: list[int] = []
+        logprobs = None
+        if len(sampled.slots):
+            tokens, logprobs = self._draw(logits[: len(sampled.slots)], sampled, masks)
         tokens_ready = time.monotonic_ns()
-        failures = []
-        if masks is not None and self._grammars is not None:
-            failures = self._grammars.advance(masks, tokens)
-        return StepOutput(tokens, forward_started, tokens_ready, failures)
+        failures = self._draw_step.advance(masks, tokens)
+        return StepOutput(tokens, forward_started, tokens_ready, logprobs, prompt_logprobs, failures)
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:
@@ -114,21 +127,24 @@ class ModelRunner:
             self._epoch = plan.epoch
             self._next_step = plan.step_id
             self._slots.reset()
-            if self._grammars is not None:
-                self._grammars.reset()
+            self._draw_step.reset()
         if plan.epoch < self._epoch:
             raise PlanError(f"epoch: the plan is of {plan.epoch}, this worker is in {self._epoch}")
         if plan.step_id != self._next_step:
             raise PlanError(f"step_id: expected {self._next_step}, got {plan.step_id}")
         self._next_step += 1
 
-    def _draw(self, logits: Tensor, sampled: SampledRows, masks: Masks | None) -> list[int]:
-        """Rank 0 samples; the others need its tokens as their next inputs, but not on the host."""
-        if self._tp.rank == 0:
-            if masks is not None and self._grammars is not None:
-                self._grammars.apply(masks, logits)
-            tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
-        else:
+    def _draw(self, logits: Tensor, sampled: SampledRows, masks: Masks | None) -> tuple[list[int], LogprobRows | None]:
+        if self._tp.rank:
+            return self._share(torch.empty(0, dtype=torch.int64), sampled), None
+        tokens, logprobs = self._draw_step.draw(logits, sampled, masks)
+        return self._share(tokens, sampled), logprobs
+
+    def _share(self, tokens: Tensor, sampled: SampledRows) -> list[int]:
+        """Rank 0 has the tokens; the others need them as their next inputs, but not on the host."""
+        if not len(sampled.slots):
+            return []
+        if self._tp.rank:
             tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)
         self._tp.broadcast(tokens)
         self._slots.store(sampled, tokens)

@@ -11,7 +11,12 @@ from pathlib import Path
 import torch
 
 from common.config import ClusterConfig, ConfigError, ModelConfig
+from worker_proc.attention.cpu import CpuAttention
+from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.attention import DTYPES
+from worker_proc.cpu.features import LEVELS, cpu_features
+from worker_proc.cpu.library import NativeLibrary, best_library
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.kv_cache import KVCache
 from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
@@ -31,14 +36,16 @@ class LoadedWorker:
     """`info` is what the launcher must know, see `ready_info`; `labels` is what it shows."""
 
     runner: ModelRunner
+    tp: TensorParallel
     info: dict[str, int]
     labels: dict[str, str]
 
 
 def load_worker(
-    config: ClusterConfig, rank: int, group: str, progress: Callable[[int, int], None] | None = None
+    config: ClusterConfig, rank: int, group: str, store: Path, progress: Callable[[int, int], None] | None = None
 ) -> LoadedWorker:
-    """Load one rank of `config.model.tp` ranks; all of them must be started, as they wait for each other.
+    """Load one rank of `config.model.tp` ranks; all of them must be started, as they wait for each other, at the file
+    `store`.
 
     `progress(done_bytes, total_bytes)` is called while weights are read. Raises ConfigError or ModelError naming the
     option, file, tensor or number that stands in the way, RuntimeError if another rank is missing.
@@ -53,15 +60,17 @@ def load_worker(
         torch.cuda.set_device(device)
     dtype = choose_dtype(model_config, info)
     context_len = choose_context_len(model_config, info)
+    tp = TensorParallel.connect(rank, model_config.tp, store, device, timeout=config.start_timeout_s)
     grammars = None
     if rank == 0:
         load = partial(load_vocabulary, Path(model_config.path), info.vocab_size, info.eos_token_ids)
         grammars = GrammarMatchers(load, info.vocab_size, device)  # loads while the weights are read
-    tp = TensorParallel.connect(
-        rank, model_config.tp, Path(config.run_dir) / "store", device, timeout=config.start_timeout_s
-    )
+    library = choose_kernels(model_config, device)
+    if library is not None:
+        library.set_threads(torch.get_num_threads())
+    attention = choose_attention(library, dtype)
     model = load_model(
-        model_config.path, dtype=dtype, device=device, tp=tp, attention=ReferenceAttention(), progress=progress
+        model_config.path, dtype=dtype, device=device, tp=tp, attention=attention, native=library, progress=progress
     )
     spec, page_size = model.kv_spec, config.cache.page_size
     num_pages = tp.min(
@@ -91,8 +100,14 @@ def load_worker(
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
     log.debug("loaded in %.2f s", time.monotonic() - started)
-    labels = {"architecture": info.architecture, "dtype": str(dtype).removeprefix("torch."), "device": device.type}
-    return LoadedWorker(runner, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
+    kernels = library.level if library is not None else "torch"
+    labels = {
+        "architecture": info.architecture,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "kernels": kernels,
+    }
+    return LoadedWorker(runner, tp, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
 
 
 def ready_info(
@@ -122,6 +137,25 @@ def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
     """The configured precision; "auto" is the one in which the checkpoint is stored."""
     name = info.dtype if model.dtype == "auto" else model.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def choose_kernels(model: ModelConfig, device: torch.device) -> NativeLibrary | None:
+    """The native kernels to compute with on a CPU, None where torch computes alone. Raises ConfigError if those that
+    are configured do not run here."""
+    if device.type != "cpu" or model.cpu_kernels == "torch":
+        return None
+    if model.cpu_kernels == "auto":
+        return best_library()
+    level = next(level for level in LEVELS if level == model.cpu_kernels)
+    library = best_library(level) if level in cpu_features().levels() else None
+    if library is None:
+        raise ConfigError(f"cpu-kernels {level}: this machine cannot run them")
+    return library
+
+
+def choose_attention(library: NativeLibrary | None, dtype: torch.dtype) -> AttentionBackend:
+    """Native attention where there is a library and it knows the precision, else plain torch."""
+    return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
 
 
 def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:

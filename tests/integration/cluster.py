@@ -28,6 +28,8 @@ class Cluster:
         self.home = home or Path(tempfile.mkdtemp(prefix="rhz-"))  # short: the paths of Unix sockets are limited
         self.run_dir = self.home / "run"
         self._log = (self.home / "log").open("wb")
+        if "--port" not in flags:  # tests of other things need no gateway, and clusters side by side no common port
+            flags = (*flags, "--no-http")
         self.shared_memory = set(Path("/dev/shm").iterdir())
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "launch.py"), "--model", str(model), "--run-dir", str(self.run_dir), *flags],
@@ -71,6 +73,10 @@ class Cluster:
         """Run client.py to its end."""
         command = [sys.executable, str(ROOT / "client.py"), *arguments, "--run-dir", str(self.run_dir)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+    def stats(self) -> dict[str, int]:
+        with self.connect() as connection:
+            return connection.stats()
 
     def check_idle(self) -> dict[str, int]:
         """No request is left and every page is free or cached."""

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import client
+import client_cli.target
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, ints
 from common.run_dir import RunDir
-from common.sampling_params import SamplingParams
+from common.sampling_params import Grammar, SamplingParams
 from tests.unit.client_runs import CLIENT, run, start
 from tests.unit.fake_frontend import (
     TIMEOUT_S,
@@ -63,27 +65,22 @@ def test_reads_the_prompt_from_stdin(short_dir: Path, stdin: str, prompt: str) -
         assert cluster.next(Generate).text == prompt
 
 
-# given in files of requests only
-WITHOUT_FLAG = {
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs",
-    "prompt_logprobs", "use_beam_search", "length_penalty", "early_stopping",
-    "grammar",
-}  # fmt: skip
-
-
 def test_every_sampling_flag_arrives(short_dir: Path) -> None:
     flags = (
         "--max-tokens=7 --temperature=0.5 --top-k=3 --top-p=0.9 --min-p=0.1 --seed=42 --stop=END --stop=."
-        " --stop-token-id=5 --stop-token-id=6 --ignore-eos --keep-special-tokens"
+        " --stop-token-id=5 --stop-token-id=6 --ignore-eos --keep-special-tokens --repetition-penalty=1.5"
+        " --presence-penalty=0.25 --frequency-penalty=-0.5 --logit-bias=7:-100 --logit-bias=8:2.5 --min-tokens=3"
+        " --logprobs=4 --prompt-logprobs=0 --beam-search --length-penalty=0.75 --early-stopping --regex=[ab]+ --json"
     )
     with FakeFrontend(short_dir, echo) as cluster:
         assert run("x", *flags.split(), "--run-dir", str(short_dir)).returncode == 0
         params = cluster.next(Generate).params
-    assert params == SamplingParams(0.5, 3, 0.9, 0.1, 42, 7, ("END", "."), ints(5, 6), True, False)
+    assert params == SamplingParams(
+        0.5, 3, 0.9, 0.1, 42, 7, ("END", "."), ints(5, 6), True, False, 1.5, 0.25, -0.5, {7: -100.0, 8: 2.5}, 3, 4, 0,
+        True, 0.75, True, Grammar("regex", "[ab]+"),
+    )  # fmt: skip
     default = SamplingParams()
     for field in dataclasses.fields(SamplingParams):
-        if field.name in WITHOUT_FLAG:
-            continue
         assert getattr(params, field.name) != getattr(default, field.name), f"no flag for {field.name}"
 
 
@@ -199,8 +196,8 @@ def test_waits_for_the_cluster(short_dir: Path, monkeypatch: pytest.MonkeyPatch)
     """The cluster becomes ready while the client waits between two looks."""
     held = RunDir(short_dir)
     info = {"addresses": {"frontend": "ipc://there"}}
-    monkeypatch.setattr(client.time, "sleep", lambda _: held.write_cluster(info))
-    assert client.find_address(short_dir, None, wait_s=60) == "ipc://there"
+    monkeypatch.setattr(client_cli.target.time, "sleep", lambda _: held.write_cluster(info))
+    assert client_cli.target.Target(short_dir, wait_s=60).frontend() == "ipc://there"
     held.close()
 
 
@@ -322,7 +319,11 @@ def test_wrong_options_are_refused_before_anything_is_sent(args: list[str], said
 
 
 def test_help_names_every_option() -> None:
-    shown = run("--help").stdout
-    for parameter in client.main.params:
-        if isinstance(parameter, client.click.Option):
-            assert parameter.help and parameter.opts[0] in shown
+    for name, words in client.COMMANDS.items():
+        assert f"{name} " in run("--help").stdout and words
+        shown = run(name, "--help").stdout
+        command = client.main.get_command(click.Context(client.main), name)
+        assert command is not None
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help and parameter.opts[0] in shown

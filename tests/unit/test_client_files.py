@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import client
+from client_cli.complete import read_jsonl
 from common.fields import FieldError
 from common.json_request import PROMPT_FIELDS, REQUEST_FIELDS, parse_request
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, RequestError, ints
@@ -173,8 +174,8 @@ def test_a_wrong_line_is_refused_by_line_and_field(tmp_path: Path, line: Any, sa
     text = line if isinstance(line, str) else json.dumps(line)
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "fine"}\n\n' + text + "\n")
-    with path.open() as source, pytest.raises(client.click.UsageError) as caught:
-        client.read_jsonl(source, {})
+    with path.open() as source, pytest.raises(click.UsageError) as caught:
+        read_jsonl(source, {})
     assert f"{path}, line 3: " in caught.value.message and said in caught.value.message
 
 

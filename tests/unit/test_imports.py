@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = sorted(path.name for path in ROOT.glob("*_proc") if path.is_dir())
-OURS = {"common", "bench", "tests", "launch", "client", *PROCESSES}
+OURS = {"common", "launcher", "bench", "tests", "launch", "client", "client_cli", "rhizome", *PROCESSES}
 HEAVY = ("torch", "transformers")
 SKIPPED = (".venv", "build")
 FILES = sorted(
@@ -18,11 +18,22 @@ FILES = sorted(
     for path in ROOT.rglob("*.py")
     if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
+LIGHT = {
+    "common",
+    "scheduler_proc",
+    "tokenizer_proc",
+    "gateway_proc",
+    "client_cli",
+    "rhizome",
+    "launch.py",
+    "client.py",
+}
+LIGHT = {"client_cli", "common", "gateway_proc", "launcher", "rhizome", "scheduler_proc", "tokenizer_proc"}
+LIGHT |= {"launch.py", "client.py"}
 LIGHT_MODULES = sorted(
     ".".join(path.with_suffix("").parts)
     for path in FILES
-    if path.parts[0] in {"common", "scheduler_proc", "tokenizer_proc", "gateway_proc", "launch.py", "client.py"}
-    and path.name not in {"__init__.py", "__main__.py"}
+    if path.parts[0] in LIGHT and path.name not in {"__init__.py", "__main__.py"}
 )
 
 
@@ -46,8 +57,12 @@ def violations(path: Path, source: str) -> set[str]:
         wrong |= names & (OURS - {"common"})
     elif top in PROCESSES:
         wrong |= names & (OURS - {"common", top})
-    elif top == "client.py":
-        wrong |= names & (OURS - {"common"})
+    elif top in ("client.py", "client_cli"):
+        wrong |= names & (OURS - {"common", "client_cli"})
+    elif top == "rhizome":
+        wrong |= names & (OURS - {"common", "rhizome"})
+    elif top == "launcher":
+        wrong |= names & (OURS - {"common", "launcher"})
     elif top == "launch.py":
         wrong |= names & {"tests", "bench", "client"}
     if top not in ("worker_proc", "tests", "bench"):
@@ -78,6 +93,8 @@ def test_import_rules(path: Path) -> None:
         ("worker_proc/models/x.py", "import torch\nfrom common import codec\nfrom worker_proc import kv_cache", set()),
         ("worker_proc/x.py", "import launch", {"launch"}),
         ("client.py", "if TYPE_CHECKING:\n    from tokenizer_proc import ledger", {"tokenizer_proc"}),
+        ("client_cli/x.py", "import rhizome, common, client_cli.runs, scheduler_proc", {"rhizome", "scheduler_proc"}),
+        ("rhizome/x.py", "import common, client_cli, launch", {"client_cli", "launch"}),
         ("launch.py", "import worker_proc.main, transformers", {"transformers"}),
         ("tests/x.py", "import torch, transformers, launch", set()),
     ],
@@ -127,7 +144,10 @@ print(json.dumps(sorted(sys.modules)))
 
 @pytest.mark.parametrize(
     ("path", "absent"),
-    [("client.py", {*HEAVY, "zmq", "msgpack", "asyncio", "tqdm"}), ("launch.py", set(HEAVY))],
+    [
+        ("client.py", {*HEAVY, "zmq", "msgpack", "asyncio", "tqdm", "rich", "aiohttp"}),
+        ("launch.py", {*HEAVY, "pydantic", "fastapi", "uvicorn"}),
+    ],
 )
 def test_help_loads_little(path: str, absent: set[str]) -> None:
     """`--help` answers at once because it loads next to nothing; the clock is not asked, it depends on the machine."""

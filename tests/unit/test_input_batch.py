@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from common.messages import StepPlan, ints
 from tests.helpers_plans import GREEDY, PlanWriter, bitmap, empty_plan
-from worker_proc.input_batch import PlanError, SlotTable
+from worker_proc.errors import PlanError
+from worker_proc.input_batch import SlotTable
 
 MAX_SLOTS, NUM_PAGES, CONTEXT, VOCAB = 20, 400, 160, 100
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers_models import KINDS, VOCAB_SIZE, make_checkpoint, make_config
 from worker_proc.errors import ModelError
-from worker_proc.models.decoder_weights import Shard
+from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.describe import describe
 from worker_proc.models.rope import inverse_frequencies
 from worker_proc.models.rope_spec import parse_rope

@@ -245,7 +245,8 @@ def test_calls_come_back_as_they_were(calls, ascii_only):
 QWEN = """
 {%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
 THINKS = "{{ '</think>' }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 LLAMA3 = """{{ '<|start_header_id|>' }}{{ '{"name": "' + call.name + '", "parameters": ' }}"""
 

@@ -1,6 +1,7 @@
 """Random schedules over tiny pools: every invariant after every event, every output as if the request were alone."""
 
 from collections import deque
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -13,14 +14,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from common.codec import decode, encode
 from common.config import ADMISSIONS, POLICIES, SchedulerConfig
 from common.messages import Abort, AddRequest, ErrorCode, Finish, RequestError, StepPlan, TokenBatch, ints
-from common.sampling_params import DrawParams
+from common.sampling_params import DrawParams, LogitEdits
 from scheduler_proc.admission import NewTokenRatio
 from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
-from tests.paper_worker import PaperWorker, solo_output
+from tests.paper_worker import PaperWorker, logprob_of, solo_output
 
 CONTEXT = 40
 
@@ -54,13 +56,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             itl_target_ms=itl_target,
             in_batch_gain=gain,
         )
-        self.scheduler = Scheduler(config, KVManager(pages, page_size, prefix_cache=prefix_cache), CONTEXT)
+        self.new_scheduler = lambda epoch: Scheduler(
+            config, KVManager(pages, page_size, prefix_cache=prefix_cache), CONTEXT, epoch=epoch
+        )
+        self.scheduler = self.new_scheduler(0)
         self.worker = PaperWorker(page_size)
         self.plans: deque[StepPlan] = deque()
         self.results = deque()
         self.asked: dict[int, AddRequest] = {}
         self.limit = min(CONTEXT, pages * page_size)
         self.got: dict[int, list[int]] = {}
+        self.arrived: dict[int, int] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.prompt_logprobs: dict[int, list[float]] = {}
         self.ended: dict[int, Finish | RequestError] = {}
         self.aborted: set[int] = set()
         self.rid = 0
@@ -74,8 +82,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             assert isinstance(msg, TokenBatch)
             at = 0
-            for rid, count, reason in zip(msg.rids, msg.counts, msg.finish, strict=True):
+            scores = msg.logprobs.by_row() if msg.logprobs else {}
+            prompts = msg.prompt_logprobs.by_row() if msg.prompt_logprobs else {}
+            for row, (rid, count, reason) in enumerate(zip(msg.rids, msg.counts, msg.finish, strict=True)):
                 assert rid not in self.ended, "a row after the last one"
+                if row in prompts:
+                    assert not self.got[rid], "prompt log probabilities after a token"
+                    self.prompt_logprobs.setdefault(rid, []).extend(prompts[row].logprobs)
+                if count and self.asked[rid].draw.logprobs is not None:
+                    assert list(scores[row].token_ids) == list(msg.token_ids[at : at + count])
+                    assert list(scores[row].top_counts) == [self.asked[rid].draw.logprobs] * count
+                    self.logprobs.setdefault(rid, []).extend(scores[row].logprobs)
+                else:
+                    assert row not in scores
                 self.got[rid] += msg.token_ids[at : at + count]
                 at += count
                 if reason:
@@ -89,11 +108,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "a"]),
         priority=st.integers(-1, 1),
         deadline=st.sampled_from([0, 0, 0, 5, 500]),
+        draw=st.builds(
+            DrawParams,
+            edits=st.sampled_from([None, LogitEdits(repetition_penalty=2.0), LogitEdits(logit_bias={1: 2.0})]),
+            logprobs=st.sampled_from([None, 0, 3]),
+            prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        ),
     )
-    def arrive(self, prompt, max_tokens, stop, salt, priority, deadline):
-        msg = AddRequest(self.rid, ints(*prompt), max_tokens, ints(*stop), DrawParams(), salt, priority, deadline)
+    def arrive(self, prompt, max_tokens, stop, salt, priority, deadline, draw):
+        msg = AddRequest(self.rid, ints(*prompt), max_tokens, ints(*stop), draw, salt, priority, deadline)
         self.asked[self.rid] = msg
         self.got[self.rid] = []
+        self.arrived[self.rid] = self.now
         full = len(self.scheduler.waiting) >= 6
         self.rid += 1
         self.take(self.scheduler.handle(msg, self.now))
@@ -123,6 +149,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker = PaperWorker(self.worker.page_size)
         self.plans.clear()
         self.results.clear()
+
+    @rule(lost=st.integers(0, 5))
+    def scheduler_or_tokenizer_restarts(self, lost):
+        """All live requests are handed in again with what they have: to a new scheduler, whose workers have forgotten
+        everything, or to the same one, which drops those that it has without an answer."""
+        if lost == 0:
+            self.scheduler = self.new_scheduler(self.scheduler.epoch + 1)
+            self.worker = PaperWorker(self.worker.page_size)
+            self.plans.clear()
+            self.results.clear()
+        elif lost == 1:
+            for rid in list(self.scheduler.requests):
+                self.scheduler.handle(Abort(rid), self.now)
+        else:
+            return
+        for rid, msg in self.asked.items():
+            if rid in self.ended:
+                continue
+            left = 0
+            if msg.deadline_ms:
+                left = max(1, msg.deadline_ms - (self.now - self.arrived[rid]) // 10**6)
+            got, scored = self.got[rid], len(self.prompt_logprobs.get(rid, ()))
+            tokens = msg.prompt + ints(*got)
+            again = replace(msg, prompt=tokens, deadline_ms=left, generated=len(got), scored=scored, again=True)
+            self.take(self.scheduler.handle(decode(encode(again), {AddRequest}), self.now))
+            assert rid not in self.ended, "nobody is refused whom an earlier scheduler had taken"
 
     @rule()
     def hope(self):
@@ -185,15 +237,33 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             room = min(msg.max_tokens, self.limit - len(msg.prompt))
             alone = solo_output(list(msg.prompt), room, frozenset(msg.stop_token_ids))
+            self.check_scores(msg)
             if isinstance(end, RequestError) or end is Finish.ABORT:
                 assert self.got[rid] == alone[: len(self.got[rid])]
             else:
                 assert self.got[rid] == alone
                 assert (end is Finish.STOP) == (alone[-1] in msg.stop_token_ids)
 
+    def check_scores(self, msg):
+        """Log probabilities are those of each token in its context, and each came once."""
+        prompt, tokens = list(msg.prompt), self.got[msg.rid]
+        known = prompt + tokens
+        expected = [logprob_of(known[:at], known[at]) for at in range(1, len(known))]
+        if msg.draw.logprobs is not None:
+            assert self.logprobs.get(msg.rid, []) == expected[len(prompt) - 1 :]
+        scores = self.prompt_logprobs.get(msg.rid)
+        if msg.draw.prompt_logprobs is None:
+            assert scores is None
+        elif tokens:
+            assert scores == expected[: len(prompt) - 1]
+        else:
+            assert (scores or []) == expected[: len(scores or [])]
 
-def test_random_schedules(request):
-    """400 runs, or as many as `--soak N` says."""
+
+def test_random_schedules(request, monkeypatch):
+    """400 runs, or as many as `--soak N` says. The bounds of a plan are small enough to be met."""
+    monkeypatch.setattr("scheduler_proc.scheduler.SCORED_TOKENS", 5)
+    monkeypatch.setattr("scheduler_proc.scheduler.HISTORY_TOKENS", 10)
     runs = request.config.getoption("--soak")
     run_state_machine_as_test(
         SchedulerMachine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None)

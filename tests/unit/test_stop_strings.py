@@ -9,10 +9,11 @@ TEXT = st.text("ab.", max_size=40)
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=6), max_size=4)
 
 
-def expected(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The match that ends first; of those the one that starts first."""
-    ends = [(end, start) for end in range(1, len(text) + 1) for start in range(end) if text[start:end] in stops]
-    return (text[: min(ends)[1]], True) if ends else (text, False)
+def expected(text: str, stops: list[str], least: int = 0) -> tuple[str, str | None]:
+    """The match that ends first, but after `least` characters; of those the one that starts first."""
+    ends = [(end, start) for end in range(least + 1, len(text) + 1) for start in range(end) if text[start:end] in stops]
+    end, start = min(ends, default=(0, 0))
+    return (text[:start], text[start:end]) if ends else (text, None)
 
 
 def cut(text: str, data: st.DataObject) -> list[str]:
@@ -23,16 +24,18 @@ def cut(text: str, data: st.DataObject) -> list[str]:
 @settings(max_examples=600, deadline=None)
 @given(TEXT, STOPS, st.data())
 def test_the_result_is_the_same_however_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
+    deltas = cut(text, data)
+    free = data.draw(st.integers(0, len(deltas)))  # deltas in which no stop string may end
     matcher = StopMatcher(stops)
-    shown, stopped = "", False
-    for delta in cut(text, data):
-        part, stopped = matcher.push(delta)
+    shown, stopped = "", None
+    for i, delta in enumerate(deltas):
+        part, stopped = matcher.push(delta, may_stop=i >= free)
         shown += part
-        if stopped:
+        if stopped is not None:
             break
-    if not stopped:
+    if stopped is None:
         shown += matcher.flush()
-    assert (shown, stopped) == expected(text, stops)
+    assert (shown, stopped) == expected(text, stops, sum(map(len, deltas[:free])))
 
 
 @settings(max_examples=600, deadline=None)
@@ -52,20 +55,20 @@ def test_exactly_what_could_become_a_stop_is_held(text: str, stops: list[str], d
 
 def test_a_stop_that_is_overtaken_is_shown() -> None:
     matcher = StopMatcher(["aab"])
-    assert matcher.push("aa") == ("", False)
-    assert matcher.push("a") == ("a", False)
-    assert matcher.push("c") == ("aac", False)
-    assert matcher.push("xaab rest") == ("x", True)
+    assert matcher.push("aa") == ("", None)
+    assert matcher.push("a") == ("a", None)
+    assert matcher.push("c") == ("aac", None)
+    assert matcher.push("xaab rest") == ("x", "aab")
 
 
 def test_the_longest_of_those_that_end_together() -> None:
-    assert StopMatcher(["b", "ab", "xab"]).push("__xab") == ("__", True)
-    assert StopMatcher(["abcd", "bc"]).push("abcd") == ("a", True)
+    assert StopMatcher(["b", "ab", "xab"]).push("__xab") == ("__", "xab")
+    assert StopMatcher(["abcd", "bc"]).push("abcd") == ("a", "bc")
 
 
 def test_without_stop_strings_all_is_shown_at_once() -> None:
     matcher = StopMatcher([])
-    assert matcher.push("text") == ("text", False)
+    assert matcher.push("text") == ("text", None)
     assert matcher.flush() == ""
 
 

@@ -12,6 +12,7 @@ from common.messages import ErrorCode, Finish, OpenStream, RequestError, TextBat
 from tests.helpers_tokenizers import SPECIAL, byte_level
 from tokenizer_proc.streams import Streams
 from tokenizer_proc.text_decoder import TextDecoders
+from tokenizer_proc.token_bytes import TokenBytes
 
 TIMES = array("q", [1, 2, 3, 4, 5])
 
@@ -59,7 +60,7 @@ def rows_of(msg: TextBatch | None) -> list[tuple[int, list[int], str, int]]:
 
 
 def opened(*stop: str, skip: bool = True) -> Streams:
-    streams = Streams(decoders())
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
     assert streams.open(OpenStream(1, stop, skip)) is None
     return streams
 
@@ -125,7 +126,7 @@ def test_held_text_is_released_at_the_end() -> None:
 
 
 def test_output_before_its_open_stream_is_held() -> None:
-    streams = Streams(decoders())
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
     fox, over = ids_of(" fox"), ids_of(" over")
     assert streams.push(batch((1, fox, Finish.NONE)), 6) is None
     assert streams.push(batch((1, over, Finish.LENGTH)), 7) is None
@@ -138,7 +139,7 @@ def test_output_before_its_open_stream_is_held() -> None:
 
 def test_errors_pass_once() -> None:
     error = RequestError(1, ErrorCode.TOO_LONG, "no room")
-    streams = Streams(decoders())
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
     assert streams.fail(error) is None
     assert streams.open(OpenStream(1, (), True)) is error
     streams.open(OpenStream(1, ("fox",), True))
@@ -164,7 +165,7 @@ def test_one_terminal_row_and_the_text_of_all_tokens(
     if finish == Finish.STOP:
         tokens.append(end_id())
     steps = [batch((1, [token], Finish.NONE)) for token in tokens[:-1]] + [batch((1, tokens[-1:], finish))]
-    streams = Streams(decoders())
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
     rows = []
     for i, step in enumerate(steps):
         if i == open_after:

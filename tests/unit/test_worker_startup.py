@@ -11,11 +11,22 @@ import pytest
 import torch
 
 from common.config import CacheConfig, ConfigError, ModelConfig
+from worker_proc.attention.cpu import CpuAttention
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.features import CpuFeatures
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
 from worker_proc.memory import available_memory, choose_num_pages
 from worker_proc.models.interface import ModelInfo
-from worker_proc.startup import choose_context_len, choose_device, choose_dtype, choose_threads, ready_info
+from worker_proc.startup import (
+    choose_attention,
+    choose_context_len,
+    choose_device,
+    choose_dtype,
+    choose_kernels,
+    choose_threads,
+    ready_info,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, k_head_dim=8, v_head_dim=8, dtype=torch.float32)  # 512 bytes per token
@@ -110,6 +121,21 @@ def test_context_window() -> None:
 def test_dtype() -> None:
     assert choose_dtype(MODEL, INFO) == torch.bfloat16
     assert choose_dtype(replace(MODEL, dtype="float32"), INFO) == torch.float32
+
+
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert choose_kernels(replace(MODEL, cpu_kernels="torch"), cpu) is None
+    assert choose_kernels(MODEL, torch.device("cuda", 0)) is None
+    library = choose_kernels(replace(MODEL, cpu_kernels="generic"), cpu)
+    if library is not None:  # there is a compiler
+        assert library.level == "generic"
+        assert isinstance(choose_attention(library, torch.bfloat16), CpuAttention)
+    assert isinstance(choose_attention(library, torch.float16), ReferenceAttention)
+    assert isinstance(choose_attention(None, torch.bfloat16), ReferenceAttention)
+    monkeypatch.setattr("worker_proc.startup.cpu_features", lambda: CpuFeatures("x86_64", frozenset()))
+    with pytest.raises(ConfigError, match="cpu-kernels amx: this machine cannot run them"):
+        choose_kernels(replace(MODEL, cpu_kernels="amx"), cpu)
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:

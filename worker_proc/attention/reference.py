@@ -81,8 +81,7 @@ class ReferenceAttention:
 
 def _read(cache: KVCache, layer: int, keys: _Keys) -> tuple[Tensor, Tensor]:
     """K and V of `keys` as `[R, Hkv, L, D]`."""
-    flat = keys.slots.view(-1)
-    k, v = (slots.index_select(0, flat) for slots in cache.slots(layer))
+    k, v = cache.read(layer, keys.slots.view(-1))
     rows, width = keys.slots.shape
     return k.view(rows, width, *k.shape[1:]).transpose(1, 2), v.view(rows, width, *v.shape[1:]).transpose(1, 2)
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.kv_cache import KVCache, KVSpec
-from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights, Shard
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
 from worker_proc.models.layers import ACTIVATION_FUNCTIONS
 from worker_proc.models.rope import Rope, rotate
 from worker_proc.models.spec import DecoderSpec

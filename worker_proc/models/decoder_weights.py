@@ -1,55 +1,16 @@
-"""Which slices of a checkpoint one tensor-parallel rank holds, and in which fused tensors.
+"""The weights of one rank as plain tensors, fused where one product can compute several projections."""
 
-Megatron-LM's split (Shoeybi et al., 2019): q, k, v, gate and up by output rows, o and down by input columns, the
-embedding and the head by vocabulary rows. Norms and learned positions are on every rank, biases of row-parallel
-projections on rank 0 only, because the partial results are summed.
-"""
-
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from worker_proc.errors import ModelError
+from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
 from worker_proc.models.layers import LayerNorm, Linear, RMSNorm
 from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.models.spec import DecoderSpec
 
-Span = tuple[int, int]
 Norm = RMSNorm | LayerNorm
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part of a model that `rank` of `size` computes: half-open ranges of heads, channels and vocabulary."""
-
-    rank: int
-    size: int
-    heads: Span
-    kv_heads: Span  # one head, shared with other ranks, when there are more ranks than KV heads
-    channels: Span  # of the MLP
-    vocab: Span  # may end past the vocabulary on the last ranks: padded with zero rows
-
-    @classmethod
-    def of(cls, spec: DecoderSpec, rank: int, size: int) -> "Shard":
-        """Raises ModelError naming what does not divide by `size`."""
-        for key, value in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
-            if value % size:
-                raise ModelError(key, value, f"cannot be split over tp = {size} ranks")
-        if spec.num_kv_heads % size and size % spec.num_kv_heads:
-            reason = f"can be neither split over tp = {size} ranks nor replicated evenly"
-            raise ModelError("num_key_value_heads", spec.num_kv_heads, reason)
-        kv_count = max(1, spec.num_kv_heads // size)
-        kv_first = rank * spec.num_kv_heads // size
-        return cls(
-            rank=rank,
-            size=size,
-            heads=_span(spec.num_heads // size, rank),
-            kv_heads=(kv_first, kv_first + kv_count),
-            channels=_span(spec.intermediate_size // size, rank),
-            vocab=_span(math.ceil(spec.vocab_size / size), rank),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +19,8 @@ class LayerWeights:
 
     input_norm: Norm
     qkv: Linear  # [(Hq + 2 Hkv) * D, hidden]: all queries, then keys, then values
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     o: Linear  # [hidden, Hq * D]
     post_norm: Norm
     up: Linear  # [2 I, hidden], gate before up, or [I, hidden] without a gate
@@ -82,26 +43,13 @@ class DecoderWeightPlan:
         self.spec = spec
         self.shard = shard
         self.load = load
-        gpt2 = spec.layout == "gpt2"
-        embedding = "wte.weight" if gpt2 else "embed_tokens.weight"
-        # Checkpoints saved from the bare model lack the first component.
-        bare = embedding in load.checkpoint.tensors
-        self.prefix = "" if bare else "transformer." if gpt2 else "model."
-        self.embedding = self._vocabulary(self.prefix + embedding)
-        self.positions = None
-        if spec.rope is None:
-            shape = (spec.context_length, spec.hidden_size)
-            self.positions = load.tensor(Part(self.prefix + "wpe.weight", shape))
-        layer = self._gpt2_layer if gpt2 else self._llama_layer
-        self.layers = tuple(layer(index) for index in range(spec.num_layers))
-        self.norm = self._norm(self.prefix + ("ln_f" if gpt2 else "norm"))
-        # A tied checkpoint may still store the head; then it is read, so that a head that differs is honoured.
-        self.head = None
-        if not spec.tied or "lm_head.weight" in load.checkpoint.tensors:
-            self.head = self._vocabulary("lm_head.weight")
-        # rotary frequencies and causal masks were stored as buffers by old versions of transformers
-        harmless = (".attn.bias", ".attn.masked_bias") if gpt2 else (".rotary_emb.inv_freq",)
-        load.checkpoint.refuse_unexpected(load.used(), harmless)
+        layout = DecoderLayout(spec, shard, load.checkpoint)
+        self.embedding = self._vocabulary(layout.embedding)
+        self.positions = load.tensor(layout.positions) if layout.positions is not None else None
+        self.layers = tuple(self._layer(parts) for parts in layout.layers)
+        self.norm = self._norm(layout.norm)
+        self.head = self._vocabulary(layout.head) if layout.head is not None else None
+        load.checkpoint.refuse_unexpected(load.used(), layout.harmless)
 
     def finish(self) -> DecoderWeights:
         head = self.head
@@ -109,79 +57,29 @@ class DecoderWeightPlan:
             head = self.embedding
         return DecoderWeights(self.embedding, self.positions, self.layers, self.norm, head)
 
-    def _llama_layer(self, index: int) -> LayerWeights:
-        spec, shard, base = self.spec, self.shard, f"{self.prefix}layers.{index}."
-        hidden, dim, inner = spec.hidden_size, spec.head_dim, spec.intermediate_size
-        heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
-        attention, mlp = base + "self_attn.", base + "mlp."
-        qkv = [(attention + "q_proj", spec.num_heads * dim, heads)]
-        qkv += [(attention + name, spec.num_kv_heads * dim, kv_heads) for name in ("k_proj", "v_proj")]
-        head_norms = [
-            RMSNorm(self.load.tensor(Part(f"{attention}{name}_norm.weight", (dim,))), spec.norm_eps)
-            for name in ("q", "k")
-            if spec.qk_norm
-        ]
-        q_norm, k_norm = head_norms or (None, None)
-        up = [(mlp + "gate_proj", inner, shard.channels), (mlp + "up_proj", inner, shard.channels)]
+    def _layer(self, parts: LayerParts) -> LayerWeights:
         return LayerWeights(
-            input_norm=self._norm(base + "input_layernorm"),
-            qkv=self._columns(qkv, hidden, spec.qkv_bias),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            o=self._rows(attention + "o_proj", spec.num_heads * dim, heads, spec.o_bias),
-            post_norm=self._norm(base + "post_attention_layernorm"),
-            up=self._columns(up, hidden, spec.mlp_bias),
-            down=self._rows(mlp + "down_proj", inner, shard.channels, spec.mlp_bias),
+            input_norm=self._norm(parts.input_norm),
+            qkv=self._linear(parts.qkv),
+            q_norm=self._norm(parts.q_norm) if parts.q_norm is not None else None,
+            k_norm=self._norm(parts.k_norm) if parts.k_norm is not None else None,
+            o=self._linear(parts.o),
+            post_norm=self._norm(parts.post_norm),
+            up=self._linear(parts.up),
+            down=self._linear(parts.down),
         )
 
-    def _gpt2_layer(self, index: int) -> LayerWeights:
-        spec, shard, base = self.spec, self.shard, f"{self.prefix}h.{index}."
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        heads = _scaled(shard.heads, spec.head_dim)
-        # c_attn stacks all queries, all keys, all values: a rank takes its heads from each third
-        thirds = [(start + heads[0], start + heads[1]) for start in (0, hidden, 2 * hidden)]
-        qkv = [(base + "attn.c_attn", 3 * hidden, third) for third in thirds]
-        return LayerWeights(
-            input_norm=self._norm(base + "ln_1"),
-            qkv=self._columns(qkv, hidden, True, transposed=True),
-            q_norm=None,
-            k_norm=None,
-            o=self._rows(base + "attn.c_proj", hidden, heads, True, transposed=True),
-            post_norm=self._norm(base + "ln_2"),
-            up=self._columns([(base + "mlp.c_fc", inner, shard.channels)], hidden, True, transposed=True),
-            down=self._rows(base + "mlp.c_proj", inner, shard.channels, True, transposed=True),
-        )
+    def _linear(self, parts: LinearParts) -> Linear:
+        weight = self.load.tensor(*parts.weight)
+        bias = self.load.tensor(*parts.bias) if parts.bias else None
+        return Linear(weight, bias if parts.adds_bias else None)
 
-    def _columns(self, blocks: list[tuple[str, int, Span]], width: int, bias: bool, transposed: bool = False) -> Linear:
-        """Column-parallel: stacked output rows `(name, rows of the whole matrix, rows of this rank)`."""
-        weights = [Part(name + ".weight", (full, width), span, None, transposed) for name, full, span in blocks]
-        biases = [Part(name + ".bias", (full,), span) for name, full, span in blocks]
-        return Linear(self.load.tensor(*weights), self.load.tensor(*biases) if bias else None)
-
-    def _rows(self, name: str, width: int, span: Span, bias: bool, transposed: bool = False) -> Linear:
-        """Row-parallel: input columns `span` of a matrix `[hidden, width]`."""
-        hidden = self.spec.hidden_size
-        weight = self.load.tensor(Part(name + ".weight", (hidden, width), None, span, transposed))
-        bias_part = self.load.tensor(Part(name + ".bias", (hidden,))) if bias else None
-        return Linear(weight, bias_part if self.shard.rank == 0 else None)
-
-    def _norm(self, name: str) -> Norm:
-        shape = (self.spec.hidden_size,)
-        weight = self.load.tensor(Part(name + ".weight", shape))
-        if self.spec.norm == "rms":
+    def _norm(self, parts: NormParts) -> Norm:
+        weight = self.load.tensor(parts.weight)
+        if parts.bias is None:
             return RMSNorm(weight, self.spec.norm_eps)
-        return LayerNorm(weight, self.load.tensor(Part(name + ".bias", shape)), self.spec.norm_eps)
+        return LayerNorm(weight, self.load.tensor(parts.bias), self.spec.norm_eps)
 
-    def _vocabulary(self, name: str) -> Tensor:
+    def _vocabulary(self, part: Part) -> Tensor:
         first, last = self.shard.vocab
-        vocab = self.spec.vocab_size
-        rows = (min(first, vocab), min(last, vocab))
-        return self.load.tensor(Part(name, (vocab, self.spec.hidden_size), rows), rows=last - first)
-
-
-def _span(count: int, rank: int) -> Span:
-    return (rank * count, (rank + 1) * count)
-
-
-def _scaled(span: Span, factor: int) -> Span:
-    return (span[0] * factor, span[1] * factor)
+        return self.load.tensor(part, rows=last - first)

@@ -1,22 +1,29 @@
-"""Copies the slices that one rank needs out of a checkpoint, straight into its final (often fused) tensors.
+"""Copies the slices that one rank needs out of a checkpoint, straight into their final (often fused or packed) place.
 
 Reads are planned first and executed afterwards in file order: every name and shape is checked before a byte is read,
-progress is exact, and no rank holds more than its own tensors and one slice.
+progress is exact, and no rank holds more than its own tensors and one piece. Files are read, not mapped: pages of a
+mapped file count as memory of the process.
 """
 
+import ctypes
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from io import FileIO
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker_proc.errors import ModelError
 from worker_proc.weights import Checkpoint, TensorEntry
 
 Progress = Callable[[int, int], None]
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PIECE_BYTES = 2**24  # that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,29 @@ class Part:
         return (stop - start, right - left)
 
 
+class Target(Protocol):
+    """Where the rows of a part go: `copy_rows` is called once per piece, in order, with rows from `first` on."""
+
+    def copy_rows(self, first: int, rows: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorTarget:
+    tensor: Tensor
+
+    def copy_rows(self, first: int, rows: Tensor) -> None:
+        self.tensor[first : first + len(rows)].copy_(rows)
+
+
 @dataclass(frozen=True, slots=True)
 class _Read:
     entry: TensorEntry
     part: Part
-    target: Tensor
+    target: Target
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.part.local_shape()) * _DTYPES[self.entry.dtype].itemsize
 
 
 class WeightLoader:
@@ -57,6 +82,7 @@ class WeightLoader:
         self.dtype = dtype
         self.device = device
         self._reads: list[_Read] = []
+        self._used: set[str] = set()
 
     def tensor(self, *parts: Part, rows: int | None = None) -> Tensor:
         """A tensor that will hold `parts` stacked along the first dimension, zero-padded to `rows` if given.
@@ -70,61 +96,87 @@ class WeightLoader:
         target[filled:].zero_()
         start = 0
         for part, shape in zip(parts, shapes, strict=True):
-            entry = self.checkpoint.entry(part.name)
-            if entry.shape != part.stored_shape:
-                expected = list(part.stored_shape)
-                raise ModelError(part.name, list(entry.shape), f"shape in {entry.file.name} should be {expected}")
-            if shape[0]:
-                self._reads.append(_Read(entry, part, target[start : start + shape[0]]))
+            self.into(part, _TensorTarget(target[start : start + shape[0]]))
             start += shape[0]
         return target
 
+    def into(self, part: Part, target: Target) -> None:
+        """Plan to copy `part` to `target`. Raises ModelError as `tensor` does."""
+        entry = self.checkpoint.entry(part.name)
+        if entry.shape != part.stored_shape:
+            expected = list(part.stored_shape)
+            raise ModelError(part.name, list(entry.shape), f"shape in {entry.file.name} should be {expected}")
+        self._used.add(entry.name)
+        if part.local_shape()[0]:
+            self._reads.append(_Read(entry, part, target))
+
     def used(self) -> set[str]:
         """Names of the tensors that are planned to be read."""
-        return {read.entry.name for read in self._reads}
+        return self._used
 
     def run(self, progress: Progress | None = None) -> None:
         """Execute the plan. `progress(done, total)` is called with bytes of this rank's slices."""
         reads = sorted(self._reads, key=lambda read: (read.entry.file, read.entry.begin))
-        total = sum(_bytes(read) for read in reads)
+        total = sum(read.nbytes for read in reads)
         done = 0
         if progress is not None:
             progress(done, total)
         with ExitStack() as stack:
-            files: dict[str, Any] = {}
+            files: dict[str, FileIO] = {}
             for read in reads:
                 path = str(read.entry.file)
                 with _naming(read.entry):
                     if path not in files:
-                        files[path] = stack.enter_context(safe_open(path, framework="pt"))
-                    read.target.copy_(_slice(files[path], read.part))
-                done += _bytes(read)
-                if progress is not None:
-                    progress(done, total)
+                        files[path] = stack.enter_context(FileIO(path))
+                        _read_ahead(files[path])
+                    for first, rows in _pieces(files[path], read):
+                        read.target.copy_rows(first, rows)
+                        done += rows.nbytes
+                        if progress is not None:
+                            progress(done, total)
         self._reads.clear()
 
 
-def _bytes(read: _Read) -> int:
-    stored = 1
-    for length in read.entry.shape:
-        stored *= length
-    return read.entry.nbytes // max(stored, 1) * read.target.numel()
+def _read_ahead(file: FileIO) -> None:
+    """Let the system read on while pieces are copied."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-def _slice(file: Any, part: Part) -> Tensor:
-    stored = file.get_slice(part.name)
-    rows = slice(*(part.rows or (0, part.shape[0])))
-    if len(part.shape) == 1:
-        return stored[rows]  # type: ignore[no-any-return]
-    cols = slice(*(part.cols or (0, part.shape[1])))
-    if part.transposed:
-        return stored[cols, rows].t()  # type: ignore[no-any-return]
-    return stored[rows, cols]  # type: ignore[no-any-return]
+def _pieces(file: FileIO, read: _Read) -> Iterator[tuple[int, Tensor]]:
+    """The rows of a part in pieces that are worth one read each, with the number of the first of them."""
+    part = read.part
+    if part.transposed:  # a row is a column of the file: all of it at once
+        stored = replace(part, shape=part.stored_shape, rows=part.cols, cols=part.rows, transposed=False)
+        yield 0, _slice(file, read.entry, stored).t()
+        return
+    begin, end = part.rows or (0, part.shape[0])
+    row_bytes = max(1, math.prod(part.shape[1:])) * _DTYPES[read.entry.dtype].itemsize
+    at_once = max(1, _PIECE_BYTES // row_bytes)
+    for first in range(begin, end, at_once):
+        rows = (first, min(end, first + at_once))
+        yield first - begin, _slice(file, read.entry, replace(part, rows=rows))
+
+
+def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
+    """A part in the order of the file. Whole rows are read, then the columns are cut out."""
+    begin, end = part.rows or (0, part.shape[0])
+    rows = torch.empty((end - begin, *part.shape[1:]), dtype=_DTYPES[entry.dtype])
+    row_bytes = rows.nbytes // max(1, end - begin)
+    buffer = memoryview((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr()))
+    file.seek(entry.begin + begin * row_bytes)
+    while len(buffer):
+        count = file.readinto(buffer)
+        if not count:
+            raise OSError("the file ends too early")
+        buffer = buffer[count:]
+    return rows if part.cols is None else rows[:, slice(*part.cols)]
 
 
 @contextmanager
 def _naming(entry: TensorEntry) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise ModelError(entry.name, str(entry.file), f"cannot be read ({error})") from None

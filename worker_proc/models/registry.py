@@ -5,8 +5,12 @@ from pathlib import Path
 import torch
 
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.cpu.decoder import CpuDecoder, supports
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.weights import PackedWeightPlan
 from worker_proc.models.decoder import Decoder
-from worker_proc.models.decoder_weights import DecoderWeightPlan, Shard
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.decoder_weights import DecoderWeightPlan
 from worker_proc.models.describe import read_config
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import Progress, WeightLoader
@@ -22,9 +26,13 @@ def load_model(
     device: torch.device | str,
     tp: TensorParallel,
     attention: AttentionBackend,
+    native: NativeLibrary | None = None,
     progress: Progress | None = None,
 ) -> LanguageModel:
     """Load this rank's share of a Hugging Face checkpoint directory.
+
+    With the kernels of `native` (on a CPU), models that `worker_proc.cpu.decoder` supports are computed by them; others
+    use `attention`.
 
     `progress(done_bytes, total_bytes)` counts the bytes that this rank reads. Raises ModelError naming the config
     key, tensor, file or argument that stands in the way.
@@ -42,6 +50,10 @@ def load_model(
     shard = Shard.of(spec, tp.rank, tp.size)
     with torch.inference_mode():
         loader = WeightLoader(Checkpoint.open(directory), dtype, device)
+        if native is not None and supports(spec, dtype):
+            packed = PackedWeightPlan(spec, shard, loader, native)
+            loader.run(progress)
+            return CpuDecoder(spec, shard, packed.finish(), tp, native)
         plan = DecoderWeightPlan(spec, shard, loader)
         loader.run(progress)
         return Decoder(spec, shard, plan.finish(), tp, attention)

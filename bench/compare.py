@@ -1,0 +1,182 @@
+"""Rhizome beside other systems: the same weights, the same precision, the same machine, in turn.
+
+    python -m bench.compare --model DIR --vllm VENV --openvino VENV --openvino-model DIR_OV --repeats 3
+
+Every system runs every case once per repeat, in an order that rotates, while the others rest (stopped by a signal, so
+that they use no CPU; Rhizome is ended and started again). The figures are medians over the repeats. The floor is what
+the machine's own rates, measured before, between and after, allow: decode steps read weights and keys and values once,
+prompts take their arithmetic. A system that is not named is left out.
+"""
+
+import ctypes
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from bench.clusters import ROOT, machine
+from bench.peers.systems import BenchError, Case, HttpSystem, OpenVino, Rhizome, System, free_port
+from scheduler_proc.cost_model import ModelShape
+from worker_proc.cpu.library import best_library, num_cpus
+
+CASES = (
+    Case("in 128 out 128, concurrency 1", 3, 0, 128, 128, 1),
+    Case("in 128 out 128, concurrency 8", 16, 0, 128, 128, 8),
+    Case("in 128 out 128, concurrency 32", 32, 0, 128, 128, 32),
+    Case("in 1024 out 16, concurrency 4", 12, 0, 1024, 16, 4),
+    Case("512 common + 64 own in, out 32, concurrency 8", 32, 512, 64, 32, 8),
+)
+WARM_UP = Case("warm up", 8, 0, 128, 16, 8)
+READ_BYTES = 2**30
+
+
+def measure_limits() -> tuple[float, float]:
+    """Bytes read per second and floating-point operations per second, the best of five each, on all CPUs."""
+    library = best_library()
+    if library is None:
+        raise click.ClickException("the floor needs the native kernels, which do not build here")
+    library.set_threads(num_cpus())
+    memory = torch.ones(READ_BYTES // 4, dtype=torch.int32)
+    bandwidth = flops = 0.0
+    for _ in range(5):
+        started = time.perf_counter()
+        library.functions.rhizome_read(ctypes.c_void_p(memory.data_ptr()), READ_BYTES)
+        bandwidth = max(bandwidth, READ_BYTES / (time.perf_counter() - started))
+        started = time.perf_counter()
+        done = library.functions.rhizome_multiply(200_000)
+        flops = max(flops, done / (time.perf_counter() - started))
+    library.set_threads(1)
+    return bandwidth, flops
+
+
+def floor_s(case: Case, shape: ModelShape, bandwidth: float, flops: float) -> float:
+    """Seconds that a case takes when every step runs at the machine's rates: arithmetic of all prompt tokens that have
+    to be computed, then decode steps that read the weights, what all share once, and each request's own rest."""
+    rounds = case.requests / case.concurrency
+    computed = case.prefix + case.requests * case.input
+    pairs = case.requests * (case.input * case.prefix + case.input**2 / 2)
+    arithmetic = (
+        shape.flops_per_token * computed + shape.flops_per_pair * pairs + shape.flops_per_sample * case.requests
+    )
+    own = case.input + case.output / 2
+    step = shape.weight_bytes + shape.kv_bytes_per_token * (case.prefix + case.concurrency * own)
+    step_flops = case.concurrency * (shape.flops_per_token + shape.flops_per_sample)
+    return arithmetic / flops + rounds * (case.output - 1) * max(step / bandwidth, step_flops / flops)
+
+
+def run_all(systems: list[System], repeats: int) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[Any]]:
+    """results[system][case] of all repeats, and the limits of the machine before each."""
+    results: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    limits = [measure_limits()]
+    for repeat in range(repeats):
+        for system in systems[repeat % len(systems) :] + systems[: repeat % len(systems)]:
+            if repeat == 0:
+                system.start()
+            else:
+                system.wake()
+            results[system.name]["start"].append({"start_s": system.start_s})
+            system.run(WARM_UP)
+            for case in CASES:
+                figures = system.run(case)
+                results[system.name][case.name].append(figures)
+                click.echo(f"  {system.name}: {case.name}: {figures[case.rate]:.1f} tok/s", err=True)
+            results[system.name]["memory"].append({"bytes": system.memory()})
+            system.rest()
+        limits.append(measure_limits())
+    return results, limits
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True, help="The checkpoint, bfloat16.")
+@click.option("--vllm", type=click.Path(path_type=Path), default=None, help="Environment with vLLM's CPU build.")
+@click.option("--vllm-preload", default="", help="LD_PRELOAD of a second vLLM, such as libiomp5.so; not run if empty.")
+@click.option("--openvino", type=click.Path(path_type=Path), default=None, help="Environment with openvino-genai.")
+@click.option("--openvino-model", type=click.Path(path_type=Path), default=None, help="The model as converted for it.")
+@click.option("--vocabulary", default=8000, help="Prompts are of token ids below.")
+@click.option(
+    "--flag", "flags", multiple=True, help="A further argument of launch.py, such as --flag=--kv-memory=3GiB."
+)
+@click.option("--repeats", default=3)
+@click.option("--json-file", type=click.File("w"), default=None)
+def main(
+    model: Path, vllm: Path | None, vllm_preload: str, openvino: Path | None, openvino_model: Path | None,
+    vocabulary: int, flags: tuple[str, ...], repeats: int, json_file: Any,
+) -> None:  # fmt: skip
+    """Print one table: systems beside each other and beside the floor."""
+    port = free_port()
+    command = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        "--model",
+        str(model),
+        "--context-len",
+        "4096",
+        "--port",
+        str(port),
+    ]
+    systems: list[System] = [Rhizome("Rhizome", [*command, *flags], port, vocabulary)]
+    if vllm is not None:
+        for name, preload in (("vLLM", ""), ("vLLM, preload", vllm_preload)):
+            if name == "vLLM" or preload:
+                systems.append(_vllm(name, vllm, model, preload, vocabulary))
+    if openvino is not None and openvino_model is not None:
+        systems.append(OpenVino(openvino / "bin" / "python", openvino_model, vocabulary))
+    try:
+        results, limits = run_all(systems, repeats)
+    except BenchError as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        for system in systems:
+            system.stop()
+    bandwidth = statistics.median(b for b, _ in limits)
+    flops = statistics.median(f for _, f in limits)
+    shape = ModelShape.of_config(model)
+    click.echo(f"{machine()}; {repeats} repeats, medians; {bandwidth / 1e9:.1f} GB/s, {flops / 1e12:.2f} TFLOP/s\n")
+    names = [system.name for system in systems]
+    click.echo("| case | " + " | ".join(names) + " | floor | Rhizome / best other | Rhizome / floor |")
+    click.echo("|---" * (len(names) + 4) + "|")
+    for case in CASES:
+        rates = [statistics.median(r[case.rate] for r in results[name][case.name]) for name in names]
+        tokens = case.requests * case.output
+        if case.rate == "total_tokens_per_s":
+            tokens += case.requests * (case.prefix + case.input)
+        floor = tokens / floor_s(case, shape, bandwidth, flops)
+        ahead = f"{rates[0] / max(rates[1:]):.2f}" if len(rates) > 1 else ""
+        unit = "output tok/s" if case.rate.startswith("output") else "total tok/s"
+        shown = " | ".join(f"{rate:.1f}" for rate in rates)
+        click.echo(f"| {case.name}, {unit} | {shown} | {floor:.1f} | {ahead} | {rates[0] / floor:.0%} |")
+        for figure, label in (("ttft_ms", "TTFT p50, ms"), ("itl_p99_ms", "ITL p99, ms")):
+            values = [statistics.median(r[figure] for r in results[name][case.name]) for name in names]
+            click.echo(f"| {label} | " + " | ".join(f"{value:.0f}" for value in values) + " | | | |")
+    for key, figure, scale, label in (
+        ("start", "start_s", 1.0, "start-up, s"),
+        ("memory", "bytes", 2**30, "memory, GiB"),
+    ):
+        values = [statistics.median(r[figure] for r in results[name][key]) / scale for name in names]
+        click.echo(f"| {label} | " + " | ".join(f"{value:.1f}" for value in values) + " | | | |")
+    if json_file is not None:
+        report = {"machine": machine(), "limits": limits, "results": results}
+        json.dump(report, json_file, indent=1)
+
+
+def _vllm(name: str, venv: Path, model: Path, preload: str, vocabulary: int) -> HttpSystem:
+    port = free_port()
+    env = {
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_cpus() - 1}", "LD_PRELOAD": preload,
+    }  # fmt: skip
+    command = [
+        str(venv / "bin" / "vllm"), "serve", str(model), "--served-model-name", "m", "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096",
+    ]  # fmt: skip
+    return HttpSystem(name, command, port, vocabulary, env)
+
+
+if __name__ == "__main__":
+    main()

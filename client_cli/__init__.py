@@ -1,0 +1,10 @@
+"""The commands of client.py, one module each: complete, chat, batch, bench, top, status, trace.
+
+    target        which server: a local cluster over ipc, or --url over HTTP      link      what both can do
+    http_link     OpenAI's API behind the same interface      sse, openai_body    its formats
+    runs          follow requests to their ends, interruptions, exit codes        options   flags of several commands
+    batch_*, bench_*, conversation, snapshot      the parts of the larger commands that do no I/O
+
+Modules import only click and each other at the top; sockets, rich and aiohttp are imported where they are used, so that
+help and usage errors are instant.
+"""

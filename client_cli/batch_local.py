@@ -1,0 +1,162 @@
+"""Lines of a batch on a local cluster: OpenAI's bodies as requests over ipc, and answers as OpenAI's responses."""
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from client_cli.batch_file import Line, Outcome
+from client_cli.openai_body import CHAT
+from client_cli.runs import describe, submit
+from common.connection import Answer, Row
+from common.fields import FieldError
+from common.json_request import JsonRequest, parse_request
+from common.messages import ErrorCode, Finish, RequestError
+
+if TYPE_CHECKING:
+    from client_cli.link import Link
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_STATUS = {
+    ErrorCode.INVALID: 400,
+    ErrorCode.TOO_LONG: 400,
+    ErrorCode.OVERLOADED: 429,
+    ErrorCode.SHUTTING_DOWN: 503,
+    ErrorCode.INTERNAL: 500,
+    ErrorCode.DEADLINE: 504,
+}
+_NAMES = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
+
+
+def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
+    """The request of a line. Raises FieldError for what ipc cannot do, which includes every unknown field."""
+    body = dict(line.body)
+    model = body.pop("model", None)
+    if type(model) is not str:
+        raise FieldError("model", "must be text")
+    if models and model not in models:
+        raise FieldError("model", f"{model!r} is not served here; served is {', '.join(sorted(models))}")
+    for name in ("stream", "user"):  # false as checked before; for logs of the provider
+        body.pop(name, None)
+    values = {name: value for name, value in body.items() if value is not None}
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        if name in values:
+            raise FieldError(name, "does not work over ipc; use --url with the cluster's HTTP address")
+    if line.url == CHAT:
+        if "prompt" in values:
+            raise FieldError("prompt", f"belongs to another url than {CHAT}")
+        if "max_completion_tokens" in values:
+            values["max_tokens"] = values.pop("max_completion_tokens")
+        if type(values.get("messages")) is list:
+            values["messages"] = [_message(item, i) for i, item in enumerate(values["messages"])]
+    else:
+        if "messages" in values:
+            raise FieldError("messages", f"belong to {CHAT}")
+        prompt = values.get("prompt")
+        if type(prompt) is list:
+            if not all(type(token) is int for token in prompt):
+                raise FieldError("prompt", "must be one text or one list of token ids")
+            values["token_ids"] = values.pop("prompt")
+        values.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    return parse_request(values)
+
+
+def _message(item: Any, index: int) -> Any:
+    """A message with content in parts as one with text; anything else is checked later."""
+    if type(item) is not dict or type(item.get("content")) is not list:
+        return item
+    texts = []
+    for part in item["content"]:
+        if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
+            raise FieldError(f"messages[{index}].content", "parts must be of type text")
+        texts.append(part["text"])
+    return {**item, "content": "".join(texts)}
+
+
+def to_response(line: Line, answers: list[Answer]) -> dict[str, Any]:
+    """A whole answer as OpenAI's response body."""
+    chat = line.url == CHAT
+    choices = []
+    for index, answer in enumerate(answers):
+        text = "".join(answer.texts)
+        said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choices.append({"index": index, **said, "logprobs": None, "finish_reason": _NAMES[answer.finish]})
+    prompt, completion = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
+    return {
+        "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": line.body["model"],
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens},
+        },
+    }
+
+
+def to_error(line: Line, status: int, message: str, field: str) -> Outcome:
+    """A refusal in OpenAI's error format."""
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": field or None, "code": status}}
+    return Outcome(line.custom_id, status, body)
+
+
+@dataclass(slots=True)
+class _Running:
+    line: Line
+    answers: list[Answer]
+
+
+class LocalRunner:
+    """Runs lines over a connection of which it is the only user."""
+
+    def __init__(self, link: "Link", models: frozenset[str]):
+        self._link = link
+        self._models = models
+        self._running: dict[int, _Running] = {}
+        self._refused: list[Outcome] = []
+
+    @property
+    def live(self) -> int:
+        return len(self._running) + len(self._refused)
+
+    def start(self, line: Line) -> None:
+        try:
+            request = to_request(line, self._models)
+        except FieldError as error:
+            self._refused.append(to_error(line, 400, str(error), error.field))
+            return
+        rid, answers = submit(self._link, request, stream=False)
+        self._running[rid] = _Running(line, answers)
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        """Lines that have ended. Raises ConnectionLost, after which no line can end."""
+        if self._refused:
+            ended, self._refused = self._refused, []
+            return ended
+        found = (self._take(row) for row in self._link.poll(timeout_s))
+        return [outcome for outcome in found if outcome is not None]
+
+    def _take(self, row: Row | RequestError) -> Outcome | None:
+        running = self._running[row.rid]
+        if not isinstance(row, Row):
+            del self._running[row.rid]
+            return to_error(running.line, _STATUS[ErrorCode(row.code)], describe(row), row.field)
+        running.answers[row.choice].add(row)
+        if any(answer.finish is Finish.NONE for answer in running.answers):
+            return None
+        del self._running[row.rid]
+        if any(answer.finish is Finish.ABORT for answer in running.answers):
+            error = {"code": "aborted", "message": "the cluster aborted the request"}
+            return Outcome(running.line.custom_id, 0, None, error)
+        return Outcome(running.line.custom_id, 200, to_response(running.line, running.answers))
+
+    def stop(self) -> None:
+        """Abort what runs; its lines are not written, so that the next run does them again."""
+        self._link.abort_all()
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,125 @@
+"""Flags that several commands share: what a request may ask for, with the names of the fields on the wire."""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import click
+
+
+def _logit_bias(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
+    try:
+        return {str(int(token)): float(bias) for token, _, bias in (value.partition(":") for value in values)}
+    except ValueError:
+        raise click.BadParameter("TOKEN_ID:VALUE expected, such as 42:-100") from None
+
+
+SAMPLING = [
+    click.option("--max-tokens", type=int, default=256, help="Tokens to generate at most."),
+    click.option("--temperature", type=float, default=1.0, help="0 is greedy."),
+    click.option("--top-k", type=int, default=0, help="Draw among the k likeliest tokens; 0: among all."),
+    click.option("--top-p", type=float, default=1.0, help="Draw among the likeliest tokens of this total probability."),
+    click.option("--min-p", type=float, default=0.0, help="Least probability, relative to the likeliest token."),
+    click.option("--seed", type=int, help="Equal requests with equal seeds draw equal tokens."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
+    click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this token (repeatable)."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token."),
+    click.option("--min-tokens", type=int, default=0, help="No end before so many tokens."),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="More than 1 makes tokens of prompt and answer less likely.",
+    ),
+    click.option(
+        "--presence-penalty", type=float, default=0.0, help="Subtracted from the logits of the answer's tokens."
+    ),
+    click.option("--frequency-penalty", type=float, default=0.0, help="The same for each time that they occur."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID:VALUE",
+        callback=_logit_bias,
+        help="Added to a token's logit, from -100 to 100 (repeatable).",
+    ),
+    click.option("--keep-special-tokens", is_flag=True, help="Show special tokens in the text."),
+]
+GRAMMAR = [
+    click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
+    click.option("--json-schema", type=click.File(encoding="utf-8"), help="The answer is JSON of the schema in this "
+                 "file."),
+    click.option("--regex", metavar="TEXT", help="The whole answer matches a regular expression (Rust's syntax)."),
+    click.option("--choice", "choices", multiple=True, metavar="TEXT", help="The answer is one of these (repeatable)."),
+    click.option("--lark", type=click.File(encoding="utf-8"), help="The answer is in the grammar of this file "
+                 "(llguidance's Lark)."),
+]  # fmt: skip
+REQUEST = [
+    click.option("--logprobs", type=int, metavar="K", help="With --json: log probabilities of the answer's tokens and "
+                 "of the K likeliest."),
+    click.option("--prompt-logprobs", type=int, metavar="K", help="The same of the prompt's tokens."),
+    click.option("--beam-search", "use_beam_search", is_flag=True, help="Find the likeliest answers with --n beams."),
+    click.option("--length-penalty", type=float, default=1.0, help="Of beam search: the power of the length that "
+                 "scores are divided by."),
+    click.option("--early-stopping", is_flag=True, help="Of beam search: end as soon as --n answers have ended."),
+    click.option("--n", type=int, default=1, help="Answers to the prompt; their seeds are seed, seed + 1, and so on."),
+]  # fmt: skip
+QUEUE = [
+    click.option("--cache-salt", default="", metavar="TEXT", help="Share cached prefixes only with requests of this "
+                 "salt."),
+    click.option("--priority", type=int, default=0, help="Higher goes first."),
+    click.option("--deadline-ms", type=int, default=0, help="End with an error what is not finished by then; 0: none."),
+]  # fmt: skip
+
+
+def request_options(function: Callable[..., None]) -> Callable[..., None]:
+    """All flags of a request, handed to the command as `options`, JSON-like values for `parse_request`."""
+    return _packed(function, [*SAMPLING, *REQUEST, *GRAMMAR, *QUEUE])
+
+
+def chat_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The flags of a request that has one answer."""
+    return _packed(function, [*SAMPLING, *GRAMMAR, *QUEUE])
+
+
+GRAMMAR_FLAGS = ("json_object", "json_schema", "regex", "choices", "lark")
+
+
+def _grammar(
+    json_object: bool, json_schema: TextIO | None, regex: str | None, choices: tuple[str, ...], lark: TextIO | None
+) -> dict[str, str] | None:
+    """What the flags of GRAMMAR say, as `common.sampling_params.Grammar`."""
+    given = [
+        {"kind": kind, "text": text}
+        for kind, text in (
+            ("json_object", "" if json_object else None),
+            ("json_schema", json_schema.read() if json_schema else None),
+            ("regex", regex),
+            ("choice", json.dumps(list(choices), ensure_ascii=False) if choices else None),
+            ("lark", lark.read() if lark else None),
+        )
+        if text is not None
+    ]
+    if len(given) > 1:
+        raise click.UsageError("Give one of --json-object, --json-schema, --regex, --choice and --lark.")
+    return given[0] if given else None
+
+
+def _packed(function: Callable[..., None], decorators: list[Callable[..., Any]]) -> Callable[..., None]:
+    names: set[str] = set()
+
+    @functools.wraps(function)
+    def with_options(*args: Any, **given: Any) -> None:
+        options = {name: given.pop(name) for name in names}
+        options["skip_special_tokens"] = not options.pop("keep_special_tokens")
+        options["grammar"] = _grammar(**{name: options.pop(name) for name in GRAMMAR_FLAGS})
+        listed = {name: list(value) for name, value in options.items() if isinstance(value, tuple)}
+        function(*args, options={**options, **listed}, **given)
+
+    # click keeps the options of a function on the function: those that are new are ours
+    before = {p.name for p in getattr(function, "__click_params__", [])}
+    wrapped: Callable[..., None] = with_options
+    for decorate in reversed(decorators):
+        wrapped = decorate(wrapped)
+    names |= {p.name for p in wrapped.__click_params__ if p.name not in before}  # type: ignore[attr-defined]
+    return wrapped

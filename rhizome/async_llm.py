@@ -1,0 +1,182 @@
+"""`AsyncLLM`: the same from asyncio code."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from common.async_connection import AsyncConnection, RequestFailed, Stream
+from common.codec import FrameError
+from common.connection import ConnectionLost
+from common.json_request import JsonRequest
+from common.sockets import PeerStalled
+from rhizome.cluster import ChildCluster
+from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError
+from rhizome.llm import MAX_LIVE, frontend_of
+from rhizome.outputs import RequestOutput, StreamOutput
+from rhizome.requests import (
+    Message,
+    Options,
+    Params,
+    Progress,
+    Prompt,
+    conversations_of,
+    keywords,
+    make_requests,
+    prompts_of,
+    stream_output,
+)
+from rhizome.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """A model for one event loop: `async with AsyncLLM("path/to/model") as llm: ...`. Arguments are those of LLM.
+
+    The cluster starts when the block is entered and has ended when it is left. Any number of tasks may share it.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any):
+        self._model: str | os.PathLike[str] | None = model
+        self._options = options
+        self._run_dir: str | os.PathLike[str] | None = None
+        self._own: ChildCluster | None = None
+        self._connection: AsyncConnection | None = None
+
+    @classmethod
+    def connect(cls, run_dir: str | os.PathLike[str] | None = None) -> "AsyncLLM":
+        """An AsyncLLM over a cluster that runs already and goes on running."""
+        llm = cls("")
+        llm._model, llm._run_dir = None, run_dir
+        return llm
+
+    async def __aenter__(self) -> "AsyncLLM":
+        """Raises ClusterError."""
+        if self._model is None:
+            address = frontend_of(self._run_dir)
+        else:
+            loop = asyncio.get_running_loop()
+            starting = loop.run_in_executor(None, ChildCluster, self._model, self._options)
+            try:
+                self._own = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                starting.add_done_callback(_close_started)
+                raise
+            address = self._own.address
+        self._connection = await AsyncConnection(address).__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.aclose()
+        if self._own is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._own.close)
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
+    ) -> list[RequestOutput]:
+        """As LLM.generate, without a progress bar. A cancelled call aborts its requests on the cluster."""
+        options = Options(cache_salt, priority, deadline_ms)
+        return await self._run(make_requests("prompt", prompts_of(prompts), params, options))
+
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
+    ) -> list[RequestOutput]:
+        """As LLM.chat, without a progress bar."""
+        options = Options(cache_salt, priority, deadline_ms)
+        return await self._run(make_requests("messages", conversations_of(messages), params, options))
+
+    async def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
+    ) -> AsyncIterator[StreamOutput]:
+        """As LLM.stream: `async for piece in llm.stream("..."): ...`."""
+        kind = "prompt" if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else "messages"
+        (request,) = make_requests(kind, [prompt], params, Options(cache_salt, priority, deadline_ms))
+        progress = Progress(0, request)
+        stream = self._submit(request, stream=True)
+        try:
+            async for row in stream:
+                progress.take(row)
+                yield stream_output(row)
+        except (RequestFailed, ConnectionLost) as error:
+            raise await self._error(0, error) from None
+        finally:
+            stream.abort()
+
+    async def stats(self) -> dict[str, int]:
+        """The cluster's counters and gauges by name."""
+        try:
+            return await self._open.stats()
+        except ConnectionLost as error:
+            raise await self._error(0, error) from None
+
+    @property
+    def _open(self) -> AsyncConnection:
+        if self._connection is None:
+            raise ClusterError("use AsyncLLM in an `async with` block")
+        return self._connection
+
+    def _submit(self, request: JsonRequest, *, stream: bool) -> Stream:
+        try:
+            return self._open.submit(request.prompt, request.params, stream=stream, **keywords(request))
+        except (ConnectionLost, PeerStalled, FrameError) as error:
+            raise ClusterError(str(error)) from None
+
+    async def _run(self, requests: list[JsonRequest]) -> list[RequestOutput]:
+        """At most MAX_LIVE at once; the first failure aborts the others."""
+        room = asyncio.Semaphore(MAX_LIVE)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(i, request, room)) for i, request in enumerate(requests)]
+        except* (GenerationError, ClusterError) as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _one(self, index: int, request: JsonRequest, room: asyncio.Semaphore) -> RequestOutput:
+        async with room:
+            progress = Progress(index, request)
+            stream = self._submit(request, stream=False)
+            try:
+                async for row in stream:
+                    progress.take(row)
+            except (RequestFailed, ConnectionLost) as error:
+                raise await self._error(index, error) from None
+            finally:
+                stream.abort()
+            return progress.output
+
+    async def _error(self, index: int, error: Exception) -> GenerationError | ClusterError:
+        if isinstance(error, RequestFailed):
+            failed = GenerationError.of(index, error.error)
+            if failed.code != SHUTTING_DOWN:
+                return failed
+        if self._own is None:
+            return ClusterError(str(error))
+        return ClusterError(await asyncio.get_running_loop().run_in_executor(None, self._own.why, str(error)))
+
+
+def _close_started(starting: "asyncio.Future[ChildCluster]") -> None:
+    """Nobody waits any more for a cluster that was starting."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().close()

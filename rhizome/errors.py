@@ -1,0 +1,29 @@
+"""What the Python API raises, beside ValueError for arguments."""
+
+from common.messages import ErrorCode, RequestError
+
+SHUTTING_DOWN = ErrorCode.SHUTTING_DOWN.name.lower()
+
+
+class ClusterError(RuntimeError):
+    """The cluster did not start, or went away. The text says why."""
+
+
+class GenerationError(RuntimeError):
+    """The cluster refused a request or ended it with an error.
+
+    `index` is its place among the prompts of the call, `code` the kind of error (invalid, too_long, overloaded,
+    shutting_down, internal, deadline, aborted), `field` and `limit` name what was wrong, where something was.
+    """
+
+    def __init__(self, index: int, code: str, problem: str, field: str = "", limit: int = 0):
+        named = f"{field}: {problem}" if field and field not in problem else problem
+        super().__init__(f"prompt {index}: {named}")
+        self.index = index
+        self.code = code
+        self.field = field
+        self.limit = limit
+
+    @classmethod
+    def of(cls, index: int, error: RequestError) -> "GenerationError":
+        return cls(index, ErrorCode(error.code).name.lower(), error.problem, error.field, error.limit)

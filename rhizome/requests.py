@@ -1,0 +1,135 @@
+"""From the arguments of a call to checked requests, and from rows to results. No I/O."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+from common.connection import Answer, Row
+from common.fields import FieldError
+from common.json_request import JsonRequest, parse_request
+from common.messages import Finish, RequestError
+from rhizome.errors import GenerationError
+from rhizome.outputs import RequestOutput, StreamOutput, to_output
+from rhizome.sampling_params import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int]
+Message: TypeAlias = Mapping[str, str]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a request says beside its prompt and sampling."""
+
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_ms: int = 0
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. A list of integers is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    found = list(prompts)
+    if found and all(isinstance(p, int) for p in found):
+        return [cast(Sequence[int], found)]
+    return cast(list[Prompt], found)
+
+
+def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """One conversation or several, as a list."""
+    found = list(messages)
+    if found and all(isinstance(m, Mapping) for m in found):
+        return [cast(Sequence[Message], found)]
+    return cast(list[Sequence[Message]], found)
+
+
+def make_requests(kind: str, inputs: Sequence[Any], params: Params, options: Options) -> list[JsonRequest]:
+    """Checked requests; `kind` is prompt or messages. Raises ValueError naming the prompt and the field."""
+    if isinstance(params, Sequence):
+        each = list(params)
+        if len(each) != len(inputs):
+            raise ValueError(f"params: as many as prompts ({len(inputs)}) or one for all, got {len(each)}")
+    else:
+        each = [params or SamplingParams()] * len(inputs)
+    found = []
+    for index, (given, own) in enumerate(zip(inputs, each, strict=True)):
+        try:
+            found.append(_request(kind, given, own, options))
+        except FieldError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+    return found
+
+
+def _request(kind: str, given: Any, params: SamplingParams, options: Options) -> JsonRequest:
+    if kind == "messages":
+        value: dict[str, Any] = {"messages": [dict(message) for message in given]}
+    elif isinstance(given, str):
+        value = {"prompt": given}
+    else:
+        value = {"token_ids": [int(token) for token in given]}
+    values = {
+        **value, "n": params.n, "cache_salt": options.cache_salt, "priority": options.priority,
+        "deadline_ms": options.deadline_ms,
+    }  # fmt: skip
+    checked = parse_request(values)
+    return JsonRequest(
+        checked.prompt, params.to_wire(), checked.n, checked.cache_salt, checked.priority, checked.deadline_ms
+    )
+
+
+def keywords(request: JsonRequest) -> dict[str, Any]:
+    """What `submit` of a connection takes beside prompt and parameters."""
+    return {
+        "n": request.n, "cache_salt": request.cache_salt, "priority": request.priority,
+        "deadline_ms": request.deadline_ms,
+    }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Progress:
+    """A request on its way; `index` is its place in the call."""
+
+    index: int
+    request: JsonRequest
+    answers: list[Answer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = [Answer() for _ in range(self.request.n)]
+
+    def take(self, row: Row | RequestError) -> bool:
+        """Add a row; true when all choices have ended. Raises GenerationError."""
+        if isinstance(row, RequestError):
+            raise GenerationError.of(self.index, row)
+        self.answers[row.choice].add(row)
+        if any(answer.finish is Finish.NONE for answer in self.answers):
+            return False
+        if any(answer.finish is Finish.ABORT for answer in self.answers):
+            raise GenerationError(self.index, "aborted", "the cluster aborted the request")
+        return True
+
+    @property
+    def output(self) -> RequestOutput:
+        prompt = self.request.prompt
+        if isinstance(prompt, str):
+            return to_output(prompt, None, self.answers)
+        ids = [token for token in prompt if isinstance(token, int)]
+        return to_output(None, ids or None, self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers)
+
+
+def stream_output(row: Row) -> StreamOutput:
+    """A row as a piece of an answer."""
+    finish = None if row.finish is Finish.NONE else row.finish.name.lower()
+    logprobs = None if row.logprobs is None else list(row.logprobs)
+    return StreamOutput(
+        row.choice, row.text, list(row.token_ids), finish, row.prompt_tokens, row.cached_tokens, logprobs
+    )
+
+
+def numbered(requests: Sequence[JsonRequest]) -> Iterator[Progress]:
+    """Requests that begin, in their order."""
+    return (Progress(index, request) for index, request in enumerate(requests))

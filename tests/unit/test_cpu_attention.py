@@ -1,0 +1,287 @@
+"""Native attention against the reference, for every instruction set that this machine has."""
+
+import random
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
+from worker_proc.attention.cpu import CpuAttention
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.attention import NativeAttention
+from worker_proc.cpu.build import BuildError, find_compiler
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import NativeLibrary, load_library
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.registry import load_model
+from worker_proc.parallel import TensorParallel
+
+try:
+    find_compiler()
+except BuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+LEVELS = cpu_features().levels()
+BLOCK = 256  # kAttentionBlock of native/attention.h
+Lengths = list[tuple[int, int]]  # (tokens of this step, tokens in the cache after it) of each row
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    k_dim: int = 64
+    v_dim: int = 64
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Layer 1 of a step: everything that `AttentionBackend.forward` is given."""
+
+    shape: Shape
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: ForwardBatch
+    cache: KVCache
+
+    def run(self, backend: CpuAttention | ReferenceAttention) -> Tensor:
+        return backend.forward(
+            1,
+            self.q,
+            self.k,
+            self.v,
+            self.batch,
+            self.cache,
+            scale=self.shape.k_dim**-0.5,
+            window=self.shape.window,
+            softcap=self.shape.softcap,
+        )
+
+    def alone(self, row: int) -> "Step":
+        """The same step with one of its rows only."""
+        b = self.batch
+        begin = sum(b.q_lens[:row])
+        tokens = slice(begin, begin + b.q_lens[row])
+        batch = replace(
+            b,
+            token_ids=b.token_ids[tokens],
+            positions=b.positions[tokens],
+            slot_mapping=b.slot_mapping[tokens],
+            page_table=b.page_table[row : row + 1],
+            kv_lens=b.kv_lens[row : row + 1],
+            q_lens=[b.q_lens[row]],
+            kv_lens_host=[b.kv_lens_host[row]],
+            num_prefill_rows=int(row < b.num_prefill_rows),
+        )
+        return replace(self, q=self.q[tokens], k=self.k[tokens], v=self.v[tokens], batch=batch)
+
+    def exact(self) -> "Step":
+        """The same numbers in float32, for the reference to tell what is right."""
+        spec = replace(self.cache.spec, dtype=torch.float32)
+        cache = KVCache(spec, self.cache.num_pages, self.cache.page_size)
+        for mine, theirs in zip((*cache.k, *cache.v), (*self.cache.k, *self.cache.v), strict=True):
+            mine.copy_(theirs)
+        return replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float(), cache=cache)
+
+
+def make_step(shape: Shape, lengths: Lengths, *, shared: int = 0, seed: int = 0, magnitude: float = 1.0) -> Step:
+    """Rows over shuffled pages; what is in no row's context is NaN. The first `shared` tokens, rounded down to whole
+    pages, have the same pages in all rows that are long enough."""
+    torch.manual_seed(seed)
+    lengths = sorted(lengths, key=lambda row: row[0] == 1)
+    size = shape.page_size
+    spec = KVSpec(2, shape.kv_heads, shape.k_dim, shape.v_dim, shape.dtype)
+    counts = [-(-total // size) for _, total in lengths]
+    cache = KVCache(spec, sum(counts) + 2, size)
+    for pages in (*cache.k, *cache.v):
+        pages.fill_(float("nan"))
+    free = list(range(cache.num_pages))
+    random.Random(seed).shuffle(free)
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    longest = max(tables, key=len)
+    for table, (new, total) in zip(tables, lengths, strict=True):
+        common = min(shared, total - new) // size
+        table[:common] = longest[:common]
+    for table, (_, total) in zip(tables, lengths, strict=True):
+        old = torch.tensor([table[p // size] * size + p % size for p in range(total)])
+        k, v = torch.randn(total, shape.kv_heads, shape.k_dim), torch.randn(total, shape.kv_heads, shape.v_dim)
+        cache.write(1, k.to(shape.dtype), v.to(shape.dtype), old)
+    slots = torch.tensor(
+        [
+            table[p // size] * size + p % size
+            for table, (new, total) in zip(tables, lengths, strict=True)
+            for p in range(total - new, total)
+        ]
+    )
+    k, v = cache.read(1, slots)
+    batch = ForwardBatch(
+        token_ids=torch.zeros(len(slots), dtype=torch.int64),
+        positions=torch.cat([torch.arange(total - new, total) for new, total in lengths]),
+        slot_mapping=slots,
+        page_table=torch.tensor([(table + [0] * len(longest))[: len(longest)] for table in tables]),
+        kv_lens=torch.tensor([total for _, total in lengths]),
+        q_lens=[new for new, _ in lengths],
+        kv_lens_host=[total for _, total in lengths],
+        num_prefill_rows=sum(new > 1 for new, _ in lengths),
+        logit_rows=torch.zeros(0, dtype=torch.int64),
+    )
+    q = torch.randn(len(slots), shape.heads, shape.k_dim) * magnitude
+    return Step(shape, q.to(shape.dtype), k, v, batch, cache)
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    level: Level = request.param
+    library = load_library(level)
+    library.set_threads(2)
+    return library
+
+
+def check(library: NativeLibrary, step: Step) -> None:
+    """Against the reference in float32: its error is that of the output's precision and of weights in bfloat16."""
+    expected = step.exact().run(ReferenceAttention())
+    out = step.run(CpuAttention(library))
+    assert out.dtype == step.q.dtype
+    if step.shape.dtype == torch.float32:
+        torch.testing.assert_close(out, expected, atol=3e-6, rtol=3e-5)
+    else:
+        torch.testing.assert_close(out.float(), expected, atol=1.2e-2, rtol=1.2e-2)
+
+
+EDGES = [0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513]
+olds = st.sampled_from(EDGES) | st.integers(0, 700)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    chunks=st.lists(st.tuples(st.sampled_from([2, 3, 16, 17, 33, 130, 260]), olds), max_size=3),
+    decodes=st.lists(olds, max_size=5),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (8, 2), (14, 2), (33, 1)]),
+    dims=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (16, 16), (24, 40), (7, 3)]),
+    page_size=st.sampled_from([1, 3, 8, 16, 32, 48, 256]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.sampled_from([None, None, 1, 31, 100, 256, 300]),
+    softcap=st.sampled_from([None, None, 2.0]),
+    shared=st.sampled_from([0, 40, 256, 513]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_the_reference(
+    library: NativeLibrary,
+    chunks: Lengths,
+    decodes: list[int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    page_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    shared: int,
+    seed: int,
+) -> None:
+    lengths = [(new, old + new) for new, old in chunks] + [(1, old + 1) for old in decodes]
+    if lengths:
+        shape = Shape(*heads, *dims, page_size, dtype, window, softcap)
+        check(library, make_step(shape, lengths, shared=shared, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [16, 17])
+def test_long_contexts(library: NativeLibrary, dtype: torch.dtype, page_size: int) -> None:
+    lengths = [(1, total) for total in (4095, 4096, 4097)] + [(5, 4097), (1030, 1030), (600, 4097)]
+    check(library, make_step(Shape(page_size=page_size, dtype=dtype), lengths))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 40, 300])
+def test_a_rows_bits_depend_on_that_row_alone(library: NativeLibrary, dtype: torch.dtype, window: int | None) -> None:
+    """Nor on sharing, nor on the number of threads."""
+    lengths = [(1, total) for total in (520, 515, 700, 1000, 1, 300, 257)] + [(40, 552), (300, 900), (2, 600)]
+    shape = Shape(heads=14, kv_heads=2, k_dim=128, v_dim=128, dtype=dtype, window=window)
+    step = make_step(shape, lengths, shared=512)
+    together = step.run(CpuAttention(library))
+    assert torch.equal(together, step.run(CpuAttention(library, share=False)))
+    try:
+        for threads in (1, 7):
+            library.set_threads(threads)
+            assert torch.equal(together, step.run(CpuAttention(library)))
+    finally:
+        library.set_threads(2)
+    begins = [0, *accumulate(step.batch.q_lens)]
+    for row, (begin, end) in enumerate(pairwise(begins)):
+        assert torch.equal(together[begin:end], step.alone(row).run(CpuAttention(library))), f"row {row}"
+
+
+def test_many_rows_share(library: NativeLibrary) -> None:
+    """More queries than a tile, and groups within groups."""
+    step = make_step(Shape(heads=8, kv_heads=1, k_dim=128, v_dim=128), [(1, 700 + i) for i in range(24)], shared=512)
+    step.batch.page_table[:6, 16:] = step.batch.page_table[6:12, 16:]  # these share the first block only
+    check(library, step)
+    assert torch.equal(step.run(CpuAttention(library)), step.run(CpuAttention(library, share=False)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_scores(library: NativeLibrary, dtype: torch.dtype) -> None:
+    """Weights of almost 0 and 1, where a running maximum rescales by tiny factors."""
+    step = make_step(Shape(dtype=dtype), [(1, 900), (70, 600)], magnitude=60.0)
+    expected, out = step.exact().run(ReferenceAttention()), step.run(CpuAttention(library))
+    torch.testing.assert_close(out.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=2e-2)
+
+
+def test_q_k_v_may_be_parts_of_one_tensor(library: NativeLibrary) -> None:
+    step = make_step(Shape(), [(5, 20), (1, 30)])
+    joined = torch.cat((step.q, step.k, step.v), dim=1)
+    parts = replace(step, q=joined[:, :4], k=joined[:, 4:6], v=joined[:, 6:])
+    turned = replace(step, q=step.q.transpose(0, 1).contiguous().transpose(0, 1))
+    expected = step.run(CpuAttention(library))
+    for other in (parts, turned):
+        other.cache.k[1].copy_(step.cache.k[1])
+        assert torch.equal(other.run(CpuAttention(library)), expected)
+
+
+def test_writes_what_the_cache_would(library: NativeLibrary) -> None:
+    step = make_step(Shape(page_size=5, k_dim=24, v_dim=40), [(7, 20), (1, 30)])
+    k, v = torch.randn_like(step.k.float()).bfloat16(), torch.randn_like(step.v.float()).bfloat16()
+    NativeAttention(library).step(step.batch, step.cache, 4).write(0, k, v)
+    found = step.cache.read(0, step.batch.slot_mapping)
+    assert torch.equal(found[0], k) and torch.equal(found[1], v)
+
+
+# grouped heads; a sliding window; biases and no rotary; through transformers, with soft caps and alternating windows
+@pytest.mark.parametrize("kind", ["llama-gqa-untied", "mistral-sliding", "gpt2", "gemma2"])
+def test_models_generate_the_reference_tokens(library: NativeLibrary, kind: str, tmp_path: Path) -> None:
+    path, prompts = make_checkpoint(kind, tmp_path), make_prompts(VOCAB_SIZE)
+    models = [
+        load_model(path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=attention)
+        for attention in (ReferenceAttention(), CpuAttention(library))
+    ]
+    want, got = (generate(model, prompts, NEW_TOKENS, page_size=16, chunk=40) for model in models)
+    assert got == want
+    assert generate(models[1], prompts, NEW_TOKENS, page_size=5) == want
+
+
+def test_refuses_what_it_cannot_compute(library: NativeLibrary) -> None:
+    step = make_step(Shape(), [(1, 3)])
+    native = NativeAttention(library)
+    with pytest.raises(ValueError, match="5 query heads"):
+        native.step(step.batch, step.cache, 5)
+    half = KVCache(replace(step.cache.spec, dtype=torch.float16), 4, 16)
+    with pytest.raises(ValueError, match="float16"):
+        native.step(step.batch, half, 4)
+    with pytest.raises(ValueError, match=r"float32 given, but the cache holds torch.bfloat16"):
+        native.step(step.batch, step.cache, 4).attend(1, step.q.float(), scale=1.0)
+    for wrong in ({"scale": 0.0}, {"scale": 1.0, "softcap": -1.0}):
+        with pytest.raises(ValueError, match="positive"):
+            native.step(step.batch, step.cache, 4).attend(1, step.q, **wrong)

@@ -1,0 +1,173 @@
+"""Building, caching and loading the native kernels, and their thread pool."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker_proc.cpu import build as build_module
+from worker_proc.cpu import library
+from worker_proc.cpu.build import BuildError, build, cache_directory, find_compiler
+from worker_proc.cpu.features import LEVELS, CpuFeatures, cpu_features
+from worker_proc.cpu.library import NativeLibrary, best_library, load_library
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = '#include "abi.h"\nRHIZOME_EXPORT int answer() { return 42; }\n'
+
+
+def have_compiler() -> bool:
+    try:
+        find_compiler()
+    except BuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    (directory / "abi.h").write_text((build_module.SOURCES / "abi.h").read_text())
+    (directory / "tiny.cpp").write_text(TINY)
+    return directory
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_again_when_anything_changes(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = build("generic", cpu_features(), cache, sources)
+    made = first.stat().st_mtime_ns
+    assert build("generic", cpu_features(), cache, sources) == first and first.stat().st_mtime_ns == made
+    (sources / "tiny.cpp").write_text(TINY.replace("42", "43"))
+    assert build("generic", cpu_features(), cache, sources) != first
+    other = CpuFeatures("other", frozenset())
+    assert build("generic", other, cache, sources).name != first.name
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert not [path for path in cache.iterdir() if path.name.startswith("build-")], "nothing half-made stays"
+
+
+@needs_compiler
+def test_a_compiler_error_is_told_with_its_text(sources: Path, tmp_path: Path) -> None:
+    (sources / "tiny.cpp").write_text("int broken( {\n")
+    with pytest.raises(BuildError, match=r"(?s)failed:.*error"):
+        build("generic", cpu_features(), tmp_path / "cache", sources)
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_a_cache_that_others_can_write_is_refused(mode: int, sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(mode)
+    with pytest.raises(BuildError, match="writable by nobody else"):
+        build("generic", cpu_features(), cache, sources)
+
+
+@needs_compiler
+def test_a_cache_that_is_a_link_or_a_library_that_others_can_write_is_refused(sources: Path, tmp_path: Path) -> None:
+    made = build("generic", cpu_features(), tmp_path / "cache", sources)
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    with pytest.raises(BuildError, match="must belong to the user"):
+        build("generic", cpu_features(), tmp_path / "link", sources)
+    made.chmod(0o777)
+    with pytest.raises(BuildError, match="must belong to the user"):
+        build("generic", cpu_features(), tmp_path / "cache", sources)
+
+
+def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "COMPILERS", (sys.executable,))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="cannot be made"):
+        build("generic", cpu_features(), tmp_path / "file" / "cache", sources)
+
+
+def test_without_a_compiler_there_is_one_warning_and_no_library(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build_module, "COMPILERS", ("no-such-compiler",))
+    load_library.cache_clear()
+    assert best_library() is None
+    assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
+
+
+def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "rhizome" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "rhizome" / "kernels"
+
+
+@needs_compiler
+def test_processes_that_build_at_once_compile_once(sources: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from worker_proc.cpu import build as b; from worker_proc.cpu.features "
+        "import cpu_features; c = b._compile; b._compile = lambda *a: (print('compiled'), c(*a)); "
+        "b.build('generic', cpu_features(), Path(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "cache"), str(sources)]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = [process.communicate(timeout=60)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert "".join(printed).count("compiled") == 1
+
+
+def test_levels_follow_from_the_features_of_a_cpu() -> None:
+    amx = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"}
+    avx2 = {"avx2", "fma", "f16c"}
+    assert CpuFeatures("x86_64", frozenset(amx | avx2)).levels() == LEVELS
+    assert CpuFeatures("x86_64", frozenset((amx | avx2) - {"amx_tile"})).levels() == ("avx512", "generic")
+    assert CpuFeatures("x86_64", frozenset(avx2)).levels() == ("generic",)
+    assert CpuFeatures("aarch64", frozenset()).levels() == ("generic",)
+    everything = CpuFeatures("x86_64", frozenset(amx | avx2))
+    assert everything.options("generic") == ("-mavx2", "-mfma", "-mf16c")
+    assert "-mavx512bf16" in everything.options("avx512") and "-mamx-tile" not in everything.options("avx512")
+    assert "-mamx-bf16" in everything.options("amx")
+    assert CpuFeatures("aarch64", frozenset()).options("generic") == ()
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", cpu_features().levels())
+def test_every_level_of_this_cpu_loads(level: library.Level) -> None:
+    assert load_library(level).level == level
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 300)), min_size=1, max_size=20))
+def test_every_task_is_done_once(runs: list[tuple[int, int]]) -> None:
+    native = load_library("generic")
+    for threads, tasks in runs:
+        assert native.set_threads(threads) == threads
+        sums = torch.zeros(threads, dtype=torch.int64)
+        for _ in range(3):
+            native.functions.rhizome_test_tasks(tasks, sums.data_ptr())
+        assert int(sums.sum()) == 3 * tasks * (tasks + 1) // 2
+    native.set_threads(1)
+
+
+@needs_compiler
+def test_threads_can_be_bound_to_cpus() -> None:
+    native = load_library("generic")
+    cpus = sorted(os.sched_getaffinity(0))
+    before = {int(path.name) for path in Path("/proc/self/task").iterdir()}
+    assert native.set_threads(2, [cpus[0], cpus[-1]]) == 2
+    helpers = {int(path.name) for path in Path("/proc/self/task").iterdir()} - before
+    assert [os.sched_getaffinity(helper) for helper in helpers] == [{cpus[-1]}]
+    native.set_threads(1)
+
+
+@needs_compiler
+def test_a_level_that_the_cpu_lacks_is_not_among_its_levels() -> None:
+    assert cpu_features().levels()[-1] == "generic"
+    assert NativeLibrary("generic").functions.rhizome_enable() == 1

@@ -1,0 +1,206 @@
+"""The CPU decoder against the torch decoder and transformers, for every instruction set of this CPU."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
+from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_paged import Row, generate, make_batch, make_prompts
+from tests.unit.test_cpu_build import needs_compiler
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import load_library
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.decoder import Decoder
+from worker_proc.models.interface import LanguageModel
+from worker_proc.models.registry import load_model
+from worker_proc.parallel import TensorParallel
+
+pytestmark = needs_compiler
+ROOT = Path(__file__).resolve().parents[2]
+LEVELS = cpu_features().levels()
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama-gqa-untied", {}),
+    ("llama-bias", {}),  # a head size of 24: no multiple of anything
+    ("llama-mqa", {}),
+    ("llama-rope-llama3", {}),
+    ("llama-rope-yarn", {}),
+    ("mistral", {}),
+    ("mistral-sliding", {}),
+    ("qwen2", {}),
+    ("qwen2-sliding", {}),
+    ("qwen3", {}),
+    ("qwen3", {"hidden_size": 72, "intermediate_size": 50, "head_dim": 20, "vocab_size": 41}),
+]
+IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
+PROMPTS = make_prompts(VOCAB_SIZE)
+
+
+def load_native(path: Path, level: Level, threads: int = 2) -> CpuDecoder:
+    native = load_library(level)
+    native.set_threads(threads)
+    tp, attention = TensorParallel(), ReferenceAttention()
+    model = load_model(path, dtype=torch.bfloat16, device="cpu", tp=tp, attention=attention, native=native)
+    assert isinstance(model, CpuDecoder)
+    return model
+
+
+def load_exact(path: Path) -> Decoder:
+    """The torch decoder that computes in float32 with weights that were rounded to bfloat16."""
+    tp, attention = TensorParallel(), ReferenceAttention()
+    model = load_model(path, dtype=torch.float32, device="cpu", tp=tp, attention=attention)
+    assert isinstance(model, Decoder)
+    with torch.inference_mode():
+        for tensor in tensors(model.weights):
+            tensor.copy_(tensor.to(torch.bfloat16))
+    return model
+
+
+def tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts: list[object] = list(value) if isinstance(value, tuple) else []
+    if is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def logits(model: LanguageModel, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    cache = KVCache(model.kv_spec, PAGES, PAGE_SIZE)
+    for pages in (*cache.k, *cache.v):
+        pages.fill_(float("nan"))
+    return model.forward(probe_batch(vocab_size), cache)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("kind", "overrides"), KINDS, ids=IDS)
+def test_logits_are_those_of_the_torch_decoder(
+    kind: str, overrides: dict[str, Any], level: Level, tmp_path: Path
+) -> None:
+    path = make_checkpoint(kind, tmp_path, **overrides)
+    exact, native = load_exact(path), load_native(path, level)
+    vocab_size = exact.vocab_size
+    want, got = logits(exact, vocab_size), logits(native, vocab_size)
+    assert got.dtype == torch.float32 and got.shape == want.shape
+    assert error(got, want) < 0.012
+    torch_half = load_model(
+        path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention()
+    )
+    assert error(got, want) < error(logits(torch_half, vocab_size), want), "no worse than torch in the same precision"
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path)
+    native = load_native(path, LEVELS[0])
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt in PROMPTS:
+        pages = list(range(-(-len(prompt) // PAGE_SIZE)))
+        batch = replace(
+            make_batch([Row(prompt, pages)], [len(prompt)], PAGE_SIZE), logit_rows=torch.arange(len(prompt))
+        )
+        got = native.forward(batch, KVCache(native.kv_spec, PAGES, PAGE_SIZE))
+        with torch.inference_mode():
+            want = reference(torch.tensor([prompt])).logits[0]
+        assert error(got, want) < 0.02
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_greedy_tokens_are_the_largest_logits(level: Level, tmp_path: Path) -> None:
+    native = load_native(make_checkpoint("llama-gqa-untied", tmp_path), level)
+    tokens = native.greedy(probe_batch(VOCAB_SIZE), KVCache(native.kv_spec, PAGES, PAGE_SIZE))
+    assert torch.equal(tokens, logits(native).argmax(dim=1))
+
+
+def test_a_step_may_ask_for_no_logits(tmp_path: Path) -> None:
+    native = load_native(make_checkpoint("llama", tmp_path), LEVELS[0])
+    cache = KVCache(native.kv_spec, PAGES, PAGE_SIZE)
+    batch = probe_batch(VOCAB_SIZE)
+    nothing = replace(batch, logit_rows=batch.logit_rows[:0])
+    assert native.forward(nothing, cache).shape == (0, VOCAB_SIZE)
+    assert native.greedy(nothing, cache).shape == (0,)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["qwen3", "mistral-sliding"])
+def test_tokens_do_not_depend_on_pages_chunks_or_company(kind: str, level: Level, tmp_path: Path) -> None:
+    native = load_native(make_checkpoint(kind, tmp_path), level)
+    together = generate(native, PROMPTS, 16, page_size=16)
+    assert len({token for output in together for token in output}) > 20, "a degenerate model proves nothing"
+    assert generate(native, PROMPTS, 16, page_size=8, chunk=9) == together
+    assert [generate(native, [prompt], 16, page_size=16, chunk=16)[0] for prompt in PROMPTS] == together
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_logits_have_the_same_bits_in_any_batch(level: Level, qwen: Path, data: st.DataObject) -> None:
+    """A prompt in one chunk beside others, and the same prompt in random chunks alone, with other thread counts."""
+    native = load_native(qwen, level)
+    prompts = [data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)) for _ in range(3)]
+    cuts = sorted(data.draw(st.sets(st.integers(1, 39), max_size=3)))
+    rows = [Row(prompt, list(range(6 * i, 6 * i + 6))) for i, prompt in enumerate(prompts)]
+    batch = make_batch(rows, [len(prompt) for prompt in prompts], PAGE_SIZE)
+    order = sorted(range(3), key=lambda i: len(prompts[i]) == 1)
+    together = native.forward(batch, KVCache(native.kv_spec, PAGES, PAGE_SIZE))
+    load_library(level).set_threads(data.draw(st.integers(1, 3)))
+    for index, i in enumerate(order):
+        cache, row = KVCache(native.kv_spec, PAGES, PAGE_SIZE), Row(prompts[i], [5, 9, 1, 7, 3, 4])
+        ends = [cut for cut in cuts if cut < len(prompts[i])] + [len(prompts[i])]
+        for end in ends:
+            alone = native.forward(make_batch([row], [end - row.cached], PAGE_SIZE), cache)
+            row.cached = end
+        assert torch.equal(alone[0], together[index])
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa"])
+def test_two_ranks_compute_what_one_computes(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path / "model")
+    one = load_native(path, LEVELS[0])
+    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    module = [sys.executable, "-m", "tests.helpers_cpu_rank"]
+    commands = [
+        [*module, str(rank), "2", str(tmp_path / "store"), str(out), LEVELS[0], str(path)]
+        for rank, out in enumerate(outs)
+    ]
+    ranks = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    try:
+        assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    [first], [second] = (json.loads(out.read_text()) for out in outs)
+    got = torch.tensor(first["logits"])
+    assert error(got, logits(one)) < 0.01
+    assert first["tokens"] == got.argmax(dim=1).tolist()
+    assert second["shape"][0] == 0 and second["tokens"] == []
+
+
+def test_other_models_and_precisions_stay_with_torch(tmp_path: Path) -> None:
+    native, tp = load_library(LEVELS[-1]), TensorParallel()
+    gpt2, gelu = make_checkpoint("gpt2", tmp_path / "a"), make_checkpoint("llama", tmp_path / "b", hidden_act="gelu")
+    for path, dtype in ((gpt2, torch.bfloat16), (gelu, torch.bfloat16), (gelu, torch.float32)):
+        model = load_model(path, dtype=dtype, device="cpu", tp=tp, attention=ReferenceAttention(), native=native)
+        assert isinstance(model, Decoder)

@@ -1,0 +1,123 @@
+"""Packed matrix products against torch, for every instruction set of this CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.test_cpu_build import needs_compiler
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
+
+pytestmark = needs_compiler
+LEVELS = cpu_features().levels()
+SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 300, 640]))
+ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
+
+
+def packed(level: Level, weight: Tensor, paired: bool = False) -> PackedMatrix:
+    outputs, inputs = weight.shape
+    memory = torch.zeros(PackedMatrix.packed_size(outputs, inputs, paired=paired), dtype=torch.bfloat16)
+    matrix = PackedMatrix(load_library(level), memory, outputs, inputs, paired=paired)
+    if paired:
+        gate, up = weight.chunk(2)
+        matrix.pack(gate, 0, Pairing.GATE)
+        matrix.pack(up, 0, Pairing.UP)
+    else:
+        cut = outputs // 3
+        matrix.pack(weight[:cut], 0)
+        matrix.pack(weight[cut:], cut)
+    return matrix
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = F.linear(x.double(), weight.double())
+    return out if bias is None else out + bias.double()
+
+
+def close(got: Tensor, want: Tensor, inputs: int, half: bool) -> None:
+    """Within what float32 sums of `inputs` products of numbers about 1 may lose, and the rounding of the result."""
+    torch.testing.assert_close(got.double(), want, rtol=2**-8 if half else 1e-5, atol=4e-6 * inputs + 1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), biased=st.booleans(), seed=st.integers(0, 99))
+def test_products_equal_torch(
+    level: Level, rows: int, outputs: int, inputs: int, threads: int, biased: bool, seed: int
+) -> None:
+    load_library(level).set_threads(threads)
+    weight, x = random(outputs, inputs, seed=seed), random(rows, inputs, seed=seed + 1)
+    bias = random(outputs, seed=seed + 2) if biased else None
+    matrix, want = packed(level, weight), exact(x, weight, bias)
+    if bias is not None:
+        matrix.set_bias(bias)
+    got = matrix.linear(x, Finish.STORE_FLOAT, torch.full((rows, outputs), torch.nan))
+    close(got, want, inputs, half=False)
+    close(matrix.linear(x, Finish.STORE, torch.empty(rows, outputs, dtype=torch.bfloat16)), want, inputs, half=True)
+    before = random(rows, outputs, seed=seed + 3).float()
+    close(matrix.linear(x, Finish.ADD, before.clone()), want + before, inputs, half=False)
+    index, best = matrix.argmax(x)
+    assert torch.equal(best, got.max(dim=1).values)
+    assert torch.equal(index, (got == best[:, None]).int().argmax(dim=1)), "the first of equal ones"
+    load_library(level).set_threads(1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, channels=SIZES, inputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
+def test_gated_products_equal_torch(
+    level: Level, rows: int, channels: int, inputs: int, biased: bool, seed: int
+) -> None:
+    weight, x = random(2 * channels, inputs, seed=seed) / 4, random(rows, inputs, seed=seed + 1)
+    bias = random(2 * channels, seed=seed + 2) if biased else None
+    matrix = packed(level, weight, paired=True)
+    if bias is not None:
+        matrix.set_bias(bias)
+    gate, up = exact(x, weight, bias).chunk(2, dim=1)
+    got = matrix.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
+    torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=30, deadline=None)
+@given(st.data(), SIZES, SIZES)
+def test_a_row_has_the_same_bits_in_any_batch(level: Level, data: st.DataObject, outputs: int, inputs: int) -> None:
+    native = load_library(level)
+    rows = data.draw(st.sampled_from([2, 17, 33, 64, 70, 513, 700]))
+    matrix, x = packed(level, random(outputs, inputs, seed=1)), random(rows, inputs, seed=2)
+    native.set_threads(2)
+    whole = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+    native.set_threads(1)
+    for _ in range(5):
+        first = data.draw(st.integers(0, rows - 1))
+        count = data.draw(st.integers(1, rows - first))
+        part = matrix.linear(x[first : first + count], Finish.STORE_FLOAT, torch.empty(count, outputs))
+        assert torch.equal(part, whole[first : first + count])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 33), (32, 32), (100, 64), (65, 95)])
+def test_rows_are_unpacked_as_they_were(level: Level, outputs: int, inputs: int) -> None:
+    weight = random(outputs, inputs, seed=3)
+    matrix = packed(level, weight)
+    wanted = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(matrix.unpack(wanted), weight[wanted])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_equal_logits_give_the_first_index_and_nan_gives_some(level: Level) -> None:
+    weight = torch.zeros(100, 32, dtype=torch.bfloat16)
+    weight[[40, 70], 0] = 2.0
+    x = torch.zeros(4, 32, dtype=torch.bfloat16)
+    x[:, 0] = torch.tensor([1.0, -1.0, torch.nan, 0.0])
+    index, best = packed(level, weight).argmax(x)
+    assert index.tolist()[:2] == [40, 0] and index.tolist()[3] == 0 and 0 <= int(index[2]) < 100
+    assert best.tolist()[:2] == [2.0, 0.0]

@@ -1,0 +1,181 @@
+"""The client over HTTP, against a real server that speaks OpenAI's format: a link's rows, and the commands."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from client_cli.http_link import HttpLink
+from client_cli.http_loop import Server
+from common.connection import Answer, Row, Unreachable
+from common.messages import ChatMessage, ErrorCode, Finish, RequestError, ints
+from common.sampling_params import Grammar, SamplingParams
+from tests.unit.client_runs import run, start
+from tests.unit.fake_openai import TIMEOUT_S, FakeOpenAI
+
+PARAMS = SamplingParams(max_tokens=5)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAI]:
+    with FakeOpenAI() as fake:
+        yield fake
+
+
+def collect(link: HttpLink) -> list[Row | RequestError]:
+    found: list[Row | RequestError] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while link.live:
+        assert time.monotonic() < deadline
+        found += link.poll(1.0)
+    return found + link.poll(0.0)
+
+
+def asked(server: FakeOpenAI, prompt: Any, params: SamplingParams = PARAMS, **options: Any) -> tuple[Any, list[Any]]:
+    """What a submitted prompt sends, and its rows."""
+    link = HttpLink(Server(server.url))
+    try:
+        link.submit(prompt, params, **options)
+        found = collect(link)
+    finally:
+        link.close()
+    return server.requests.get(timeout=TIMEOUT_S), found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["hello", [ChatMessage("user", "hello")]])
+def test_rows_add_up_to_the_answer(server: FakeOpenAI, prompt: Any, stream: bool) -> None:
+    (path, _, body), rows = asked(server, prompt, stream=stream)
+    assert path == ("/v1/completions" if prompt == "hello" else "/v1/chat/completions")
+    assert body["model"] == "echo" and body["max_tokens"] == 5 and body.get("stream", False) == stream
+    answer = Answer()
+    for row in rows:
+        answer.add(row)
+    assert "".join(answer.texts) == "hello" and answer.tokens == 5
+    assert (len(rows), rows[-1].finish) == ((5, Finish.LENGTH) if stream else (1, Finish.STOP))
+    assert answer.prompt_tokens == 5 and 0 < answer.first_ns <= answer.last_ns
+
+
+def test_token_ids_and_every_field_that_is_not_the_default(server: FakeOpenAI) -> None:
+    params = SamplingParams(
+        0.5, 3, 0.9, 0.1, 42, 7, ("END",), ints(5), True, False, 1.5, 0.25, -0.5, {7: -100.0}, 3,
+        grammar=Grammar("json_schema", '{"type": "object"}'),
+    )  # fmt: skip
+    (_, _, body), _ = asked(server, [5, 6, 7], params, n=1, cache_salt="s", priority=2, deadline_ms=9000)
+    assert body == {
+        "model": "echo", "prompt": [5, 6, 7], "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 42,
+        "max_tokens": 7, "stop": ["END"], "stop_token_ids": [5], "ignore_eos": True, "skip_special_tokens": False,
+        "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5, "logit_bias": {"7": -100.0},
+        "min_tokens": 3, "cache_salt": "s", "priority": 2, "deadline_ms": 9000, "stream": True,
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}},
+    }  # fmt: skip
+    (_, _, body), _ = asked(server, "x", SamplingParams())
+    assert set(body) == {"model", "prompt", "stream", "stream_options"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "said"),
+    [
+        ("refuse", ErrorCode.INVALID, "HTTP 400: temperature is too high"),
+        ("overload", ErrorCode.OVERLOADED, "HTTP 429: try later"),
+        ("garbage", ErrorCode.INTERNAL, "cannot be read"),
+        ("error", ErrorCode.INTERNAL, "out of memory"),
+        ("cut", ErrorCode.INTERNAL, ""),
+    ],
+)
+def test_what_goes_wrong_ends_the_request_and_no_other(
+    server: FakeOpenAI, prompt: str, code: ErrorCode, said: str
+) -> None:
+    link = HttpLink(Server(server.url))
+    bad, good = link.submit(prompt, PARAMS), link.submit("fine", PARAMS)
+    rows = collect(link)
+    link.close()
+    (error,) = [row for row in rows if isinstance(row, RequestError)]
+    assert (error.rid, error.code) == (bad, code) and said in error.problem
+    assert error.field == ("temperature" if prompt == "refuse" else "")
+    assert "".join(row.text for row in rows if isinstance(row, Row) and row.rid == good) == "fine"
+
+
+def test_an_abort_reaches_the_server_and_ends_the_choice(server: FakeOpenAI) -> None:
+    link = HttpLink(Server(server.url))
+    rid = link.submit("wait", PARAMS)
+    (first,) = link.poll(TIMEOUT_S)
+    assert isinstance(first, Row) and first.text == "begun"
+    link.abort(rid)
+    (last,) = collect(link)
+    assert isinstance(last, Row) and last.finish is Finish.ABORT
+    assert server.gone.wait(TIMEOUT_S)
+    early = link.submit("wait", PARAMS)  # before anybody polled
+    link.abort(early)
+    (row,) = collect(link)
+    assert isinstance(row, Row) and (row.rid, row.finish) == (early, Finish.ABORT)
+    link.close()
+
+
+def test_reasoning_reads_as_from_the_model(server: FakeOpenAI) -> None:
+    _, rows = asked(server, [ChatMessage("user", "think")])
+    assert "".join(row.text for row in rows) == "<think>hmm</think>think"
+
+
+def test_the_key_is_sent_and_its_lack_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeOpenAI(key="secret") as server:
+        with pytest.raises(Unreachable, match="wrong key"):
+            HttpLink(Server(server.url))
+        assert "secret" not in repr(Server(server.url, "secret"))
+        ended = run("hi", "--url", server.url + "/v1/", "--api-key-env", "SOME_KEY", SOME_KEY="secret")
+        assert (ended.stdout, ended.returncode) == ("hi\n", 0), ended.stderr
+    ended = run("hi", "--url", "http://127.0.0.1:1", "--api-key-env", "NOT_SET_ANYWHERE")
+    assert ended.returncode == 2 and "NOT_SET_ANYWHERE is not set" in ended.stderr
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+def test_complete(server: FakeOpenAI) -> None:
+    assert run("Hëllo", "--url", server.url).stdout == "Hëllo\n"
+    answer = json.loads(run("hello", "--chat", "--json", "--url", server.url).stdout)
+    assert (answer["text"], answer["completion_tokens"], answer["finish_reason"]) == ("hello", 5, "length")
+    assert 0 < answer["ttft_ms"] <= answer["e2e_ms"]
+    lines = "\n".join(json.dumps({"prompt": p}) for p in ("one", "refuse", "three"))
+    ended = run("--jsonl", "-", "--url", server.url, "--model", "own", stdin=lines)
+    results = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert ended.returncode == 1 and [r.get("text") for r in results] == ["one", None, "three"]
+    assert server.requests.get()[2]["model"] == "echo"
+
+
+def test_ctrl_c_cuts_the_connection(server: FakeOpenAI) -> None:
+    process = start("wait", "--url", server.url)
+    assert process.stdout is not None
+    assert process.stdout.read(5) == "begun"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130 and "requests aborted: 1" in errors
+    assert server.gone.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["x", "--url", "127.0.0.1:8000"], "must begin with http"),
+        (["x", "--url", "http://h", "--run-dir", "d"], "--run-dir and --url exclude each other"),
+        (["x", "--model", "m"], "--model belongs to --url"),
+        (["x", "--api-key-env", "K"], "--api-key-env belongs to --url"),
+        (["--stats", "--url", "http://h"], "--stats does not work over HTTP"),
+        (["x", "--json", "--logprobs", "2", "--url", "http://h"], "do not work over HTTP"),
+        (["x", "--logprobs", "2"], "are shown by --json"),
+        (["x", "--regex", "a", "--json-object"], "Give one of --json-object"),
+        (["x", "--logit-bias", "a:1"], "TOKEN_ID:VALUE expected"),
+    ],
+)
+def test_options_that_do_not_go_together(args: list[str], said: str) -> None:
+    ended = run(*args)
+    assert ended.returncode == 2 and said in ended.stderr, ended.stderr
+
+
+def test_nobody_answers() -> None:
+    ended = run("x", "--url", "http://127.0.0.1:1")
+    assert ended.returncode == 2 and "no answer at http://127.0.0.1:1" in ended.stderr

@@ -1,0 +1,133 @@
+"""Logit edits against transformers' logits processors, in batches with rows that have none."""
+
+from array import array
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from common.messages import History
+from common.sampling_params import DrawParams, LogitEdits
+from worker_proc.errors import PlanError
+from worker_proc.logit_edits import LogitEditor
+
+VOCAB = 60
+TOKENS = st.integers(0, VOCAB - 1)
+EDITS = st.builds(
+    LogitEdits,
+    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=5),
+    min_len=st.integers(0, 24),
+    ends=st.lists(TOKENS, max_size=3, unique=True).map(lambda ids: array("i", ids)),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.2, 10.0]),
+    frequency_penalty=st.sampled_from([0.0, -2.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, -0.3, 2.0]),
+)
+
+
+def random_logits(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def expected_row(row: Tensor, edits: LogitEdits, prompt: list[int], output: list[int]) -> Tensor:
+    """transformers' processors where it has them; OpenAI's formula of the penalties on the output."""
+    processors = LogitsProcessorList()
+    if edits.logit_bias:
+        bias = [[[token], value] for token, value in edits.logit_bias.items()]
+        processors.append(SequenceBiasLogitsProcessor(bias))
+    if edits.ends:
+        processors.append(MinLengthLogitsProcessor(edits.min_len, list(edits.ends), device="cpu"))
+    if edits.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(edits.repetition_penalty))
+    row = processors(torch.tensor([prompt + output]), row[None].clone())[0]
+    for token in set(output):
+        row[token] -= edits.frequency_penalty * output.count(token)
+        row[token] -= edits.presence_penalty
+    return row
+
+
+def enter(editor: LogitEditor, slot: int, edits: LogitEdits | None, prompt: list[int], output: list[int]) -> None:
+    draw = DrawParams(edits=edits)
+    known = {slot: History(slot, len(prompt), array("i", prompt + output))} if draw.needs_history else {}
+    editor.enter([slot], [draw], known)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_every_step_of_a_batch_is_edited_as_its_requests_say(data: st.DataObject) -> None:
+    """Requests in random slots; tokens come one by one, slots are left and entered again with all that is known, as
+    after a preemption, or by somebody else."""
+    editor = LogitEditor(8, VOCAB)
+    requests: dict[int, tuple[LogitEdits | None, list[int], list[int]]] = {}
+    for step in range(data.draw(st.integers(1, 8))):
+        for slot in data.draw(st.lists(st.integers(0, 7), max_size=4, unique=True)):
+            if slot in requests and data.draw(st.booleans()):
+                edits, prompt, output = requests.pop(slot)
+                editor.leave([slot])
+                if data.draw(st.booleans()):
+                    free = data.draw(st.sampled_from([s for s in range(8) if s not in requests]))
+                    requests[free] = (edits, prompt, output)
+                    enter(editor, free, edits, prompt, output)
+            elif slot not in requests:
+                prompt = data.draw(st.lists(TOKENS, min_size=1, max_size=12))
+                requests[slot] = (data.draw(st.none() | EDITS), prompt, [])
+                enter(editor, slot, *requests[slot])
+        slots = data.draw(st.permutations(sorted(requests)))
+        if not slots:
+            continue
+        logits = random_logits(len(slots), step)
+        edited = logits.clone()
+        lengths = torch.tensor([len(requests[s][1]) + len(requests[s][2]) for s in slots])
+        index = torch.tensor(slots)
+        editor.apply(edited, index, lengths)
+        for row, slot in enumerate(slots):
+            edits, prompt, output = requests[slot]
+            wanted = logits[row] if edits is None else expected_row(logits[row], edits, prompt, output)
+            torch.testing.assert_close(edited[row], wanted, rtol=1e-6, atol=1e-5)
+        tokens = data.draw(st.lists(TOKENS, min_size=len(slots), max_size=len(slots)))
+        editor.append(index, lengths, index, torch.tensor(tokens))
+        for slot, token in zip(slots, tokens, strict=True):
+            requests[slot][2].append(token)
+
+
+def test_histories_longer_than_the_table_at_first() -> None:
+    editor = LogitEditor(3, VOCAB)
+    edits = LogitEdits(repetition_penalty=1.5, frequency_penalty=0.1)
+    long, short = [i % 50 for i in range(1000)], [55, 56]
+    enter(editor, 0, edits, short, [])
+    enter(editor, 2, edits, long, [58])
+    logits = random_logits(2, 0)
+    edited = logits.clone()
+    editor.apply(edited, torch.tensor([0, 2]), torch.tensor([2, 1001]))
+    torch.testing.assert_close(edited[0], expected_row(logits[0], edits, short, []))
+    torch.testing.assert_close(edited[1], expected_row(logits[1], edits, long, [58]))
+
+
+def test_rows_without_edits_are_not_touched() -> None:
+    editor = LogitEditor(2, VOCAB)
+    enter(editor, 1, LogitEdits(presence_penalty=1.0, logit_bias={3: -5.0}), [1], [3])
+    logits = random_logits(1, 0)
+    edited = logits.clone()
+    assert not editor.touches(torch.tensor([0]))
+    editor.apply(edited, torch.tensor([0]), torch.tensor([5]))
+    assert torch.equal(edited, logits)
+    editor.leave([1])
+    editor.apply(edited, torch.tensor([1]), torch.tensor([2]))
+    assert torch.equal(edited, logits)
+
+
+def test_an_end_outside_the_vocabulary_is_harmless_and_a_missing_history_is_not() -> None:
+    editor = LogitEditor(2, VOCAB)
+    enter(editor, 0, LogitEdits(min_len=9, ends=array("i", [VOCAB + 7, 2])), [1], [])
+    logits = random_logits(1, 0)
+    editor.apply(logits, torch.tensor([0]), torch.tensor([8]))
+    assert logits[0].isinf().nonzero().tolist() == [[2]]
+    with pytest.raises(PlanError, match="slot 1 has penalties and no history"):
+        editor.enter([1], [DrawParams(edits=LogitEdits(repetition_penalty=2.0))], {})

@@ -1,0 +1,233 @@
+"""The parts of the Python API that need no cluster of their own: arguments, results, and calls on a played cluster."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import sampling_params as wire
+from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, ints
+from common.sampling_params import Grammar
+from rhizome import LLM, AsyncLLM, ClusterError, GenerationError, SamplingParams
+from rhizome.cluster import _command
+from rhizome.requests import Options, conversations_of, make_requests, prompts_of
+from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, echo, rows, silent_after_one_row
+
+GRAMMAR = ("json_schema", "regex", "choice", "lark")
+
+
+def test_every_field_of_the_wire_is_there_with_its_default() -> None:
+    ours = {f.name for f in dataclasses.fields(SamplingParams)}
+    theirs = {f.name for f in dataclasses.fields(wire.SamplingParams)}
+    assert ours == (theirs - {"grammar"}) | {"n", *GRAMMAR}
+    assert SamplingParams().to_wire() == wire.SamplingParams()
+
+
+def test_python_values_become_those_of_the_wire() -> None:
+    params = SamplingParams(temperature=0, stop="x", stop_token_ids=[5], logit_bias={7: -100}, n=2, regex="a+")
+    assert params.to_wire() == wire.SamplingParams(
+        temperature=0.0, stop=("x",), stop_token_ids=ints(5), logit_bias={7: -100.0}, grammar=Grammar("regex", "a+")
+    )
+    assert SamplingParams(stop=["a", "b"]).to_wire().stop == ("a", "b")
+    assert SamplingParams(json_schema=True).to_wire().grammar == Grammar("json_object")
+    assert SamplingParams(json_schema={"type": "object"}).to_wire().grammar == Grammar(
+        "json_schema", '{"type": "object"}'
+    )
+    assert SamplingParams(choice=["ä", "b"]).to_wire().grammar == Grammar("choice", '["ä", "b"]')
+    assert SamplingParams(lark="start: /a/").to_wire().grammar == Grammar("lark", "start: /a/")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"temperature": -1}, "temperature: must be at least 0"),
+        ({"temperature": "hot"}, "temperature: must be a number"),
+        ({"n": 0}, "n: must be between 1 and 64"),
+        ({"stop": [""]}, "stop\\[0\\]: must have 1 to 512"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: entries"),
+        ({"logit_bias": {5: 1000}}, "logit_bias"),
+        ({"regex": "a", "choice": ["a"]}, "choice: excludes regex"),
+    ],
+)
+def test_wrong_parameters_are_refused_at_once(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(**values)
+
+
+def test_one_prompt_or_several() -> None:
+    assert prompts_of("x") == ["x"] and prompts_of(["x", [5]]) == ["x", [5]] and prompts_of([]) == []
+    assert prompts_of([5, 6]) == [[5, 6]]
+    message = {"role": "user", "content": "x"}
+    assert conversations_of([message]) == [[message]] and conversations_of([[message], [message]]) == [[message]] * 2
+
+
+def test_requests() -> None:
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2, n=3)]
+    first, second = make_requests("prompt", ["x", (5, 6)], params, Options("salt", 1, 2))
+    assert (first.prompt, first.params.max_tokens, first.n) == ("x", 1, 1)
+    assert (second.prompt, second.n, second.cache_salt, second.priority, second.deadline_ms) == (
+        [5, 6],
+        3,
+        "salt",
+        1,
+        2,
+    )
+    with pytest.raises(ValueError, match="params: as many as prompts"):
+        make_requests("prompt", ["x"], params, Options())
+    with pytest.raises(ValueError, match="prompt 1: token_ids: entries"):
+        make_requests("prompt", ["x", [-5]], None, Options())
+    with pytest.raises(ValueError, match="prompt 0: priority"):
+        make_requests("prompt", ["x"], None, Options(priority=5000))
+    with pytest.raises(ValueError, match=r"prompt 0: messages\[0\]"):
+        make_requests("messages", [[{"role": "user"}]], None, Options())
+
+
+def test_options_become_flags_of_launch() -> None:
+    command = _command("m", {"tp": 2, "kv_memory": "1GiB", "prefix_cache": False, "record": None}, Path("/r"), 7)
+    assert command[1].endswith("launch.py")
+    flags = command[2:]
+    assert flags[:6] == ["--model", "m", "--run-dir", "/r", "--parent-fd", "7"]
+    assert flags[6] == "--no-http" and "--no-http" not in _command("m", {"port": 0}, Path("/r"), 7)
+    assert flags[flags.index("--tp") :] == ["--tp", "2", "--kv-memory", "1GiB", "--no-prefix-cache"]
+    with pytest.raises(ValueError, match="run_dir: is set by LLM itself"):
+        _command("m", {"run_dir": "x"}, Path("/r"), 7)
+
+
+def answers(msg: Any) -> Iterable[Any]:
+    """Echo texts, refuse `bad`, and answer n times."""
+    if isinstance(msg, GetStats):
+        yield Stats(msg.query, {"a": 1})
+    elif isinstance(msg, Abort):
+        yield rows(msg.rid, "", finish=Finish.ABORT)
+    elif isinstance(msg, Generate) and msg.text == "bad":
+        yield RequestError(msg.rid, ErrorCode.TOO_LONG, "is too long", "prompt", 9)
+    elif isinstance(msg, Generate) and msg.text == "slow":
+        yield rows(msg.rid, "begun", 11)
+    elif isinstance(msg, Generate):
+        text = msg.text if msg.text is not None else (msg.chat or [ChatMessage("x", "ids")])[-1].content
+        for choice in range(msg.n):
+            yield rows(msg.rid, f"{text} {choice}", 5, choice=choice)
+            yield rows(msg.rid, "!", 6, choice=choice, finish=Finish.LENGTH)
+
+
+def texts(outputs: Any) -> list[list[str]]:
+    return [[answer.text for answer in output.outputs] for output in outputs]
+
+
+def test_generate_and_chat(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, answers), LLM.connect(short_dir) as llm:
+        found = llm.generate(["a", [1, 2], "c"], SamplingParams(n=2), use_tqdm=False)
+        assert texts(found) == [["a 0!", "a 1!"], ["ids 0!", "ids 1!"], ["c 0!", "c 1!"]]
+        first = found[0]
+        assert (first.prompt, first.prompt_token_ids, first.prompt_tokens, first.cached_tokens) == ("a", None, 3, 2)
+        assert found[1].prompt_token_ids == [1, 2] and found[1].prompt is None
+        answer = first.outputs[1]
+        assert (answer.index, answer.token_ids, answer.finish_reason, answer.logprobs) == (1, [5, 6], "length", None)
+        assert texts(llm.chat([{"role": "user", "content": "hi"}])) == [["hi 0!"]]
+        assert llm.stats() == {"a": 1}
+        assert llm.generate([]) == []
+    with pytest.raises(ClusterError, match="closed"):
+        llm.generate("x")
+
+
+def test_an_error_names_the_prompt_and_aborts_the_others(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, answers) as cluster, LLM.connect(short_dir) as llm:
+        with pytest.raises(GenerationError, match="prompt 1: prompt: is too long") as caught:
+            llm.generate(["slow", "bad"])
+        assert (caught.value.index, caught.value.code, caught.value.field, caught.value.limit) == (
+            1, "too_long", "prompt", 9,
+        )  # fmt: skip
+        slow = cluster.next(Generate)
+        cluster.next(Generate)
+        assert cluster.next(Abort).rid == slow.rid
+        assert texts(llm.generate("x")) == [["x 0!"]], "the next call is as good as any"
+
+
+def test_streams(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, answers) as cluster, LLM.connect(short_dir) as llm:
+        pieces = list(llm.stream("x", SamplingParams(max_tokens=2)))
+        assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in pieces] == [
+            (0, "x 0", [5], None), (0, "!", [6], "length"),
+        ]  # fmt: skip
+        assert [p.text for p in llm.stream([{"role": "user", "content": "hi"}])] == ["hi 0", "!"]
+        for piece in llm.stream("slow"):
+            assert piece.text == "begun"
+            assert texts(llm.generate("within")) == [["within 0!"]], "other calls go on beside a stream"
+            break
+        kinds = [cluster.received.get(timeout=TIMEOUT_S) for _ in range(5)]
+        assert isinstance(kinds[-1], Abort) and kinds[-1].rid == kinds[2].rid
+
+
+def test_threads_share_one(short_dir: Path) -> None:
+    found: dict[int, Any] = {}
+    with FakeFrontend(short_dir, answers), LLM.connect(short_dir) as llm:
+
+        def work(i: int) -> None:
+            found[i] = texts(llm.generate([f"{i}-{j}" for j in range(5)], use_tqdm=False))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    assert found == {i: [[f"{i}-{j} 0!"] for j in range(5)] for i in range(4)}
+
+
+def test_a_cluster_that_dies_and_none_at_all(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, silent_after_one_row) as cluster, LLM.connect(short_dir) as llm:
+        stream = llm.stream("x")
+        next(stream)
+        cluster.close()
+        with pytest.raises(ClusterError, match="the cluster has ended"):
+            next(stream)
+    with pytest.raises(ClusterError, match="no cluster is running"):
+        LLM.connect(short_dir)
+
+
+def test_async(short_dir: Path) -> None:
+    async def use() -> None:
+        async with AsyncLLM.connect(short_dir) as llm:
+            both = await asyncio.gather(llm.generate(["a", "b"], SamplingParams(n=2)), llm.generate("c"))
+            assert [texts(found) for found in both] == [[["a 0!", "a 1!"], ["b 0!", "b 1!"]], [["c 0!"]]]
+            assert texts(await llm.chat([{"role": "user", "content": "hi"}])) == [["hi 0!"]]
+            assert [piece.text async for piece in llm.stream("x")] == ["x 0", "!"]
+            with pytest.raises(GenerationError, match="prompt 1"):
+                await llm.generate(["slow", "bad"])
+            assert await llm.stats() == {"a": 1}
+            cancelled = asyncio.create_task(llm.generate("slow"))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+        with pytest.raises(ClusterError, match="async with"):
+            await llm.generate("x")
+        with pytest.raises(ClusterError, match="no cluster is running"):
+            async with AsyncLLM.connect(short_dir / "nowhere"):
+                pass
+
+    with FakeFrontend(short_dir, answers):
+        asyncio.run(use())
+
+
+def test_async_when_the_cluster_dies(short_dir: Path) -> None:
+    async def use(cluster: FakeFrontend) -> None:
+        async with AsyncLLM.connect(short_dir) as llm:
+            with pytest.raises(ClusterError, match="the cluster has ended"):
+                async for _ in llm.stream("x"):
+                    cluster.close()
+
+    with FakeFrontend(short_dir, silent_after_one_row) as cluster:
+        asyncio.run(use(cluster))
+
+
+def test_a_closed_llm_closes_its_connections(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, echo):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            with LLM.connect(short_dir) as llm:
+                llm.generate("x")
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2

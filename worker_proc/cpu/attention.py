@@ -1,0 +1,164 @@
+"""The native attention (native/attention.h) as seen from Python: one object per step, one call per layer."""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from itertools import accumulate
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.kv_cache import KVCache
+
+DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+_ALIGNMENT = 64
+
+
+class BatchStruct(ctypes.Structure):
+    """`AttentionBatch` of native/attention.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_rows", "num_heads", "num_kv_heads", "k_dim", "v_dim", "page_size")),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+        *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
+        *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
+        ("page_table", c_void_p),
+        ("table_stride", c_int64),
+        *((name, c_void_p) for name in ("q_starts", "kv_lens", "plan", "workspace")),
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    """`AttentionLayer` of native/attention.h."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        *((name, c_void_p) for name in ("k_pages", "v_pages", "out")),
+        ("out_stride", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class NativeAttention:
+    """Builds the steps of one model; keeps the memory that they have in common."""
+
+    def __init__(self, library: NativeLibrary, *, share: bool = True) -> None:
+        """With `share`, pages that several decode rows have in common are read once."""
+        self._functions = library.functions
+        self._share = share
+        pointer = ctypes.POINTER
+        for name, result, arguments in (
+            ("rhizome_attention_plan", c_int64, (pointer(BatchStruct), c_void_p, c_int64, ctypes.c_int)),
+            ("rhizome_attention_workspace", c_int64, (pointer(BatchStruct),)),
+            ("rhizome_attention", None, (pointer(BatchStruct), pointer(LayerStruct))),
+            (
+                "rhizome_kv_write",
+                None,
+                (pointer(BatchStruct), c_int64, *(c_void_p, c_int64) * 2, *(c_void_p,) * 3),
+            ),
+        ):
+            function = getattr(self._functions, name)
+            function.restype, function.argtypes = result, arguments
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    def step(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> "AttentionStep":
+        """What all layers of `batch` have in common, for `num_heads` query heads. Valid until the next step's."""
+        spec = cache.spec
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"native attention computes in float32 or bfloat16, not {spec.dtype}")
+        if num_heads % spec.num_kv_heads:
+            raise ValueError(f"{num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+        numbers = torch.tensor([0, *accumulate(batch.q_lens), *batch.kv_lens_host], dtype=torch.int32)
+        table = batch.page_table.to(torch.int32).contiguous()
+        rows = len(batch.q_lens)
+        struct = BatchStruct(
+            num_rows=rows,
+            num_heads=num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            k_dim=spec.k_head_dim,
+            v_dim=spec.v_head_dim,
+            page_size=cache.page_size,
+            dtype=DTYPES[spec.dtype],
+            page_table=table.data_ptr(),
+            table_stride=table.shape[1],
+            q_starts=numbers.data_ptr(),
+            kv_lens=numbers.data_ptr() + 4 * (rows + 1),
+        )
+        for name, pages in (("k", cache.k[0]), ("v", cache.v[0])):
+            for stride, kind in zip(pages.stride(), ("page", "head", "token"), strict=False):
+                setattr(struct, f"{name}_{kind}_stride", stride)
+        most = int(self._functions.rhizome_attention_plan(struct, None, 0, self._share))
+        plan = torch.empty(most, dtype=torch.int32)
+        self._functions.rhizome_attention_plan(struct, plan.data_ptr(), most, self._share)
+        struct.plan = plan.data_ptr()
+        needed = int(self._functions.rhizome_attention_workspace(struct)) + _ALIGNMENT
+        if self._workspace.numel() < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8)
+        struct.workspace = -(-self._workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        return AttentionStep(self._functions, struct, batch, cache, (numbers, table, plan, self._workspace))
+
+
+class AttentionStep:
+    """One step. `struct` may be handed to other native functions as long as this object lives."""
+
+    def __init__(
+        self,
+        functions: ctypes.CDLL,
+        struct: BatchStruct,
+        batch: ForwardBatch,
+        cache: KVCache,
+        keep: tuple[Tensor, ...],
+    ) -> None:
+        self.struct = struct
+        self.batch = batch
+        self._functions = functions
+        self._cache = cache
+        self._keep = keep  # memory that the struct points to
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` in the pages of a layer. Raises ValueError for another dtype
+        than the cache's."""
+        k, v = self._ready(k), self._ready(v)
+        slots = self.batch.slot_mapping
+        self._functions.rhizome_kv_write(
+            self.struct, k.shape[0], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(),
+            self._cache.k[layer].data_ptr(), self._cache.v[layer].data_ptr(),
+        )  # fmt: skip
+
+    def attend(
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """`q` `[T, Hq, Dk]` to `[T, Hq, Dv]`, see `AttentionBackend.forward`. Raises ValueError for another dtype than
+        the cache's, and for a scale or soft cap that is not positive."""
+        if not scale > 0 or (softcap is not None and not softcap > 0):
+            raise ValueError(f"attention: scale {scale} and softcap {softcap} must be positive")
+        q = self._ready(q)
+        out = q.new_empty(q.shape[0], q.shape[1], self.struct.v_dim)
+        self._functions.rhizome_attention(
+            self.struct,
+            LayerStruct(
+                q=q.data_ptr(),
+                q_stride=q.stride(0),
+                k_pages=self._cache.k[layer].data_ptr(),
+                v_pages=self._cache.v[layer].data_ptr(),
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+                scale=scale,
+                softcap=softcap or 0.0,
+                window=window or 0,
+            ),
+        )
+        return out
+
+    def _ready(self, x: Tensor) -> Tensor:
+        """`x` `[T, H, D]` with the heads of a token one after another in memory; tokens may be anywhere."""
+        if x.dtype != self._cache.spec.dtype:
+            raise ValueError(f"attention: {x.dtype} given, but the cache holds {self._cache.spec.dtype}")
+        return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,130 @@
+"""Compiles the native kernels at first start and keeps the library in the user's cache.
+
+The sources are plain C++20 without dependencies, so this takes a second or two. A library is named by a hash of
+everything that it depends on: sources, options, compiler, CPU. The cache directory must belong to the user and be
+closed to others, because what lies in it is loaded into the process.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from worker_proc.cpu.features import CpuFeatures, Level
+
+SOURCES = Path(__file__).parent / "native"
+COMPILERS = ("c++", "g++", "clang++")
+_OPTIONS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread",
+            "-Wall", "-Wextra")  # fmt: skip
+_TIMEOUT_S = 120.0
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be built here; the text says why."""
+
+
+def build(level: Level, features: CpuFeatures, cache: Path | None = None, sources: Path = SOURCES) -> Path:
+    """The shared library with the kernels of `level`, from the cache or fresh from the compiler.
+
+    Several processes may ask at once: one compiles, the others wait for it. Raises BuildError without a compiler, when
+    it refuses the sources, or when the cache directory is not private to the user.
+    """
+    compiler = find_compiler()
+    command = [compiler, *_OPTIONS, *features.options(level)]
+    directory = cache if cache is not None else cache_directory()
+    target = directory / f"{level}-{_key(command, features, sources)}.so"
+    _make_private(directory)
+    with _locked(target.with_suffix(".lock")):
+        if not target.exists():
+            _compile(command, sources, target)
+    _check_private(target)
+    return target
+
+
+def find_compiler() -> str:
+    """The path of a C++ compiler. Raises BuildError if there is none."""
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise BuildError(f"no C++ compiler is installed (looked for {', '.join(COMPILERS)})")
+
+
+def cache_directory() -> Path:
+    """`rhizome/kernels` in the user's cache directory (XDG Base Directory specification)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "rhizome" / "kernels"
+
+
+def _key(command: list[str], features: CpuFeatures, sources: Path) -> str:
+    parts = [*command, _version(command[0]), features.machine, *sorted(features.flags)]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for path in sorted(sources.iterdir()):
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"]).splitlines()[0]
+
+
+def _compile(command: list[str], sources: Path, target: Path) -> None:
+    """Compile every source on its own, side by side, and put the linked library in place in one step."""
+    files = sorted(sources.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as directory:
+        objects = [str(Path(directory) / f"{file.stem}.o") for file in files]
+        jobs = [[*command, "-c", str(file), "-o", made] for file, made in zip(files, objects, strict=True)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, jobs))
+        linked = Path(directory) / "linked.so"
+        _run([*command, "-shared", *objects, "-o", str(linked)])
+        linked.chmod(0o700)
+        linked.replace(target)
+
+
+def _run(command: list[str]) -> str:
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    try:
+        done = run(command)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from None
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"the cache directory {directory} cannot be made: {error}") from None
+    _check_private(directory)
+
+
+def _check_private(path: Path) -> None:
+    """Refuse what others could have written, or could write later."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise BuildError(f"{path} must belong to the user and be writable by nobody else")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise BuildError(f"{path} cannot be opened: {error}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel lets go when the process ends, however it ends
+        yield
+    finally:
+        os.close(handle)

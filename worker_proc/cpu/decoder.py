@@ -1,0 +1,216 @@
+"""The native decoder in native code: a step is one call when there is one rank, two calls a layer otherwise."""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu.attention import AttentionStep, NativeAttention
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.linear import MatrixStruct
+from worker_proc.cpu.memory import HugePages
+from worker_proc.cpu.weights import PackedWeights
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.rope import inverse_frequencies
+from worker_proc.models.spec import DecoderSpec
+from worker_proc.parallel import TensorParallel
+
+
+class _LayerStruct(ctypes.Structure):
+    """`DecoderLayer` of native/decoder.h."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "k_pages", "v_pages")),
+        ("scale", c_float),
+        ("window", c_int32),
+    )
+
+
+class _ModelStruct(ctypes.Structure):
+    """`DecoderModel` of native/decoder.h."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        ("head", MatrixStruct),
+        *((name, c_void_p) for name in ("embedding", "norm", "inverse_frequencies")),
+        *((name, c_float) for name in ("attention_factor", "norm_eps")),
+        *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner")),
+        *((name, c_int32) for name in ("vocab_first", "vocab_count", "several", "reserved")),
+    )
+
+
+class _StepStruct(ctypes.Structure):
+    """`DecoderStep` of native/decoder.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention", "token_ids", "positions", "slots", "logit_rows")),
+        *((name, c_int64) for name in ("tokens", "num_logits")),
+        ("workspace", c_void_p),
+    )
+
+
+_STAGE = [ctypes.POINTER(_ModelStruct), ctypes.POINTER(_StepStruct)]
+_FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
+    "rhizome_decoder_workspace": (c_int64, [ctypes.POINTER(_ModelStruct), c_int64]),
+    "rhizome_decoder_embed": (None, _STAGE),
+    "rhizome_decoder_attention": (None, [*_STAGE, ctypes.c_int]),
+    "rhizome_decoder_mlp": (None, [*_STAGE, ctypes.c_int]),
+    "rhizome_decoder_logits": (None, [*_STAGE, c_void_p, c_int64]),
+    "rhizome_decoder_argmax": (None, [*_STAGE, c_void_p, c_void_p]),
+    "rhizome_decoder_layers": (None, _STAGE),
+}
+
+
+def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
+    """Whether `CpuDecoder` computes this model: the Llama family in bfloat16."""
+    gated = spec.gated_mlp and spec.activation in ("silu", "swish")
+    return dtype == torch.bfloat16 and spec.layout == "llama" and spec.norm == "rms" and gated and spec.rope is not None
+
+
+class CpuDecoder:
+    """One rank's share of a model. Implements `LanguageModel`.
+
+    The logits of a token depend on its own context only, to the last bit: neither on the rows beside it nor on the
+    number of threads.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, shard: Shard, weights: PackedWeights, tp: TensorParallel, native: NativeLibrary
+    ) -> None:
+        """`spec` must be one that `supports` accepts."""
+        assert spec.rope is not None
+        self.spec = spec
+        self.shard = shard
+        self.tp = tp
+        self._weights = weights  # keeps alive what the structs point to
+        self._frequencies = inverse_frequencies(spec.rope).contiguous()
+        self._heads = shard.heads[1] - shard.heads[0]
+        self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
+        self._attention = NativeAttention(native)
+        self._cache: KVCache | None = None
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._functions = native.functions
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(self._functions, name)
+            function.restype, function.argtypes = result, arguments
+        self._layers = (_LayerStruct * spec.num_layers)()
+        for index, layer in enumerate(weights.layers):
+            self._layers[index] = _LayerStruct(
+                qkv=layer.qkv.struct,
+                o=layer.o.struct,
+                gate_up=layer.up.struct,
+                down=layer.down.struct,
+                input_norm=layer.input_norm.data_ptr(),
+                post_norm=layer.post_norm.data_ptr(),
+                q_norm=_pointer(layer.q_norm),
+                k_norm=_pointer(layer.k_norm),
+                scale=spec.scales[index],
+                window=spec.windows[index] or 0,
+            )
+        self._model = _ModelStruct(
+            layers=ctypes.addressof(self._layers),
+            head=weights.head.struct,
+            embedding=_pointer(weights.embedding),
+            norm=weights.norm.data_ptr(),
+            inverse_frequencies=self._frequencies.data_ptr(),
+            attention_factor=spec.rope.attention_factor,
+            norm_eps=spec.norm_eps,
+            num_layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            head_dim=spec.head_dim,
+            inner=shard.channels[1] - shard.channels[0],
+            vocab_first=shard.vocab[0],
+            vocab_count=weights.head.outputs,
+            several=int(tp.size > 1),
+        )
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """See `LanguageModel`."""
+        dim = self.spec.head_dim
+        return KVSpec(self.spec.num_layers, self._kv_heads, dim, dim, torch.bfloat16)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, without padding."""
+        return self.spec.vocab_size
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `LanguageModel`."""
+        step, attention = self._compute(batch, cache)
+        width = self.shard.vocab[1] - self.shard.vocab[0]
+        logits = torch.empty(len(batch.logit_rows), width)
+        if self._weights.head.outputs < width:
+            logits.zero_()
+        self._functions.rhizome_decoder_logits(self._model, step, logits.data_ptr(), width)
+        del attention
+        return self.tp.gather_to_rank0(logits)[:, : self.spec.vocab_size]
+
+    def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """The likeliest next tokens, int64 `[S]` on rank 0 (`[0]` elsewhere), without holding logits: what the smallest
+        index of the largest number of `forward` is."""
+        step, attention = self._compute(batch, cache)
+        count = len(batch.logit_rows)
+        index, best = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        self._functions.rhizome_decoder_argmax(self._model, step, index.data_ptr(), best.data_ptr())
+        del attention
+        if self.tp.size == 1:
+            return index
+        bests = self.tp.gather_to_rank0(best[:, None])
+        indices = self.tp.gather_to_rank0((index + self.shard.vocab[0])[:, None])
+        if self.tp.rank:
+            return index[:0]
+        return indices.gather(1, bests.max(dim=1).indices[:, None])[:, 0]
+
+    def _compute(self, batch: ForwardBatch, cache: KVCache) -> tuple[_StepStruct, AttentionStep]:
+        """All layers. What is returned describes the step to the native functions, as long as both are held."""
+        if cache is not self._cache:
+            self._use_cache(cache)
+        tokens = len(batch.token_ids)
+        attention = self._attention.step(batch, cache, self._heads)
+        step = _StepStruct(
+            attention=ctypes.addressof(attention.struct),
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            logit_rows=batch.logit_rows.data_ptr(),
+            tokens=tokens,
+            num_logits=len(batch.logit_rows),
+            workspace=self._room(tokens),
+        )
+        functions, model = self._functions, self._model
+        if self.tp.size == 1:
+            functions.rhizome_decoder_layers(model, step)
+            return step, attention
+        partial = self._workspace.view(torch.float32)[: tokens * self.spec.hidden_size]
+        functions.rhizome_decoder_embed(model, step)
+        self.tp.all_reduce(partial)
+        for layer in range(self.spec.num_layers):
+            functions.rhizome_decoder_attention(model, step, layer)
+            self.tp.all_reduce(partial)
+            functions.rhizome_decoder_mlp(model, step, layer)
+            self.tp.all_reduce(partial)
+        return step, attention
+
+    def _use_cache(self, cache: KVCache) -> None:
+        self._cache = cache
+        for index, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
+            self._layers[index].k_pages = k.data_ptr()
+            self._layers[index].v_pages = v.data_ptr()
+
+    def _room(self, tokens: int) -> int:
+        """The address of a workspace for a step of `tokens`; it grows to that of the largest step seen."""
+        needed = int(self._functions.rhizome_decoder_workspace(self._model, tokens))
+        if len(self._workspace) < needed:
+            self._workspace = HugePages(needed).take(needed, torch.uint8)
+        return self._workspace.data_ptr()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None

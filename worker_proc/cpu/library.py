@@ -1,0 +1,77 @@
+"""Loads the native kernels and declares the types of their functions."""
+
+import ctypes
+import logging
+import os
+from functools import cache
+
+from worker_proc.cpu.build import BuildError, build
+from worker_proc.cpu.features import Level, cpu_features
+
+log = logging.getLogger(__name__)
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_SPIN_NS = 50_000
+
+# name: result, arguments
+_FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
+    "rhizome_set_threads": (_INT, [_INT, _POINTER, _LONG]),
+    "rhizome_test_tasks": (None, [_LONG, _POINTER]),
+    "rhizome_enable": (_INT, []),
+    "rhizome_read": (ctypes.c_uint32, [_POINTER, _LONG]),
+    "rhizome_multiply": (ctypes.c_double, [_LONG]),
+    "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),
+    "rhizome_linear": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT]),
+    "rhizome_linear_argmax": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
+    "rhizome_unpack_rows": (None, [_POINTER, _POINTER, _LONG, _POINTER, _LONG]),
+}
+
+
+class NativeLibrary:
+    """The kernels of one level, as `functions.rhizome_...`. Pointers are plain integers (`tensor.data_ptr()`); the
+    caller keeps the memory alive and answers for shapes, dtypes and strides."""
+
+    def __init__(self, level: Level) -> None:
+        """Raises BuildError where the library cannot be built or loaded, or the system does not allow its use."""
+        self.level = level
+        path = build(level, cpu_features())
+        try:
+            self.functions = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"{path} cannot be loaded: {error}") from None
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(self.functions, name)
+            function.restype, function.argtypes = result, arguments
+        if not self.functions.rhizome_enable():
+            raise BuildError(f"the system does not let this process use {level} instructions")
+
+    def set_threads(self, threads: int, cpus: list[int] | None = None) -> int:
+        """Use `threads` threads, the caller's included; with `cpus`, each but the caller's is bound to its own. Returns
+        how many there are. One pool serves the whole process."""
+        bound = (ctypes.c_int * threads)(*cpus) if cpus is not None else None
+        return int(self.functions.rhizome_set_threads(threads, bound, _SPIN_NS))
+
+
+@cache
+def load_library(level: Level) -> NativeLibrary:
+    """The library of a level, loaded once. Raises BuildError."""
+    return NativeLibrary(level)
+
+
+def best_library(wanted: Level | None = None) -> NativeLibrary | None:
+    """The library of the level that is `wanted`, or of the best that works; None, with a warning, if none does."""
+    failed: list[str] = []
+    for level in (wanted,) if wanted is not None else cpu_features().levels():
+        try:
+            return load_library(level)
+        except BuildError as error:
+            failed.append(str(error))
+    log.warning("the native CPU kernels are not available, torch computes instead and is slower: %s", failed[0])
+    return None
+
+
+def num_cpus() -> int:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,108 @@
+"""Weights packed for the native kernels, see `native/linear.h`."""
+
+import ctypes
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from worker_proc.cpu.library import NativeLibrary
+
+PANEL = 32  # outputs that are packed together
+
+
+class Finish(IntEnum):
+    """What becomes of the sums, as in `native/linear.h`."""
+
+    STORE = 0
+    STORE_FLOAT = 1
+    ADD = 2
+    SILU_MUL = 3
+
+
+class Pairing(IntEnum):
+    """Which rows of a packed matrix are filled: any, or the gates or ups of a gated MLP, which lie side by side."""
+
+    NONE = 0
+    GATE = 1
+    UP = 2
+
+
+class MatrixStruct(ctypes.Structure):
+    """`PackedMatrix` of `native/linear.h`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+    )
+
+
+class PackedMatrix:
+    """A weight matrix `[outputs, inputs]`, which is filled with `pack` in pieces of rows. `outputs` counts the
+    gates and the ups of a paired matrix."""
+
+    def __init__(
+        self, native: NativeLibrary, memory: Tensor, outputs: int, inputs: int, *, paired: bool = False
+    ) -> None:
+        """`memory` is zeroed, of `packed_size` bfloat16 elements, aligned to 64 bytes."""
+        self.native = native
+        self.memory = memory
+        self.outputs = outputs
+        self.inputs = inputs
+        self.paired = paired
+        self.bias: Tensor | None = None
+        self.struct = MatrixStruct(memory.data_ptr(), None, inputs, outputs)
+
+    @staticmethod
+    def packed_size(outputs: int, inputs: int, *, paired: bool = False) -> int:
+        """Elements that the packed form takes: full panels of 32 outputs, 16 of each kind if `paired`."""
+        per_panel = PANEL // 2 if paired else PANEL
+        panels = -(-(outputs // 2 if paired else outputs) // per_panel)
+        return panels * PANEL * (-(-inputs // 32) * 32)
+
+    def pack(self, rows: Tensor, first: int, pairing: Pairing = Pairing.NONE) -> None:
+        """Put `rows` (`[R, inputs]`) in place, rounded to bfloat16, the first one as output `first` (of its kind)."""
+        source = rows.to(torch.bfloat16)
+        if source.stride(1) != 1:
+            source = source.contiguous()
+        self.native.functions.rhizome_pack(
+            self.memory.data_ptr(), self.inputs, source.data_ptr(), source.stride(0), len(source), first, pairing
+        )
+
+    def set_bias(self, bias: Tensor) -> None:
+        """`bias` `[outputs]`: for a paired matrix, all gates and then all ups."""
+        values = bias.float()
+        if self.paired:
+            halves = [torch.nn.functional.pad(part, (0, -len(part) % 16)).view(-1, 16) for part in values.chunk(2)]
+            values = torch.cat(halves, dim=1).view(-1)
+        self.bias = torch.nn.functional.pad(values, (0, -len(values) % PANEL)).contiguous()
+        self.struct.bias = self.bias.data_ptr()
+
+    def linear(self, x: Tensor, finish: Finish, out: Tensor) -> Tensor:
+        """Run the kernel on bfloat16 `x` `[rows, inputs]`, see `native/linear.h`; for tests and benchmarks."""
+        padded = torch.nn.functional.pad(x, (0, -self.inputs % 32)).contiguous()
+        self.native.functions.rhizome_linear(
+            ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), out.data_ptr(),
+            out.stride(0), finish,
+        )  # fmt: skip
+        return out
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest index (int64 `[rows]`) of the largest output of each row, and that output (float32)."""
+        padded = torch.nn.functional.pad(x, (0, -self.inputs % 32)).contiguous()
+        index, best = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x))
+        self.native.functions.rhizome_linear_argmax(
+            ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), index.data_ptr(),
+            best.data_ptr(),
+        )  # fmt: skip
+        return index, best
+
+    def unpack(self, outputs: Tensor) -> Tensor:
+        """Rows `outputs` (int64) of a matrix that is not paired, bfloat16 `[len(outputs), inputs]`."""
+        rows = torch.empty(len(outputs), self.inputs, dtype=torch.bfloat16)
+        self.native.functions.rhizome_unpack_rows(
+            ctypes.addressof(self.struct), outputs.data_ptr(), len(outputs), rows.data_ptr(), self.inputs
+        )
+        return rows

@@ -1,0 +1,318 @@
+// Shares the work of a layer's attention out over threads and puts the partial results together.
+#include "attention.h"
+
+#include <vector>
+
+#include "attention_amx.h"
+#include "attention_kernel.h"
+#include "attention_plan.h"
+#include "attention_vector.h"
+#include "parallel.h"
+
+namespace rhizome {
+namespace {
+
+constexpr int kMaxQueries = 1024;  // of one task: bounds what its unfinished results take
+constexpr int kMinQueries = 256;   // fewer do not pay for packing K and V
+
+// Memory of one thread: the kernel's, and the unfinished results of one task.
+template <class Kernel>
+struct Sizes {
+  int v_stride;
+  int64_t kernel, queries, tile, partial;  // bytes; a tile has its queries and its state
+
+  explicit Sizes(const AttentionBatch& batch)
+      : v_stride(Kernel::v_stride(batch)), kernel((Kernel::scratch_bytes(batch) + 63) / 64 * 64),
+        queries((Kernel::query_bytes(batch) + 63) / 64 * 64), tile(queries + int64_t{4} * kTile * (v_stride + 2)),
+        partial(int64_t{4} * batch.num_heads * (v_stride + 2)) {}
+
+  int64_t thread() const { return kernel + tile * (kMaxQueries / kTile); }
+};
+
+// One layer of one step.
+template <class Kernel, class Element>
+class Attention {
+ public:
+  Attention(const AttentionBatch& batch, const AttentionLayer& layer)
+      : batch_(batch), layer_(layer), sizes_(batch), scores_(layer.scale, layer.softcap),
+        group_(batch.num_heads / batch.num_kv_heads), v_stride_(sizes_.v_stride) {
+    // With a window, blocks are not seen whole, so that a plan does not fit.
+    plan_ = layer.window > 0 ? nullptr : reinterpret_cast<const Plan*>(batch.plan);
+    partials_ = static_cast<char*>(batch.workspace) + num_threads() * sizes_.thread();
+  }
+
+  void run() {
+    if (plan_ != nullptr && plan_->num_runs > 0) {
+      parallel_for(int64_t{plan_->num_runs} * batch_.num_kv_heads, [&](int64_t task, int thread) {
+        run_block(plan_->runs()[task / batch_.num_kv_heads], static_cast<int>(task % batch_.num_kv_heads), thread);
+      });
+    }
+    list_tasks();
+    parallel_for(static_cast<int64_t>(tasks_.size()), [&](int64_t task, int thread) {
+      if (num_queries(tasks_[task].row) == 1)
+        run_decode(tasks_[task], thread);
+      else
+        run_prefill(tasks_[task], thread);
+    });
+  }
+
+ private:
+  // Queries [first, first + count) of a row and KV head: query i is head i % group of token i / group.
+  struct Task {
+    int row, kv_head, first, count;
+  };
+
+  int num_queries(int row) const { return batch_.q_starts[row + 1] - batch_.q_starts[row]; }
+
+  // The longest tasks first: prefills, last queries first, as they see the most.
+  void list_tasks() {
+    int64_t all = 0;
+    for (int row = 0; row < batch_.num_rows; ++row)
+      if (num_queries(row) > 1) all += int64_t{num_queries(row)} * batch_.num_heads;
+    const int64_t even = all / (4 * num_threads());
+    const int step = static_cast<int>(std::clamp<int64_t>(even / kTile * kTile, kMinQueries, kMaxQueries));
+    tasks_.reserve(batch_.num_rows * batch_.num_kv_heads + all / step);
+    for (int row = 0; row < batch_.num_rows; ++row) {
+      const int count = num_queries(row) * group_;
+      if (num_queries(row) == 1) continue;
+      for (int first = (count - 1) / step * step; first >= 0; first -= step)
+        for (int head = 0; head < batch_.num_kv_heads; ++head)
+          tasks_.push_back({row, head, first, std::min(step, count - first)});
+    }
+    for (int row = 0; row < batch_.num_rows; ++row)
+      if (num_queries(row) == 1)
+        for (int head = 0; head < batch_.num_kv_heads; ++head) tasks_.push_back({row, head, 0, group_});
+  }
+
+  KeySource source(int row, int kv_head) const {
+    constexpr int64_t bytes = sizeof(Element);
+    return {static_cast<const char*>(layer_.k_pages) + kv_head * batch_.k_head_stride * bytes,
+            static_cast<const char*>(layer_.v_pages) + kv_head * batch_.v_head_stride * bytes,
+            batch_.k_page_stride * bytes,
+            batch_.k_token_stride * bytes,
+            batch_.v_page_stride * bytes,
+            batch_.v_token_stride * bytes,
+            batch_.page_table + row * batch_.table_stride,
+            batch_.page_size};
+  }
+
+  // Adds the queries [first, first + count) of a row and KV head.
+  void add_queries(Tile& tile, int row, int kv_head, int first, int count) const {
+    int token = first / group_, head = first % group_;
+    const auto* q = static_cast<const Element*>(layer_.q) + (batch_.q_starts[row] + token) * layer_.q_stride +
+                    int64_t{kv_head} * group_ * batch_.k_dim;
+    int position = batch_.kv_lens[row] - num_queries(row) + token;
+    for (const int stop = tile.count + count; tile.count < stop; ++tile.count) {
+      tile.q[tile.count] = reinterpret_cast<const char*>(q + int64_t{head} * batch_.k_dim);
+      tile.first[tile.count] = layer_.window > 0 ? std::max(0, position - layer_.window + 1) : 0;
+      tile.end[tile.count] = position + 1;
+      if (++head == group_) {
+        head = 0;
+        ++position;
+        q += layer_.q_stride;
+      }
+    }
+  }
+
+  void write(int row, int kv_head, int query, const float* sums, float sum) const {
+    const int token = query / group_, head = kv_head * group_ + query % group_;
+    auto* out = static_cast<Element*>(layer_.out) + (batch_.q_starts[row] + token) * layer_.out_stride +
+                int64_t{head} * batch_.v_dim;
+    const float factor = 1 / sum;
+    for (int d = 0; d < batch_.v_dim; ++d) {
+      if constexpr (sizeof(Element) == 4)
+        out[d] = sums[d] * factor;
+      else
+        out[d] = to_bfloat16(sums[d] * factor);
+    }
+  }
+
+  char* scratch(int thread) const { return static_cast<char*>(batch_.workspace) + thread * sizes_.thread(); }
+
+  // The memory for the n-th tile of a task: its queries, its results.
+  char* queries(int thread, int n) const { return scratch(thread) + sizes_.kernel + n * sizes_.tile; }
+
+  State state(int thread, int n) const {
+    auto* memory = reinterpret_cast<float*>(queries(thread, n) + sizes_.queries);
+    return {memory, memory + kTile * v_stride_, memory + kTile * (v_stride_ + 1), true};
+  }
+
+  float* partial(int number, int head) const {
+    return reinterpret_cast<float*>(partials_ + number * sizes_.partial) + head * (v_stride_ + 2);
+  }
+
+  // One block of rows that all have it.
+  void run_block(const PlanRun& run, int kv_head, int thread) {
+    Kernel kernel(batch_, scratch(thread));
+    const int32_t* rows = plan_->numbers() + run.rows;
+    const int begin = run.block * kAttentionBlock, end = begin + kAttentionBlock;
+    const int count = run.num_rows * group_;
+    const bool many = count > 2 * kTile;
+    kernel.set_block(source(rows[0], kv_head), begin, end, many);
+    for (int first = 0; first < count; first += kTile) {
+      Tile tile;
+      for (int i = first; i < std::min(count, first + kTile); ++i)
+        add_queries(tile, rows[i / group_], kv_head, i % group_, 1);
+      State now = state(thread, 0);
+      kernel.set_queries(tile, many, queries(thread, 0));
+      kernel.attend(tile, queries(thread, 0), begin, end, scores_, now);
+      for (int i = 0; i < tile.count; ++i) {
+        const int query = first + i;
+        float* to = partial(run.first_partial + query / group_, kv_head * group_ + query % group_);
+        std::memcpy(to, now.out + i * v_stride_, 4 * v_stride_);
+        to[v_stride_] = now.max[i];
+        to[v_stride_ + 1] = now.sum[i];
+      }
+    }
+  }
+
+  void run_decode(const Task& task, int thread) {
+    Kernel kernel(batch_, scratch(thread));
+    for (int first = 0; first < group_; first += kTile) {
+      Tile tile;
+      add_queries(tile, task.row, task.kv_head, first, std::min(kTile, group_ - first));
+      State total = state(thread, 0), now = state(thread, 1);
+      int block = tile.first[0] / kAttentionBlock;
+      if (plan_ != nullptr) {
+        const PlanRow& planned = plan_->rows()[task.row];
+        for (; block < planned.num_partials; ++block) {
+          const int number = (plan_->numbers() + planned.partials)[block];
+          for (int i = 0; i < tile.count; ++i) {
+            const float* from = partial(number, task.kv_head * group_ + first + i);
+            merge(total, i, from, from[v_stride_], from[v_stride_ + 1]);
+          }
+          total.empty = false;
+        }
+      }
+      kernel.set_queries(tile, false, queries(thread, 0));
+      for (; block * kAttentionBlock < tile.end[0]; ++block) {
+        const int begin = block * kAttentionBlock, end = std::min(tile.end[0], begin + kAttentionBlock);
+        kernel.set_block(source(task.row, task.kv_head), begin, end, false);
+        now.empty = true;
+        kernel.attend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, now);
+        for (int i = 0; i < tile.count; ++i) merge(total, i, now.out + i * v_stride_, now.max[i], now.sum[i]);
+        total.empty = false;
+      }
+      for (int i = 0; i < tile.count; ++i)
+        write(task.row, task.kv_head, first + i, total.out + i * v_stride_, total.sum[i]);
+    }
+  }
+
+  // Adds the results of a block to those of the blocks before it.
+  void merge(State& total, int i, const float* out, float max, float sum) const {
+    float* to = total.out + i * v_stride_;
+    if (total.empty) {
+      std::memcpy(to, out, 4 * v_stride_);
+      total.max[i] = max;
+      total.sum[i] = sum;
+      return;
+    }
+    const float highest = std::max(total.max[i], max);
+    const float a = std::exp2(total.max[i] - highest), b = std::exp2(max - highest);
+    for (int d = 0; d < v_stride_; d += kLanes) store(to + d, load(to + d) * a + load(out + d) * b);
+    total.max[i] = highest;
+    total.sum[i] = total.sum[i] * a + sum * b;
+  }
+
+  void run_prefill(const Task& task, int thread) {
+    Kernel kernel(batch_, scratch(thread));
+    const KeySource keys = source(task.row, task.kv_head);
+    const int num_tiles = (task.count + kTile - 1) / kTile;
+    const bool many = num_tiles > 2;
+    bool empty[kMaxQueries / kTile];
+    std::fill_n(empty, num_tiles, true);
+    const auto tile_of = [&](int n) {
+      Tile tile;
+      add_queries(tile, task.row, task.kv_head, task.first + n * kTile, std::min(kTile, task.count - n * kTile));
+      return tile;
+    };
+    for (int n = 0; n < num_tiles; ++n) kernel.set_queries(tile_of(n), many, queries(thread, n));
+    const Tile first_tile = tile_of(0), last_tile = tile_of(num_tiles - 1);
+    const int last_end = last_tile.end[last_tile.count - 1];
+    for (int block = first_tile.first[0] / kAttentionBlock; block * kAttentionBlock < last_end; ++block) {
+      const int begin = block * kAttentionBlock, end = std::min(last_end, begin + kAttentionBlock);
+      kernel.set_block(keys, begin, end, many);
+      for (int n = 0; n < num_tiles; ++n) {
+        const Tile tile = tile_of(n);
+        const int from = std::max(begin, tile.first[0]), to = std::min(end, tile.end[tile.count - 1]);
+        if (from >= to) continue;
+        State now = state(thread, n);
+        now.empty = empty[n];
+        kernel.attend(tile, queries(thread, n), from, to, scores_, now);
+        empty[n] = false;
+      }
+    }
+    for (int n = 0; n < num_tiles; ++n) {
+      const State now = state(thread, n);
+      for (int i = 0; i < std::min(kTile, task.count - n * kTile); ++i)
+        write(task.row, task.kv_head, task.first + n * kTile + i, now.out + i * v_stride_, now.sum[i]);
+    }
+  }
+
+  const AttentionBatch& batch_;
+  const AttentionLayer& layer_;
+  const Sizes<Kernel> sizes_;
+  const Scores scores_;
+  const int group_, v_stride_;
+  const Plan* plan_;
+  char* partials_;
+  std::vector<Task> tasks_;
+};
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+using BFloat16Kernel = AmxKernel;
+#else
+using BFloat16Kernel = VectorKernel<uint16_t>;
+#endif
+
+template <class Element>
+void copy_tokens(const Element* from, int64_t from_stride, int64_t tokens, const int64_t* slots, int page_size,
+                 int heads, int dim, Element* pages, int64_t page_stride, int64_t token_stride, int64_t head_stride) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    Element* to = pages + slots[t] / page_size * page_stride + slots[t] % page_size * token_stride;
+    for (int head = 0; head < heads; ++head)
+      std::memcpy(to + head * head_stride, from + t * from_stride + head * dim, sizeof(Element) * dim);
+  }
+}
+
+template <class Element>
+void write_tokens(const AttentionBatch& b, int64_t tokens, const void* k, int64_t k_stride, const void* v,
+                  int64_t v_stride, const int64_t* slots, void* k_pages, void* v_pages) {
+  copy_tokens(static_cast<const Element*>(k), k_stride, tokens, slots, b.page_size, b.num_kv_heads, b.k_dim,
+              static_cast<Element*>(k_pages), b.k_page_stride, b.k_token_stride, b.k_head_stride);
+  copy_tokens(static_cast<const Element*>(v), v_stride, tokens, slots, b.page_size, b.num_kv_heads, b.v_dim,
+              static_cast<Element*>(v_pages), b.v_page_stride, b.v_token_stride, b.v_head_stride);
+}
+
+template <class Kernel>
+int64_t workspace_bytes(const AttentionBatch& batch) {
+  const Sizes<Kernel> sizes(batch);
+  const auto* plan = reinterpret_cast<const Plan*>(batch.plan);
+  return num_threads() * sizes.thread() + (plan != nullptr ? plan->num_partials * sizes.partial : 0);
+}
+
+}  // namespace
+}  // namespace rhizome
+
+int64_t rhizome_attention_workspace(const rhizome::AttentionBatch* batch) {
+  using namespace rhizome;
+  return batch->dtype == kBFloat16 ? workspace_bytes<BFloat16Kernel>(*batch)
+                                   : workspace_bytes<VectorKernel<float>>(*batch);
+}
+
+void rhizome_attention(const rhizome::AttentionBatch* batch, const rhizome::AttentionLayer* layer) {
+  using namespace rhizome;
+  if (batch->dtype == kBFloat16)
+    Attention<BFloat16Kernel, uint16_t>(*batch, *layer).run();
+  else
+    Attention<VectorKernel<float>, float>(*batch, *layer).run();
+}
+
+void rhizome_kv_write(const rhizome::AttentionBatch* batch, int64_t tokens, const void* k, int64_t k_stride,
+                      const void* v, int64_t v_stride, const int64_t* slots, void* k_pages, void* v_pages) {
+  using namespace rhizome;
+  if (batch->dtype == kBFloat16)
+    write_tokens<uint16_t>(*batch, tokens, k, k_stride, v, v_stride, slots, k_pages, v_pages);
+  else
+    write_tokens<float>(*batch, tokens, k, k_stride, v, v_stride, slots, k_pages, v_pages);
+}

@@ -1,0 +1,392 @@
+// The attention kernel for bfloat16 on AMX tiles.
+//
+// Scores come in one of two ways, with the same bits. With few queries, K stays where it is in the pages: 16 tokens are
+// a tile's rows as they are, the queries are packed into the other operand, and the transposed scores are turned round.
+// With many queries, K is packed once (pairs of numbers of 16 tokens side by side), and the queries are the rows.
+// V is always packed (pairs of tokens side by side), with zeros for tokens that are outside of the block: their memory
+// may hold NaN.
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+
+#include "amx_vectors.h"
+#include "attention_kernel.h"
+
+namespace rhizome {
+
+class AmxKernel {
+ public:
+  AmxKernel(const AttentionBatch& batch, char* scratch)
+      : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, 32)), v_width_(v_stride(batch)),
+        in_place_(batch.page_size % 16 == 0 && k_dim_ % 32 == 0) {
+    k_ = reinterpret_cast<uint16_t*>(scratch);
+    v_ = k_ + kAttentionBlock * k_width_;
+    weights_ = v_ + kAttentionBlock * v_width_;
+    scores_ = reinterpret_cast<float*>(weights_ + kTile * kWeightStride);
+  }
+
+  ~AmxKernel() { _tile_release(); }
+
+  AmxKernel(const AmxKernel&) = delete;
+  AmxKernel& operator=(const AmxKernel&) = delete;
+
+  static int v_stride(const AttentionBatch& batch) { return round_up(batch.v_dim, 32); }
+
+  static int64_t scratch_bytes(const AttentionBatch& batch) {
+    const int64_t k_width = round_up(batch.k_dim, 32), v_width = v_stride(batch);
+    return 2 * (kAttentionBlock * (k_width + v_width) + kTile * kWeightStride) + 4 * kTile * kScoreStride;
+  }
+
+  static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{2} * kTile * round_up(batch.k_dim, 32); }
+
+  // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
+  void set_block(const KeySource& source, int first, int end, bool many_tiles) {
+    first_ = first;
+    const int count = end - first;
+    const char* v_rows[kAttentionBlock + kAhead];
+    source.walk(first, count, [&](int i, const char* k, const char* v) {
+      k_rows_[i] = k;
+      v_rows[i] = v;
+    });
+    k_token_ = source.k_token;
+    packed_ = many_tiles || !in_place_;
+    if (packed_)
+      for (int group = 0; group < count; group += 16) pack_keys(group, std::min(16, count - group));
+    // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time (V).
+    for (int i = count; i < round_up(count, 32); i += 1) k_rows_[i] = k_rows_[0];
+    std::fill_n(v_rows + count, kAhead, v_rows[count - 1]);
+    for (int step = 0; step < count; step += 32) {
+      if (count - step >= 32 && v_dim_ % 32 == 0)
+        pack_full_values(v_rows + step, step);
+      else
+        pack_values(v_rows, step, std::min(32, count - step));
+    }
+  }
+
+  // Put queries into `memory` (query_bytes) as `attend` needs them for blocks set with the same `many_tiles`.
+  void set_queries(const Tile& tile, bool many_tiles, char* memory) const {
+    auto* q = reinterpret_cast<uint16_t*>(memory);
+    if (many_tiles || !in_place_) {
+      for (int i = 0; i < tile.count; ++i)
+        for (int d = 0; d < k_width_; d += 32)
+          _mm512_store_si512(q + i * k_width_ + d, load_numbers(tile.q[i], d, k_dim_));
+      return;
+    }
+    if (const int few = few_of(tile.count); few > 0) {
+      for (int j = 0; j < tile.count; ++j) {
+        for (int d = 0; d < k_width_; d += 2) std::memcpy(q + d * few + 2 * j, tile.q[j] + 2 * d, 4);
+      }
+      return;
+    }
+    for (int i = 0; i < tile.count; i += 16) {
+      for (int d = 0; d < k_width_; d += 32) {
+        __m512i rows[16];
+        for (int j = 0; j < 16; ++j)
+          rows[j] = i + j < tile.count ? load_numbers(tile.q[i + j], d, k_dim_) : _mm512_setzero_si512();
+        transpose(rows);
+        for (int j = 0; j < 16; ++j) _mm512_store_si512(q + i * k_width_ + d * 16 + 32 * j, rows[j]);
+      }
+    }
+  }
+
+  // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
+  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, State& state) {
+    const auto* q = reinterpret_cast<const uint16_t*>(queries);
+    begin = (begin - first_) & ~31;
+    end = round_up(end - first_, 32);
+    const int few = packed_ ? 0 : few_of(tile.count);
+    if (config_ != few) _tile_loadconfig(&kTileConfigs[config_ = few]);
+    if (few == 1)
+      score_few<1>(q, begin, end);
+    else if (few == 2)
+      score_few<2>(q, begin, end);
+    else if (few == 4)
+      score_few<4>(q, begin, end);
+    else if (packed_)
+      score_packed(q, tile.count, begin, end);
+    else
+      score_in_place(q, tile.count, begin, end);
+    for (int i = 0; i < tile.count; ++i) {
+      const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
+      if (how.softcap > 0)
+        squash(scores_ + i * kScoreStride + begin, end - begin, how.scale / how.softcap, how.softcap * kLog2E);
+      if (first == begin && stop == end)
+        softmax<false>(i, begin, end, first, stop, how, state);
+      else
+        softmax<true>(i, begin, end, first, stop, how, state);
+    }
+    if (few)
+      add_values_few(begin, end, state);
+    else if (tile.count > 16)
+      add_values<2>(begin, end, state);
+    else
+      add_values<1>(begin, end, state);
+    state.empty = false;
+  }
+
+ private:
+  // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
+  static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
+
+  // V is fetched this many tokens before it is packed, and K while V is: the processor's own prefetching ends at the
+  // end of every page of the cache, as the next one may be anywhere.
+  static constexpr int kAhead = 16;
+
+  // Tokens group .. group + 15 of K, word by word: [16 pairs of numbers][16 tokens][2] for every 32 numbers.
+  void pack_keys(int group, int count) {
+    for (int d = 0; d < k_width_; d += 32) {
+      __m512i rows[16];
+      for (int j = 0; j < 16; ++j)
+        rows[j] = j < count ? load_numbers(k_rows_[group + j], d, k_dim_) : _mm512_setzero_si512();
+      transpose(rows);
+      uint16_t* to = k_ + group * k_width_ + d * 16;
+      for (int j = 0; j < 16; ++j) _mm512_store_si512(to + 32 * j, rows[j]);
+    }
+  }
+
+  // As `pack_values` for 32 tokens and a head size that is a multiple of 32.
+  void pack_full_values(const char* const* rows, int step) {
+    const __m512i low = first_of_both(), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const char* const* k_rows = k_rows_ + step;
+    for (int d = 0; d < v_width_; d += 32) {
+      uint16_t* to = v_ + step * v_width_ + d * 32;
+      for (int t = 0; t < 32; t += 2, to += 32) {
+        for (int i = t; i < t + 2; ++i) {
+          _mm_prefetch(rows[i + kAhead] + 2 * d, _MM_HINT_T0);
+          if (d < k_dim_) _mm_prefetch(k_rows[i] + 2 * d, _MM_HINT_T1);
+        }
+        const __m512i even = _mm512_loadu_si512(rows[t] + 2 * d), odd = _mm512_loadu_si512(rows[t + 1] + 2 * d);
+        _mm512_store_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+        _mm512_store_si512(to + 512, _mm512_permutex2var_epi16(even, high, odd));
+      }
+    }
+  }
+
+  // Tokens step .. step + 31 of V: [16 pairs of tokens][16 numbers][2] for every 16 numbers.
+  void pack_values(const char* const* rows, int step, int count) {
+    const __m512i low = first_of_both(), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    uint16_t* to = v_ + step * v_width_;
+    for (int t = 0; t < 32; t += 2) {
+      for (int d = 0; d < v_width_; d += 32) {
+        const __m512i even = t < count ? load_numbers(rows[step + t], d, v_dim_) : _mm512_setzero_si512();
+        const __m512i odd = t + 1 < count ? load_numbers(rows[step + t + 1], d, v_dim_) : _mm512_setzero_si512();
+        uint16_t* pair = to + 16 * t + d * 32;
+        _mm512_store_si512(pair, _mm512_permutex2var_epi16(even, low, odd));
+        _mm512_store_si512(pair + 512, _mm512_permutex2var_epi16(even, high, odd));
+      }
+    }
+  }
+
+  void score_packed(const uint16_t* queries, int count, int begin, int end) {
+    for (int i = 0; i < count; i += 32) {
+      const bool both = i + 16 < count;
+      for (int t = begin; t < end; t += 32) {
+        const uint16_t *q0 = queries + i * k_width_, *q1 = q0 + 16 * k_width_;
+        const uint16_t *k0 = k_ + t * k_width_, *k1 = k0 + 16 * k_width_;
+        float *to0 = scores_ + i * kScoreStride + t, *to1 = to0 + 16 * kScoreStride;
+        _tile_zero(0);
+        _tile_zero(1);
+        if (both) {
+          _tile_zero(2);
+          _tile_zero(3);
+          for (int d = 0; d < k_width_; d += 32) {
+            _tile_loadd(4, q0 + d, 2 * k_width_);
+            _tile_loadd(6, k0 + 16 * d, 64);
+            _tile_loadd(7, k1 + 16 * d, 64);
+            _tile_loadd(5, q1 + d, 2 * k_width_);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+          }
+          _tile_stored(2, to1, 4 * kScoreStride);
+          _tile_stored(3, to1 + 16, 4 * kScoreStride);
+        } else {
+          for (int d = 0; d < k_width_; d += 32) {
+            _tile_loadd(4, q0 + d, 2 * k_width_);
+            _tile_loadd(6, k0 + 16 * d, 64);
+            _tile_loadd(7, k1 + 16 * d, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+          }
+        }
+        _tile_stored(0, to0, 4 * kScoreStride);
+        _tile_stored(1, to0 + 16, 4 * kScoreStride);
+      }
+    }
+  }
+
+  void score_in_place(const uint16_t* queries, int count, int begin, int end) {
+    for (int i = 0; i < count; i += 16) {
+      const uint16_t* q = queries + i * k_width_;
+      const int rows = std::min(16, count - i);
+      for (int t = begin; t < end; t += 32) {
+        const char *k0 = k_rows_[t], *k1 = k_rows_[t + 16];
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int d = 0; d < k_width_; d += 32) {
+          _tile_loadd(4, k0 + 2 * d, k_token_);
+          _tile_loadd(5, k1 + 2 * d, k_token_);
+          _tile_loadd(6, q + 16 * d, 64);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 5, 6);
+        }
+        alignas(64) float turned[512];
+        _tile_stored(0, turned, 64);
+        _tile_stored(1, turned + 256, 64);
+        for (int half = 0; half < 32; half += 16) {
+          __m512i lines[16];
+          for (int j = 0; j < 16; ++j) lines[j] = _mm512_load_si512(turned + 16 * half + 16 * j);
+          transpose(lines);
+          for (int j = 0; j < rows; ++j) _mm512_store_si512(scores_ + (i + j) * kScoreStride + t + half, lines[j]);
+        }
+      }
+    }
+  }
+
+  // As `score_in_place`, but tiles have only the columns that are used.
+  template <int kColumns>
+  void score_few(const uint16_t* q, int begin, int end) {
+    for (int t = begin; t < end; t += 32) {
+      const char *k0 = k_rows_[t], *k1 = k_rows_[t + 16];
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int d = 0; d < k_width_; d += 32) {
+        _tile_loadd(6, q + d * kColumns, 4 * kColumns);
+        _tile_loadd(4, k0 + 2 * d, k_token_);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(4, k1 + 2 * d, k_token_);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if constexpr (kColumns == 1) {
+        _tile_stored(0, scores_ + t, 4);
+        _tile_stored(1, scores_ + t + 16, 4);
+      } else {
+        alignas(64) float turned[32 * kColumns];
+        _tile_stored(0, turned, 4 * kColumns);
+        _tile_stored(1, turned + 16 * kColumns, 4 * kColumns);
+        turn<kColumns>(turned, scores_ + t, kScoreStride);
+        turn<kColumns>(turned + 16 * kColumns, scores_ + t + 16, kScoreStride);
+      }
+    }
+  }
+
+  // Scores of a row become weights in bfloat16; those outside of [first, stop) become 0.
+  template <bool kMasked>
+  void softmax(int i, int begin, int end, int first, int stop, const Scores& how, State& state) {
+    const float* scores = scores_ + i * kScoreStride;
+    uint16_t* weights = weights_ + i * kWeightStride;
+    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    const auto read = [&](int t) {
+      if constexpr (kMasked)
+        return _mm512_mask_load_ps(nothing, lanes(t, first, stop), scores + t);
+      else
+        return _mm512_load_ps(scores + t);
+    };
+    __m512 high0 = nothing, high1 = nothing;
+    for (int t = begin; t < end; t += 32) {
+      high0 = _mm512_max_ps(high0, read(t));
+      high1 = _mm512_max_ps(high1, read(t + 16));
+    }
+    const float factor = how.softcap > 0 ? 1.0f : how.scale;
+    const Rescale rescale(state.max[i], _mm512_reduce_max_ps(_mm512_max_ps(high0, high1)) * factor, state.empty);
+    const __m512 shift = _mm512_set1_ps(rescale.shift()), scale = _mm512_set1_ps(factor);
+    __m512 sum0 = _mm512_setzero_ps(), sum1 = sum0;
+    for (int t = begin; t < end; t += 32) {
+      const __m512 low = exp2_short(_mm512_fmsub_ps(read(t), scale, shift));
+      const __m512 high = exp2_short(_mm512_fmsub_ps(read(t + 16), scale, shift));
+      sum0 = _mm512_add_ps(sum0, low);
+      sum1 = _mm512_add_ps(sum1, high);
+      _mm512_store_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1));
+    state.max[i] = rescale.max;
+    state.sum[i] = state.empty ? sum : state.sum[i] * rescale.old_factor + sum;
+    if (!state.empty && rescale.old_factor != 1) {
+      const __m512 by = _mm512_set1_ps(rescale.old_factor);
+      float* out = state.out + i * v_width_;
+      for (int d = 0; d < v_width_; d += 16) _mm512_store_ps(out + d, _mm512_mul_ps(_mm512_load_ps(out + d), by));
+    }
+  }
+
+  template <int kTiles>
+  void add_values(int begin, int end, State& state) {
+    const int out_bytes = 4 * v_width_;
+    for (int d = 0; d < v_width_; d += 32) {
+      float *out0 = state.out + d, *out1 = out0 + 16 * v_width_;
+      if (state.empty) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+      } else {
+        _tile_loadd(0, out0, out_bytes);
+        _tile_loadd(1, out0 + 16, out_bytes);
+        if constexpr (kTiles == 2) {
+          _tile_loadd(2, out1, out_bytes);
+          _tile_loadd(3, out1 + 16, out_bytes);
+        }
+      }
+      for (int t = begin; t < end; t += 32) {
+        const uint16_t* v = v_ + t * v_width_ + d * 32;
+        _tile_loadd(4, weights_ + t, 2 * kWeightStride);
+        _tile_loadd(6, v, 64);
+        _tile_loadd(7, v + 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (kTiles == 2) {
+          _tile_loadd(5, weights_ + 16 * kWeightStride + t, 2 * kWeightStride);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, out0, out_bytes);
+      _tile_stored(1, out0 + 16, out_bytes);
+      if constexpr (kTiles == 2) {
+        _tile_stored(2, out1, out_bytes);
+        _tile_stored(3, out1 + 16, out_bytes);
+      }
+    }
+  }
+
+  void add_values_few(int begin, int end, State& state) {
+    const int out_bytes = 4 * v_width_;
+    for (int d = 0; d < v_width_; d += 32) {
+      float* out = state.out + d;
+      if (state.empty) {
+        _tile_zero(2);
+        _tile_zero(3);
+      } else {
+        _tile_loadd(2, out, out_bytes);
+        _tile_loadd(3, out + 16, out_bytes);
+      }
+      for (int t = begin; t < end; t += 32) {
+        const uint16_t* v = v_ + t * v_width_ + d * 32;
+        _tile_loadd(5, weights_ + t, 2 * kWeightStride);
+        _tile_loadd(7, v, 64);
+        _tile_dpbf16ps(2, 5, 7);
+        _tile_loadd(7, v + 512, 64);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(2, out, out_bytes);
+      _tile_stored(3, out + 16, out_bytes);
+    }
+  }
+
+  // How many queries the tiles for few of them are made for; 0 is for many.
+  static int few_of(int count) { return count > 4 ? 0 : count == 3 ? 4 : count; }
+
+  const int k_dim_, v_dim_, k_width_, v_width_;
+  const bool in_place_;
+  bool packed_ = false;
+  int config_ = -1;
+  int first_ = 0;
+  int64_t k_token_ = 0;
+  uint16_t *k_, *v_, *weights_;
+  float* scores_;
+  const char* k_rows_[kAttentionBlock];
+};
+
+}  // namespace rhizome
+
+#endif

@@ -1,0 +1,80 @@
+// What the two attention kernels (attention_vector.h, attention_amx.h) are given and give back.
+//
+// A kernel holds one block of K and V of one KV head and lets tiles of queries attend to it. Arithmetic is per query:
+// which queries share a tile changes no bit of any of them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "attention.h"
+
+namespace rhizome {
+
+constexpr int kTile = 32;  // queries that a kernel takes at once
+constexpr float kLog2E = 1.44269504088896340736f;
+
+inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
+
+// Where K and V of one KV head of one row are. Pointers to the first number of a token's head.
+struct KeySource {
+  const char* k;  // page 0, token 0 of this head
+  const char* v;
+  int64_t k_page, k_token, v_page, v_token;  // strides in bytes
+  const int32_t* pages;
+  int page_size;
+
+  // Calls visit(i, k, v) for the tokens first + i, i in 0 .. count - 1.
+  template <class Visit>
+  void walk(int first, int count, Visit&& visit) const {
+    int page = first / page_size, offset = first % page_size;
+    for (int i = 0; i < count; ++page, offset = 0) {
+      const char* k_at = k + pages[page] * k_page + offset * k_token;
+      const char* v_at = v + pages[page] * v_page + offset * v_token;
+      for (const int stop = std::min(count, i + page_size - offset); i < stop; ++i, k_at += k_token, v_at += v_token)
+        visit(i, k_at, v_at);
+    }
+  }
+};
+
+// Queries: where they are, and which positions [first, end) of the context they see.
+struct Tile {
+  int count = 0;
+  const char* q[kTile];
+  int first[kTile];
+  int end[kTile];
+};
+
+// Softmax in progress of a tile, in base 2: sum = sum of 2^(score - max), out = the same sum weighted by v.
+struct State {
+  float* out;  // [kTile, v_stride]; rows beyond the tile's count hold anything
+  float* max;  // [kTile]
+  float* sum;  // [kTile]
+  bool empty;  // nothing was added yet: the memory above holds anything
+};
+
+struct Scores {
+  float scale;  // to base 2, soft cap excepted
+  float softcap;
+
+  Scores(float factor, float cap) : scale(factor * (cap > 0 ? 1.0f : kLog2E)), softcap(cap) {}
+};
+
+// The new maximum of a row and what its old sums must be multiplied with.
+struct Rescale {
+  float max;
+  float old_factor;
+
+  Rescale(float old_max, float block_max, bool empty) {
+    max = empty ? block_max : std::max(old_max, block_max);
+    old_factor = empty || max == old_max ? 1.0f : std::exp2(old_max - max);
+  }
+
+  // What is subtracted from scores: they are all -inf when the row sees nothing yet.
+  float shift() const { return max == -std::numeric_limits<float>::infinity() ? 0.0f : max; }
+};
+
+}  // namespace rhizome

@@ -1,0 +1,161 @@
+// The attention kernel for any CPU: float32 arithmetic, on float32 or bfloat16 data.
+#pragma once
+
+#include "attention_kernel.h"
+#include "vector.h"
+
+namespace rhizome {
+
+template <class Element>
+class VectorKernel {
+ public:
+  VectorKernel(const AttentionBatch& batch, char* scratch)
+      : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, kPad)), v_width_(v_stride(batch)) {
+    scores_ = reinterpret_cast<float*>(scratch);
+    k_ = scores_ + kTile * kAttentionBlock;
+    v_ = k_ + kAttentionBlock * k_width_;
+  }
+
+  static int v_stride(const AttentionBatch& batch) { return round_up(batch.v_dim, kPad); }
+
+  static int64_t scratch_bytes(const AttentionBatch& batch) {
+    const int64_t k_width = round_up(batch.k_dim, kPad);
+    return 4 * (kTile * kAttentionBlock + kAttentionBlock * (k_width + v_stride(batch)));
+  }
+
+  static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{4} * kTile * round_up(batch.k_dim, kPad); }
+
+  // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
+  void set_block(const KeySource& source, int first, int end, bool /*many_tiles*/) {
+    first_ = first;
+    source.walk(first, end - first, [&](int i, const char* k, const char* v) {
+      k_rows_[i] = row(k, k_ + i * k_width_, k_dim_, k_width_);
+      v_rows_[i] = row(v, v_ + i * v_width_, v_dim_, v_width_);
+    });
+  }
+
+  // Put queries into `memory` (query_bytes) as `attend` needs them.
+  void set_queries(const Tile& tile, bool /*many_tiles*/, char* memory) const {
+    auto* q = reinterpret_cast<float*>(memory);
+    for (int i = 0; i < tile.count; ++i) widen(tile.q[i], q + i * k_width_, k_dim_, k_width_);
+    // Queries are taken by fours: the last ones are repeated.
+    for (int i = tile.count; i < round_up(tile.count, 4); ++i)
+      std::memcpy(q + i * k_width_, q + (tile.count - 1) * k_width_, 4 * k_width_);
+  }
+
+  // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
+  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, State& state) {
+    begin -= first_;
+    end -= first_;
+    for (int i = 0; i < tile.count; i += 4) dot_rows(reinterpret_cast<const float*>(queries), i, begin, end);
+    for (int i = 0; i < tile.count; ++i) {
+      const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
+      softmax(i, begin, end, first, std::max(first, stop), how, state);
+    }
+    for (int i = tile.count; i < round_up(tile.count, 4); ++i)
+      std::memset(scores_ + i * kAttentionBlock, 0, 4 * kAttentionBlock);
+    for (int i = 0; i < tile.count; i += 4) {
+      int column = 0;
+      for (; column + 4 * kLanes <= v_width_; column += 4 * kLanes) add_values<4>(i, column, begin, end, state);
+      for (; column < v_width_; column += kLanes) add_values<1>(i, column, begin, end, state);
+    }
+    state.empty = false;
+  }
+
+ private:
+  static constexpr int kPad = 16;
+
+  // `from` as floats, padded with zeros to `width`.
+  static void widen(const char* from, float* to, int dim, int width) {
+    const auto* numbers = reinterpret_cast<const Element*>(from);
+    int i = 0;
+    for (; i + kLanes <= dim; i += kLanes) store(to + i, load(numbers + i));
+    for (; i < dim; ++i) {
+      if constexpr (sizeof(Element) == 4)
+        to[i] = numbers[i];
+      else
+        to[i] = to_float(numbers[i]);
+    }
+    for (; i < width; ++i) to[i] = 0;
+  }
+
+  static const float* row(const char* from, float* copy, int dim, int width) {
+    if (sizeof(Element) == 4 && dim == width) return reinterpret_cast<const float*>(from);
+    widen(from, copy, dim, width);
+    return copy;
+  }
+
+  void dot_rows(const float* queries, int i, int begin, int end) {
+    const float* q = queries + i * k_width_;
+    float* scores = scores_ + i * kAttentionBlock;
+    for (int t = begin; t < end; ++t) {
+      const float* k = k_rows_[t];
+      Floats sums[4] = {};
+      for (int d = 0; d < k_width_; d += kLanes) {
+        const Floats key = load(k + d);
+        for (int j = 0; j < 4; ++j) sums[j] += load(q + j * k_width_ + d) * key;
+      }
+      for (int j = 0; j < 4; ++j) scores[j * kAttentionBlock + t] = reduce_add(sums[j]);
+    }
+  }
+
+  // Scores of a row become weights; those outside of [first, stop) become 0.
+  void softmax(int i, int begin, int end, int first, int stop, const Scores& how, State& state) {
+    float* scores = scores_ + i * kAttentionBlock;
+    const float infinity = std::numeric_limits<float>::infinity();
+    for (int t = begin; t < first; ++t) scores[t] = -infinity;
+    for (int t = stop; t < end; ++t) scores[t] = -infinity;
+    float highest = -infinity;
+    for (int t = first; t < stop; ++t) {
+      float score = scores[t] * how.scale;
+      if (how.softcap > 0) score = how.softcap * std::tanh(score / how.softcap) * kLog2E;
+      scores[t] = score;
+      highest = std::max(highest, score);
+    }
+    const Rescale rescale(state.max[i], highest, state.empty);
+    const float shift = rescale.shift();
+    float sum = 0;
+    int t = begin;
+    Floats sums = {};
+    for (; t + kLanes <= end; t += kLanes) {
+      const Floats weights = exp2(load(scores + t) - shift);
+      store(scores + t, weights);
+      sums += weights;
+    }
+    for (; t < end; ++t) {
+      scores[t] = exp2(broadcast(scores[t] - shift))[0];
+      sum += scores[t];
+    }
+    sum += reduce_add(sums);
+    state.max[i] = rescale.max;
+    state.sum[i] = state.empty ? sum : state.sum[i] * rescale.old_factor + sum;
+    if (!state.empty && rescale.old_factor != 1)
+      for (int d = 0; d < v_width_; ++d) state.out[i * v_width_ + d] *= rescale.old_factor;
+  }
+
+  template <int kVectors>
+  void add_values(int i, int column, int begin, int end, State& state) {
+    Floats sums[4][kVectors] = {};
+    float* out = state.out + i * v_width_ + column;
+    if (!state.empty)
+      for (int j = 0; j < 4; ++j)
+        for (int n = 0; n < kVectors; ++n) sums[j][n] = load(out + j * v_width_ + n * kLanes);
+    const float* weights = scores_ + i * kAttentionBlock;
+    for (int t = begin; t < end; ++t) {
+      const float* v = v_rows_[t] + column;
+      for (int n = 0; n < kVectors; ++n) {
+        const Floats value = load(v + n * kLanes);
+        for (int j = 0; j < 4; ++j) sums[j][n] += weights[j * kAttentionBlock + t] * value;
+      }
+    }
+    for (int j = 0; j < 4; ++j)
+      for (int n = 0; n < kVectors; ++n) store(out + j * v_width_ + n * kLanes, sums[j][n]);
+  }
+
+  const int k_dim_, v_dim_, k_width_, v_width_;
+  int first_ = 0;
+  float *scores_, *k_, *v_;
+  const float *k_rows_[kAttentionBlock], *v_rows_[kAttentionBlock];
+};
+
+}  // namespace rhizome

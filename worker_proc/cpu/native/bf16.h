@@ -1,0 +1,108 @@
+// bfloat16 as bits, and vectors of kLanes numbers, written so that every instruction set has them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace rhizome {
+
+using bf16 = uint16_t;
+
+#if defined(__AVX512F__)
+inline constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+inline constexpr int kLanes = 8;
+#else
+inline constexpr int kLanes = 4;
+#endif
+typedef float floats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+
+inline floats load(const float* from) { return *reinterpret_cast<const floats*>(from); }
+inline void store(float* to, floats value) { *reinterpret_cast<floats*>(to) = value; }
+inline floats splat(float value) { return floats{} + value; }
+
+inline floats widen(halves value) { return (floats)(__builtin_convertvector(value, words) << 16); }
+inline floats load(const bf16* from) { return widen(*reinterpret_cast<const halves*>(from)); }
+
+// To nearest, ties to even. NaN stays NaN.
+inline halves narrow(floats value) {
+#if defined(__AVX512BF16__)
+  return (halves)_mm512_cvtneps_pbh((__m512)value);
+#else
+  const words bits = (words)value;
+  const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const words quiet = (bits >> 16) | 0x40;
+  const words is_nan = (words)(value != value);
+  return __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), halves);
+#endif
+}
+inline void store(bf16* to, floats value) { *reinterpret_cast<halves*>(to) = narrow(value); }
+
+inline float to_float(bf16 value) {
+  const uint32_t bits = uint32_t{value} << 16;
+  float result;
+  memcpy(&result, &bits, 4);
+  return result;
+}
+
+inline bf16 to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  if (value != value) return static_cast<bf16>(bits >> 16 | 0x40);
+  return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The first `count` lanes, the rest 0 (or left alone).
+template <class Element>
+inline floats load_some(const Element* from, int count) {
+  Element part[kLanes] = {};
+  memcpy(part, from, count * sizeof(Element));
+  return load(part);
+}
+
+template <class Element>
+inline void store_some(Element* to, floats value, int count) {
+  Element part[kLanes];
+  store(part, value);
+  memcpy(to, part, count * sizeof(Element));
+}
+
+inline float sum(floats value) {
+  for (int width = kLanes / 2; width >= 1; width /= 2)
+    for (int i = 0; i < width; ++i) value[i] += value[i + width];
+  return value[0];
+}
+
+inline floats select(ints mask, floats yes, floats no) {
+  return (floats)(((ints)yes & mask) | ((ints)no & ~mask));
+}
+
+// e**x within 2 units in the last place; x below -87 counts as -87, above 88 as 88. Cody and Waite's reduction, and the
+// Taylor polynomial of degree 7 on [-ln(2)/2, ln(2)/2].
+inline floats exp(floats x) {
+  x = select(x > 88.0f, splat(88.0f), x);
+  x = select(x < -87.0f, splat(-87.0f), x);
+  const floats magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to a whole number
+  const floats shifted = x * 1.44269504f + magic;
+  const floats whole = shifted - magic;
+  const floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  floats series = splat(1.0f / 5040);
+  series = series * rest + 1.0f / 720;
+  series = series * rest + 1.0f / 120;
+  series = series * rest + 1.0f / 24;
+  series = series * rest + 1.0f / 6;
+  series = series * rest + 0.5f;
+  series = series * rest + 1.0f;
+  series = series * rest + 1.0f;
+  const ints exponent = ((ints)shifted - (ints)magic + 127) << 23;
+  return series * (floats)exponent;
+}
+
+}  // namespace rhizome

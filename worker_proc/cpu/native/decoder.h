@@ -1,0 +1,83 @@
+// One rank's share of a decoder-only transformer of the Llama family, from token ids to logits, in bfloat16.
+//
+// Between layers, hidden states are float32; what enters a projection is rounded to bfloat16, sums are float32. With
+// several ranks a stage leaves its share of the result in `partial`, for the caller to add up over all ranks; the next
+// stage begins by adding it to the hidden states.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace rhizome {
+
+// Plain C types only: decoder.py mirrors these with ctypes.
+struct DecoderLayer {
+  PackedMatrix qkv;      // all queries, all keys, all values
+  PackedMatrix o;
+  PackedMatrix gate_up;  // paired
+  PackedMatrix down;
+  const float* input_norm;  // [hidden]
+  const float* post_norm;
+  const float* q_norm;      // [head_dim], or null
+  const float* k_norm;
+  bf16* k_pages;
+  bf16* v_pages;
+  float scale;
+  int32_t window;  // 0: none
+};
+
+struct DecoderModel {
+  const DecoderLayer* layers;
+  PackedMatrix head;
+  const bf16* embedding;      // [vocabulary rows of the rank, hidden], or null: the rows of the head
+  const float* norm;          // [hidden]
+  const float* inverse_frequencies;  // [head_dim / 2]
+  float attention_factor;     // multiplies cos and sin
+  float norm_eps;
+  int32_t num_layers;
+  int32_t hidden;
+  int32_t heads;              // of the rank
+  int32_t kv_heads;
+  int32_t head_dim;           // even
+  int32_t inner;              // channels of the MLP
+  int32_t vocab_first;        // of the rank: others are embedded as zeros, which the other ranks' rows are added to
+  int32_t vocab_count;
+  int32_t several;            // 1 when there are more ranks than this one
+  int32_t reserved;
+};
+
+struct DecoderStep {
+  const AttentionBatch* attention;
+  const int64_t* token_ids;   // [tokens]
+  const int64_t* positions;
+  const int64_t* slots;       // page * page_size + offset, where K and V are written
+  const int64_t* logit_rows;  // [num_logits]: tokens whose logits are wanted
+  int64_t tokens;
+  int64_t num_logits;
+  void* workspace;            // rhizome_decoder_workspace bytes, aligned to 64; first float32 partial [tokens, hidden]
+};
+
+}  // namespace rhizome
+
+RHIZOME_EXPORT int64_t rhizome_decoder_workspace(const rhizome::DecoderModel* model, int64_t tokens);
+
+// The stages of a step, for several ranks: embed, (attention, mlp) for every layer, then logits or argmax. `partial` is
+// to be added up over all ranks after each of them but the last. A step without tokens is not allowed.
+RHIZOME_EXPORT void rhizome_decoder_embed(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step);
+RHIZOME_EXPORT void rhizome_decoder_attention(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
+                                              int layer);
+RHIZOME_EXPORT void rhizome_decoder_mlp(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
+                                        int layer);
+
+// Logits float32 [num_logits, outputs of the head], `stride` elements from row to row.
+RHIZOME_EXPORT void rhizome_decoder_logits(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
+                                           float* logits, int64_t stride);
+
+// The likeliest of the rank's tokens, counted from 0, and its logit, [num_logits] each.
+RHIZOME_EXPORT void rhizome_decoder_argmax(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
+                                           int64_t* index, float* best);
+
+// All stages up to the last one, for one rank.
+RHIZOME_EXPORT void rhizome_decoder_layers(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step);

@@ -1,0 +1,60 @@
+// y = x @ W.T for weights packed once, in bfloat16 with float32 accumulation.
+//
+// Packed layout: panels of 32 outputs; in a panel, blocks of 32 inputs; in a block, two tiles of 16 outputs; a tile is
+// 16 rows, one per pair of inputs, of 16 outputs times 2 inputs. That is what AMX's TDPBF16PS wants as its second
+// operand, AVX512's VDPBF16PS reads the same rows as vectors, and a panel is one run of memory, so threads stream.
+//
+// Every output is the sum over all inputs in ascending order by one thread, whatever the number of rows: a row's
+// results do not depend on the rows beside it.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+#include "bf16.h"
+
+namespace rhizome {
+
+inline constexpr int kPanel = 32;      // outputs
+inline constexpr int kTile = 16;
+inline constexpr int kTileElements = 512;
+inline constexpr int kBlockRows = 32;  // rows of x that one micro-kernel call takes at most
+
+// Plain C types only: linear.py mirrors it with ctypes.
+struct PackedMatrix {
+  const bf16* data;   // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64
+  const float* bias;  // [panels * 32] in the order of the packed outputs, or null
+  int32_t inputs;
+  int32_t outputs;    // packed outputs: for gate and up, both
+};
+
+// Weights that will be wanted soon: `lines` cache lines more with every block of inputs.
+struct Prefetch {
+  const char* next;
+  int lines;
+};
+
+inline int64_t blocks(int64_t inputs) { return (inputs + 31) / 32; }
+inline int64_t panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+
+// What becomes of the sums s.
+enum class Finish : int32_t {
+  kStore = 0,   // out bfloat16 [rows, outputs] = s
+  kStoreFloat,  // out float32 [rows, outputs] = s
+  kAdd,         // out float32 [rows, outputs] += s
+  kSiluMul,     // out bfloat16 [rows, outputs / 2] = silu(gate) * up; a panel is 16 gates and their 16 ups
+};
+
+// x bfloat16 [rows, inputs] with `x_stride` elements between rows; where `inputs` is no multiple of 32, the row goes on
+// with zeros up to the next one.
+void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride,
+            Finish finish);
+
+// The smallest index of the largest output of every row, and that output. A row that holds NaN gets some index.
+void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
+                   float* best);
+
+// Row `output` of the matrix to out [inputs].
+void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out);
+
+}  // namespace rhizome

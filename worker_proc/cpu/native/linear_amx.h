@@ -1,0 +1,75 @@
+// The micro-kernel for AMX: two by two tiles of sums, two of x, two of weights.
+#pragma once
+
+#include <immintrin.h>
+
+#include "linear.h"
+
+namespace rhizome {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t column_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0..3: sums (row tile, column tile); 4, 5: x; 6, 7: weights.
+inline void configure_tiles(int rows) {
+  const int first = rows < kTile ? rows : kTile, second = rows - first;
+  TileConfig config;
+  const int tile_rows[8] = {first, first, second, second, first, second, kTile, kTile};
+  for (int tile = 0; tile < 8; ++tile) {
+    config.rows[tile] = static_cast<uint8_t>(tile_rows[tile]);
+    config.column_bytes[tile] = tile_rows[tile] ? 64 : 0;
+  }
+  // not _tile_loadconfig: g++ 12 believes that it reads 8 bytes, and may leave out the stores to the rest
+  asm volatile("ldtilecfg %0" : : "m"(config));
+}
+
+// See `block` in linear.cpp. Tiles are configured for `rows`.
+template <bool kTwo>
+inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums,
+                      bool accumulate, Prefetch ahead) {
+  constexpr int64_t kSumStride = kPanel * sizeof(float);
+  float* const lower = sums + kTile * kPanel;
+  if (accumulate) {
+    _tile_loadd(0, sums, kSumStride);
+    _tile_loadd(1, sums + kTile, kSumStride);
+    if constexpr (kTwo) {
+      _tile_loadd(2, lower, kSumStride);
+      _tile_loadd(3, lower + kTile, kSumStride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (kTwo) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  const int64_t stride = x_stride * static_cast<int64_t>(sizeof(bf16));
+  const bf16* const x_lower = x + kTile * x_stride;
+  for (int64_t step = 0; step < steps; ++step) {
+    const bf16* const tile = weights + step * 2 * kTileElements;
+    for (int line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.next + line * 64, _MM_HINT_T1);
+    ahead.next += ahead.lines * 64;
+    _tile_loadd(6, tile, 64);
+    _tile_loadd(4, x + step * 32, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, tile + kTileElements, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kTwo) {
+      _tile_loadd(5, x_lower + step * 32, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, kSumStride);
+  _tile_stored(1, sums + kTile, kSumStride);
+  if constexpr (kTwo) {
+    _tile_stored(2, lower, kSumStride);
+    _tile_stored(3, lower + kTile, kSumStride);
+  }
+}
+
+}  // namespace rhizome

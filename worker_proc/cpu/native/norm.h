@@ -1,0 +1,69 @@
+// RMSNorm and rotary embeddings, on one row at a time.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "bf16.h"
+
+namespace rhizome {
+
+// Calls body(i, count) for each group of up to kLanes numbers of `size`.
+template <class Body>
+inline void for_lanes(int64_t size, Body&& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) body(i, kLanes);
+  if (i < size) body(i, static_cast<int>(size - i));
+}
+
+template <class Element>
+inline floats load_lanes(const Element* from, int count) {
+  return count == kLanes ? load(from) : load_some(from, count);
+}
+
+template <class Element>
+inline void store_lanes(Element* to, floats value, int count) {
+  if (count == kLanes)
+    store(to, value);
+  else
+    store_some(to, value, count);
+}
+
+// 1 / sqrt(mean(x**2) + eps)
+template <class Element>
+inline float inverse_rms(const Element* x, int64_t size, float eps) {
+  floats total = {};
+  for_lanes(size, [&](int64_t i, int count) {
+    const floats value = load_lanes(x + i, count);
+    total += value * value;
+  });
+  return 1.0f / sqrtf(sum(total) / static_cast<float>(size) + eps);
+}
+
+template <class From, class To>
+inline void rms_norm(const From* x, const float* weight, int64_t size, float eps, To* out) {
+  const float scale = inverse_rms(x, size, eps);
+  for_lanes(size, [&](int64_t i, int count) {
+    store_lanes(out + i, load_lanes(x + i, count) * scale * load_lanes(weight + i, count), count);
+  });
+}
+
+// One head of `dim` numbers: RMSNorm when there is a weight, then dimension i is turned with i + dim / 2 by the angle
+// whose cosine and sine are cos[i] and sin[i].
+inline void norm_and_rotate(const bf16* x, const float* weight, float eps, const float* cos, const float* sin,
+                            int64_t dim, bf16* out) {
+  const int64_t half = dim / 2;
+  const float scale = weight != nullptr ? inverse_rms(x, dim, eps) : 1.0f;
+  for_lanes(half, [&](int64_t i, int count) {
+    floats first = load_lanes(x + i, count), second = load_lanes(x + half + i, count);
+    if (weight != nullptr) {
+      first = first * scale * load_lanes(weight + i, count);
+      second = second * scale * load_lanes(weight + half + i, count);
+    }
+    const floats c = load_lanes(cos + i, count), s = load_lanes(sin + i, count);
+    store_lanes(out + i, first * c - second * s, count);
+    store_lanes(out + half + i, second * c + first * s, count);
+  });
+}
+
+}  // namespace rhizome

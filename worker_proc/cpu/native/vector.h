@@ -1,0 +1,103 @@
+// Vectors of floats in the compiler's own notation (GCC and Clang), as wide as the target's registers.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace rhizome {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline Floats broadcast(float x) { return Floats{} + x; }
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float reduce_add(Floats x) {
+  float parts[kLanes];
+  store(parts, x);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+inline float reduce_max(Floats x) {
+  float parts[kLanes];
+  store(parts, x);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
+  return parts[0];
+}
+
+// 2^x for x <= 127, relative error 1e-7; 0 below -126, -inf included.
+inline Floats exp2(Floats x) {
+  const Floats low = broadcast(-127.0f);
+  const Floats bounded = max(x, low);
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: rounds to an integer in the low bits
+  const Floats shifted = bounded + magic;
+  const Floats f = bounded - (shifted - magic);
+  Floats p = broadcast(0x1.41d332p-13f);
+  p = p * f + 0x1.5f456ap-10f;
+  p = p * f + 0x1.3b2dbcp-7f;
+  p = p * f + 0x1.c6aed4p-5f;
+  p = p * f + 0x1.ebfbdap-3f;
+  p = p * f + 0x1.62e430p-1f;
+  p = p * f + 1.0f;
+  Ints bits, exponent;
+  std::memcpy(&bits, &p, sizeof bits);
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  bits += exponent << 23;
+  std::memcpy(&p, &bits, sizeof p);
+  return x > low + 1.0f ? p : Floats{};
+}
+
+inline Floats tanh(Floats x) {
+  const Floats bounded = max(broadcast(-15.0f), -max(broadcast(-15.0f), -x));
+  const Floats e = exp2(bounded * 2.8853900817779268f);  // e^(2x)
+  return (e - 1.0f) / (e + 1.0f);
+}
+
+inline float to_float(uint16_t bits) {
+  const uint32_t word = uint32_t{bits} << 16;
+  float x;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+// Round to nearest even; NaN stays NaN.
+inline uint16_t to_bfloat16(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  if (x != x) return 0x7fc0;
+  return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+// bfloat16 numbers widened.
+inline Floats load(const uint16_t* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Words words = __builtin_convertvector(halves, Words) << 16;
+  Floats x;
+  std::memcpy(&x, &words, sizeof x);
+  return x;
+}
+
+}  // namespace rhizome

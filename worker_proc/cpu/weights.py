@@ -1,0 +1,126 @@
+"""Reads one rank's share of a checkpoint straight into packed form: the plain form is never held as a whole."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.linear import PackedMatrix, Pairing
+from worker_proc.cpu.memory import HugePages
+from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
+from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    input_norm: Tensor  # float32 [hidden], as the other norms
+    qkv: PackedMatrix
+    q_norm: Tensor | None  # float32 [head_dim]
+    k_norm: Tensor | None
+    o: PackedMatrix
+    post_norm: Tensor
+    up: PackedMatrix  # gates and ups, paired
+    down: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """The vocabulary matrices hold the rank's real tokens only, without padding."""
+
+    embedding: Tensor | None  # bfloat16 [tokens of the rank, hidden]; None: the rows of the head
+    layers: tuple[PackedLayer, ...]
+    norm: Tensor
+    head: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedTarget:
+    matrix: PackedMatrix
+    output: int  # of the first row
+    pairing: Pairing
+
+    def copy_rows(self, first: int, rows: Tensor) -> None:
+        self.matrix.pack(rows, self.output + first, self.pairing)
+
+
+class PackedWeightPlan:
+    """Plans all reads of one rank; after `load.run`, `finish` gives the weights. For the models that
+    `worker_proc.cpu.decoder.supports` names."""
+
+    def __init__(self, spec: DecoderSpec, shard: Shard, load: WeightLoader, native: NativeLibrary) -> None:
+        self.load = load
+        self.native = native
+        layout = DecoderLayout(spec, shard, load.checkpoint)
+        self._sizes = 0
+        for parts in layout.layers:
+            for linear in (parts.qkv, parts.o, parts.up, parts.down):
+                self._reserve(linear.weight, paired=linear is parts.up)
+        self._reserve((layout.head or layout.embedding,))
+        self.memory = HugePages(self._sizes)
+        self._after: list[Callable[[], object]] = []
+
+        self.layers = tuple(self._layer(parts) for parts in layout.layers)
+        self.norm = self._norm(layout.norm)
+        self.head = self._matrix((layout.head or layout.embedding,))
+        self.embedding: Tensor | None = None
+        if layout.head is not None:
+            self.embedding = load.tensor(layout.embedding)
+        load.checkpoint.refuse_unexpected(load.used(), layout.harmless)
+
+    def finish(self) -> PackedWeights:
+        for step in self._after:
+            step()
+        return PackedWeights(self.embedding, self.layers, self.norm, self.head)
+
+    def _reserve(self, parts: tuple[Part, ...], paired: bool = False) -> None:
+        outputs, inputs = _shape(parts)
+        size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
+        self._sizes += HugePages.room(size * torch.bfloat16.itemsize)
+
+    def _layer(self, parts: LayerParts) -> PackedLayer:
+        return PackedLayer(
+            input_norm=self._norm(parts.input_norm),
+            qkv=self._linear(parts.qkv),
+            q_norm=self._norm(parts.q_norm) if parts.q_norm is not None else None,
+            k_norm=self._norm(parts.k_norm) if parts.k_norm is not None else None,
+            o=self._linear(parts.o),
+            post_norm=self._norm(parts.post_norm),
+            up=self._linear(parts.up, paired=True),
+            down=self._linear(parts.down),
+        )
+
+    def _norm(self, parts: NormParts) -> Tensor:
+        """float32, but with the precision that the configured dtype leaves."""
+        weight = self.load.tensor(parts.weight)
+        wide = torch.empty(weight.shape)
+        self._after.append(partial(wide.copy_, weight))
+        return wide
+
+    def _linear(self, parts: LinearParts, paired: bool = False) -> PackedMatrix:
+        matrix = self._matrix(parts.weight, paired)
+        if parts.bias:
+            bias = self.load.tensor(*parts.bias)
+            if parts.adds_bias:
+                self._after.append(partial(matrix.set_bias, bias))
+        return matrix
+
+    def _matrix(self, parts: tuple[Part, ...], paired: bool = False) -> PackedMatrix:
+        outputs, inputs = _shape(parts)
+        size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
+        memory = self.memory.take(size, torch.bfloat16)
+        matrix = PackedMatrix(self.native, memory, outputs, inputs, paired=paired)
+        output = 0
+        for part, pairing in zip(parts, (Pairing.GATE, Pairing.UP) if paired else (Pairing.NONE,) * 3, strict=False):
+            self.load.into(part, _PackedTarget(matrix, output, pairing))
+            if not paired:
+                output += part.local_shape()[0]
+        return matrix
+
+
+def _shape(parts: tuple[Part, ...]) -> tuple[int, int]:
+    shapes = [part.local_shape() for part in parts]
+    return sum(shape[0] for shape in shapes), shapes[0][1]

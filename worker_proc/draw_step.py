@@ -1,0 +1,135 @@
+"""A step's way from logits to tokens: log probabilities of the model's own distribution, edits, grammars, the draw."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.logprobs import LogprobRows
+from common.messages import StepPlan
+from common.sampling_params import DrawParams
+from worker_proc import logprobs
+from worker_proc.errors import PlanError
+from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
+from worker_proc.input_batch import SampledRows
+from worker_proc.logit_edits import LogitEditor
+from worker_proc.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Prompt tokens to score: rows of a step's flattened tokens, and what each of them predicts."""
+
+    rows: Tensor  # int64 [R], host
+    targets: Tensor  # int64 [R], host
+    tops: list[int]  # alternatives per row
+    counts: list[int]  # rows per scoring of the plan
+
+
+class DrawStep:
+    """The draw parameters of every slot and what they ask for. The draw itself is for rank 0, which has `grammars`."""
+
+    def __init__(
+        self,
+        max_slots: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        grammars: GrammarMatchers | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._sampler = Sampler(max_slots, device)
+        self._editor = LogitEditor(max_slots, vocab_size, device)
+        self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
+        self._with_grammar: set[int] = set()  # slots, on every rank
+        self._grammars = grammars
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self._with_grammar.clear()
+        if self._grammars is not None:
+            self._grammars.reset()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Slots leave and enter."""
+        self._editor.leave(plan.leave)
+        self._sampler.set_params(plan.enter_slots, plan.enter_draw)
+        self._editor.enter(plan.enter_slots, plan.enter_draw, {h.slot: h for h in plan.histories})
+        for slot, draw in zip(plan.enter_slots, plan.enter_draw, strict=True):
+            self._draws.pop(slot, None)
+            if draw.logprobs is not None or draw.prompt_logprobs is not None:
+                self._draws[slot] = draw
+        self._with_grammar.difference_update(plan.leave)
+        self._with_grammar.update(entered.slot for entered in plan.enter_grammars)
+        if self._grammars is not None:
+            self._grammars.leave(plan.leave)
+            self._grammars.enter(plan.enter_grammars)
+
+    def is_greedy(self, sampled: SampledRows) -> bool:
+        """Whether all these rows want is the likeliest token, as the model sees it."""
+        special = self._draws.keys() | self._with_grammar
+        if special and not special.isdisjoint(sampled.slots.tolist()):
+            return False
+        return self._sampler.is_greedy(sampled.slots) and not self._editor.touches(sampled.slots)
+
+    def start(self, sampled: SampledRows) -> Masks | None:
+        """Start on the masks of the rows with a grammar, to be ready when the logits are."""
+        return self._grammars.start(sampled.slots) if self._grammars is not None else None
+
+    def draw(
+        self, logits: Tensor, sampled: SampledRows, masks: Masks | None = None
+    ) -> tuple[Tensor, LogprobRows | None]:
+        """One token per row, int64 `[S]` on the device, and the log probabilities of those that asked for them.
+
+        `logits` (float32 `[S, vocab]`, device) are changed. `masks` are those of `start`.
+        """
+        rows, tops = self._logprob_rows(sampled.slots)
+        raw = (logits[rows] if len(rows) < len(logits) else logits).log_softmax(-1) if rows else None
+        self._editor.apply(logits, sampled.slots, sampled.positions)
+        if masks is not None and self._grammars is not None:
+            self._grammars.apply(masks, logits)
+        tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
+        self._editor.append(sampled.slots, sampled.positions, sampled.slots_on_device, tokens)
+        if raw is None:
+            return tokens, None
+        entries = logprobs.of_tokens(raw, tokens[rows], tops)
+        return tokens, LogprobRows.of(dict(zip(rows, entries.split([1] * len(rows)), strict=True)))
+
+    def advance(self, masks: Masks | None, tokens: Sequence[int]) -> list[Failure]:
+        """Tell the grammars the drawn tokens, one per row; the rows whose grammar failed."""
+        return [] if masks is None or self._grammars is None else self._grammars.advance(masks, tokens)
+
+    def scored(self, plan: StepPlan) -> Scored:
+        """The rows of the plan's scorings. Raises PlanError when they are not in their chunk."""
+        rows: list[int] = []
+        targets: list[int] = []
+        tops: list[int] = []
+        for scoring in plan.scorings:
+            count = len(scoring.targets)
+            if scoring.chunk >= len(plan.chunk_slots) or scoring.begin + count > plan.chunk_lens[scoring.chunk]:
+                raise PlanError(f"scorings: {count} tokens of chunk {scoring.chunk} from {scoring.begin} are not there")
+            if max(scoring.targets, default=0) >= self._vocab_size:
+                raise PlanError(f"scorings: a target is outside a vocabulary of {self._vocab_size}")
+            draw = self._draws.get(plan.chunk_slots[scoring.chunk])
+            if draw is None or draw.prompt_logprobs is None:
+                raise PlanError(f"scorings: slot {plan.chunk_slots[scoring.chunk]} did not ask for it")
+            first = sum(plan.chunk_lens[: scoring.chunk]) + scoring.begin
+            rows += range(first, first + count)
+            targets += scoring.targets
+            tops += [draw.prompt_logprobs] * count
+        counts = [len(scoring.targets) for scoring in plan.scorings]
+        return Scored(torch.tensor(rows), torch.tensor(targets), tops, counts)
+
+    def score(self, logits: Tensor, scored: Scored) -> LogprobRows | None:
+        """The log probabilities of prompt tokens, from the logits of `scored.rows` (float32 `[R, vocab]`, device)."""
+        entries = logprobs.of_targets(logits, scored.targets.to(self._device), scored.tops)
+        return LogprobRows.of(dict(enumerate(entries.split(scored.counts))))
+
+    def _logprob_rows(self, slots: Tensor) -> tuple[list[int], list[int]]:
+        """The rows whose tokens' log probabilities are asked for, and with how many alternatives each."""
+        if not self._draws:
+            return [], []
+        wanted = [(i, self._draws[s].logprobs) for i, s in enumerate(slots.tolist()) if s in self._draws]
+        found = [(i, top) for i, top in wanted if top is not None]
+        return [i for i, _ in found], [top for _, top in found]

@@ -1,0 +1,177 @@
+"""Where a checkpoint keeps the weights of the native decoder: names, shapes, and one rank's share of each.
+
+Megatron-LM's split (Shoeybi et al., 2019): q, k, v, gate and up by output rows, o and down by input columns, the
+embedding and the head by vocabulary rows. Norms and learned positions are on every rank, biases of row-parallel
+projections on rank 0 only, because the partial results are summed.
+"""
+
+import math
+from dataclasses import dataclass
+
+from worker_proc.errors import ModelError
+from worker_proc.models.loading import Part
+from worker_proc.models.spec import DecoderSpec
+from worker_proc.weights import Checkpoint
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a model that `rank` of `size` computes: half-open ranges of heads, channels and vocabulary."""
+
+    rank: int
+    size: int
+    heads: Span
+    kv_heads: Span  # one head, shared with other ranks, when there are more ranks than KV heads
+    channels: Span  # of the MLP
+    vocab: Span  # may end past the vocabulary on the last ranks: padded with zero rows
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, rank: int, size: int) -> "Shard":
+        """Raises ModelError naming what does not divide by `size`."""
+        for key, value in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
+            if value % size:
+                raise ModelError(key, value, f"cannot be split over tp = {size} ranks")
+        if spec.num_kv_heads % size and size % spec.num_kv_heads:
+            reason = f"can be neither split over tp = {size} ranks nor replicated evenly"
+            raise ModelError("num_key_value_heads", spec.num_kv_heads, reason)
+        kv_count = max(1, spec.num_kv_heads // size)
+        kv_first = rank * spec.num_kv_heads // size
+        return cls(
+            rank=rank,
+            size=size,
+            heads=_span(spec.num_heads // size, rank),
+            kv_heads=(kv_first, kv_first + kv_count),
+            channels=_span(spec.intermediate_size // size, rank),
+            vocab=_span(math.ceil(spec.vocab_size / size), rank),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LinearParts:
+    """A projection `[out, in]` and its bias: blocks that are stacked along the outputs. Biases are read on every rank,
+    which checks them, and used where `adds_bias`."""
+
+    weight: tuple[Part, ...]
+    bias: tuple[Part, ...] = ()
+    adds_bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NormParts:
+    weight: Part
+    bias: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """One layer, see `LayerWeights`."""
+
+    input_norm: NormParts
+    qkv: LinearParts
+    q_norm: NormParts | None
+    k_norm: NormParts | None
+    o: LinearParts
+    post_norm: NormParts
+    up: LinearParts
+    down: LinearParts
+
+
+class DecoderLayout:
+    """All parts of one rank's share. `head` is None when the checkpoint holds none because it is tied."""
+
+    def __init__(self, spec: DecoderSpec, shard: Shard, checkpoint: Checkpoint) -> None:
+        self.spec = spec
+        self.shard = shard
+        gpt2 = spec.layout == "gpt2"
+        embedding = "wte.weight" if gpt2 else "embed_tokens.weight"
+        # Checkpoints saved from the bare model lack the first component.
+        bare = embedding in checkpoint.tensors
+        self.prefix = "" if bare else "transformer." if gpt2 else "model."
+        self.embedding = self._vocabulary(self.prefix + embedding)
+        self.positions: Part | None = None
+        if spec.rope is None:
+            self.positions = Part(self.prefix + "wpe.weight", (spec.context_length, spec.hidden_size))
+        layer = self._gpt2_layer if gpt2 else self._llama_layer
+        self.layers = tuple(layer(index) for index in range(spec.num_layers))
+        self.norm = self._norm(self.prefix + ("ln_f" if gpt2 else "norm"))
+        # A tied checkpoint may still store the head; then it is read, so that a head that differs is honoured.
+        stored = not spec.tied or "lm_head.weight" in checkpoint.tensors
+        self.head = self._vocabulary("lm_head.weight") if stored else None
+        # rotary frequencies and causal masks were stored as buffers by old versions of transformers
+        self.harmless = (".attn.bias", ".attn.masked_bias") if gpt2 else (".rotary_emb.inv_freq",)
+
+    def _llama_layer(self, index: int) -> LayerParts:
+        spec, shard, base = self.spec, self.shard, f"{self.prefix}layers.{index}."
+        hidden, dim, inner = spec.hidden_size, spec.head_dim, spec.intermediate_size
+        heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
+        attention, mlp = base + "self_attn.", base + "mlp."
+        qkv = [(attention + "q_proj", spec.num_heads * dim, heads)]
+        qkv += [(attention + name, spec.num_kv_heads * dim, kv_heads) for name in ("k_proj", "v_proj")]
+        q_norm, k_norm = (
+            NormParts(Part(f"{attention}{name}_norm.weight", (dim,))) if spec.qk_norm else None for name in ("q", "k")
+        )
+        up = [(mlp + "gate_proj", inner, shard.channels), (mlp + "up_proj", inner, shard.channels)]
+        return LayerParts(
+            input_norm=self._norm(base + "input_layernorm"),
+            qkv=self._columns(qkv, hidden, spec.qkv_bias),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=self._rows(attention + "o_proj", spec.num_heads * dim, heads, spec.o_bias),
+            post_norm=self._norm(base + "post_attention_layernorm"),
+            up=self._columns(up, hidden, spec.mlp_bias),
+            down=self._rows(mlp + "down_proj", inner, shard.channels, spec.mlp_bias),
+        )
+
+    def _gpt2_layer(self, index: int) -> LayerParts:
+        spec, shard, base = self.spec, self.shard, f"{self.prefix}h.{index}."
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        heads = _scaled(shard.heads, spec.head_dim)
+        # c_attn stacks all queries, all keys, all values: a rank takes its heads from each third
+        thirds = [(start + heads[0], start + heads[1]) for start in (0, hidden, 2 * hidden)]
+        qkv = [(base + "attn.c_attn", 3 * hidden, third) for third in thirds]
+        return LayerParts(
+            input_norm=self._norm(base + "ln_1"),
+            qkv=self._columns(qkv, hidden, True, transposed=True),
+            q_norm=None,
+            k_norm=None,
+            o=self._rows(base + "attn.c_proj", hidden, heads, True, transposed=True),
+            post_norm=self._norm(base + "ln_2"),
+            up=self._columns([(base + "mlp.c_fc", inner, shard.channels)], hidden, True, transposed=True),
+            down=self._rows(base + "mlp.c_proj", inner, shard.channels, True, transposed=True),
+        )
+
+    def _columns(
+        self, blocks: list[tuple[str, int, Span]], width: int, bias: bool, transposed: bool = False
+    ) -> LinearParts:
+        """Column-parallel: stacked output rows `(name, rows of the whole matrix, rows of this rank)`."""
+        weights = tuple(Part(name + ".weight", (full, width), span, None, transposed) for name, full, span in blocks)
+        biases = tuple(Part(name + ".bias", (full,), span) for name, full, span in blocks)
+        return LinearParts(weights, biases if bias else ())
+
+    def _rows(self, name: str, width: int, span: Span, bias: bool, transposed: bool = False) -> LinearParts:
+        """Row-parallel: input columns `span` of a matrix `[hidden, width]`."""
+        hidden = self.spec.hidden_size
+        weight = Part(name + ".weight", (hidden, width), None, span, transposed)
+        biases = (Part(name + ".bias", (hidden,)),) if bias else ()
+        return LinearParts((weight,), biases, adds_bias=self.shard.rank == 0)
+
+    def _norm(self, name: str) -> NormParts:
+        shape = (self.spec.hidden_size,)
+        return NormParts(
+            Part(name + ".weight", shape), None if self.spec.norm == "rms" else Part(name + ".bias", shape)
+        )
+
+    def _vocabulary(self, name: str) -> Part:
+        first, last = self.shard.vocab
+        vocab = self.spec.vocab_size
+        return Part(name, (vocab, self.spec.hidden_size), (min(first, vocab), min(last, vocab)))
+
+
+def _span(count: int, rank: int) -> Span:
+    return (rank * count, (rank + 1) * count)
+
+
+def _scaled(span: Span, factor: int) -> Span:
+    return (span[0] * factor, span[1] * factor)
