@@ -29,6 +29,7 @@ from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
 from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Ledger
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 TOKENIZING_THREADS = 4  # a long prompt keeps one busy, and short ones pass it by
+COMPILING_THREADS = 2  # for grammars
 FLUSH_S = 0.02  # how often backlogs are tried again
 BEAT_S = 0.5
 BURST = 64  # messages handled from one socket before the others have their turn
@@ -91,14 +93,23 @@ def main(child: Child) -> None:
     limits = Limits.of_cluster(go, child.config.scheduler, longest_token(tokenizer))
     encoder = PromptEncoder(tokenizer, template, limits)
     pool = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenize")
+    grammar_pool = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
+    grammars = GrammarCheck(tokenizer, go.eos_token_ids, grammar_pool)
     try:
-        uvloop.run(_serve(child, go, limits, encoder, router, pool))
+        uvloop.run(_serve(child, go, limits, encoder, grammars, router, pool))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        grammar_pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def _serve(
-    child: Child, go: Go, limits: Limits, encoder: PromptEncoder, router: Socket, pool: ThreadPoolExecutor
+    child: Child,
+    go: Go,
+    limits: Limits,
+    encoder: PromptEncoder,
+    grammars: GrammarCheck,
+    router: Socket,
+    pool: ThreadPoolExecutor,
 ) -> None:
     clients = zmq.asyncio.Socket.from_socket(router)
     refused = RefusedFrames()
@@ -107,6 +118,7 @@ async def _serve(
     frontend = Frontend(
         limits=limits,
         encoder=encoder,
+        grammars=grammars,
         eos_token_ids=go.eos_token_ids,
         ledger=Ledger(lambda: secrets.randbits(63)),
         clients=Clients(lambda owner, frame: _send_now(clients, [owner, frame])),
