@@ -173,5 +173,13 @@ def print_stats(target: Target, as_json: bool) -> None:
 
     with named_failures(), Connection(target.frontend()) as connection:
         values = connection.stats()
-        lines = json.dumps(values) if as_json else "\n".join(f"{name} {values[name]}" for name in sorted(values))
+        lines = (
+            json.dumps(values)
+            if as_json
+            else "\n".join(
+                f"{name} {values[name]}"
+                for name in sorted(values)
+                if "/" not in name  # buckets of histograms are for programs
+            )
+        )
         print(lines, flush=True)

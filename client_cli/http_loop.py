@@ -13,6 +13,7 @@ import uvloop
 T = TypeVar("T")
 R = TypeVar("R")
 CONNECT_S = 30.0
+KEEP_ALIVE_S = 2.0  # shorter than servers keep a connection, which would otherwise close it under a new request
 SILENCE_LIMIT_S = 600.0  # a server may think for long before its first token
 
 
@@ -42,7 +43,7 @@ class HttpLoop(Generic[T]):
     async def _open(self) -> aiohttp.ClientSession:
         key = self.server.api_key
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_LIMIT_S),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             read_bufsize=2**20,

@@ -69,7 +69,7 @@ def from_stats(values: Mapping[str, int], at_s: float) -> Snapshot:
 def read_metrics(text: str) -> dict[str, float]:
     """Prometheus' text format as sums over all labels, by name without its prefix (`vllm:`). Lines that are none are
     skipped: a page of somebody else may say anything."""
-    found: dict[str, float] = {}
+    found: dict[str, tuple[str, float]] = {}  # the first full name of a short one counts, not a second spelling of it
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
@@ -79,14 +79,21 @@ def read_metrics(text: str) -> dict[str, float]:
             value = float(number.split()[0])
         except (ValueError, IndexError):
             continue
-        short = name.strip().rpartition(":")[2].removeprefix("rhizome_")
-        found[short] = found.get(short, 0.0) + value
-    return found
+        full = name.strip()
+        short = full.rpartition(":")[2].removeprefix("rhizome_")
+        first, total = found.get(short, (full, 0.0))
+        if first == full:
+            found[short] = (full, total + value)
+    return {short: value for short, (_, value) in found.items()}
 
 
 def from_metrics(text: str, at_s: float) -> Snapshot:
     """From a /metrics page of Rhizome, vLLM or SGLang."""
     values = read_metrics(text)
+    if "scheduler_total_pages" in values:  # our own: all that the scheduler says
+        own = {name.removeprefix("scheduler_") for name in values if name.startswith("scheduler_")}
+        stats = {f"scheduler.{name.removesuffix('_total')}": int(values[f"scheduler_{name}"]) for name in own}
+        return from_stats(stats, at_s)
 
     def first(names: tuple[str, ...]) -> float | None:
         return next((values[name] for name in names if name in values), None)

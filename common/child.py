@@ -20,10 +20,11 @@ import zmq
 from common.codec import Message, encode
 from common.config import ClusterConfig
 from common.log import set_up_logging
-from common.messages import Fatal, Go, Progress, Ready
+from common.messages import Fatal, Go, Progress, Pulse, Ready
 from common.sockets import Endpoints, Inbox, open_socket
 
 log = logging.getLogger(__name__)
+PULSE_S = 0.25  # how often a process says that it lives
 
 
 class Child:
@@ -44,7 +45,9 @@ class Child:
         set_up_logging(name, self.config.log_level)
         self.endpoints = Endpoints(run_dir)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._control = open_socket(self.context, zmq.DEALER, connect=self.endpoints.control)
+        self.control = open_socket(self.context, zmq.DEALER, connect=self.endpoints.control)
+        self._inbox = Inbox(self.control, Go)
+        self._pulse_due = 0.0
 
     @property
     def wake_fd(self) -> int:
@@ -59,7 +62,7 @@ class Child:
 
     def tell(self, msg: Message) -> None:
         """Send the launcher a message; it always reads, so this does not wait."""
-        self._control.send(encode(msg), zmq.NOBLOCK)
+        self.control.send(encode(msg), zmq.NOBLOCK)
 
     def progress(self, done: int, total: int) -> None:
         self.tell(Progress(self.name, done, total))
@@ -67,17 +70,34 @@ class Child:
     def ready(self, labels: dict[str, str] | None = None, **info: int) -> Go | None:
         """Say that this process is ready and wait until all are. None: the child shall stop instead."""
         self.tell(Ready(self.name, os.getpid(), info, labels or {}))
-        inbox = Inbox(self._control, Go)
         poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
+        poller.register(self.control, zmq.POLLIN)
         poller.register(self.wake_fd, zmq.POLLIN)
         deadline = time.monotonic() + self.config.start_timeout_s
         while not self.stopping and time.monotonic() < deadline:
-            poller.poll(1000)
-            for msg in inbox.drain():
-                if isinstance(msg, Go):
-                    return msg
+            self.pulse()
+            poller.poll(int(PULSE_S * 1000))
+            go = self.news()
+            if go is not None:
+                return go
         return None
+
+    def news(self) -> Go | None:
+        """The newest Go that has arrived on `control` since the last call, or None."""
+        newest = None
+        for msg in self._inbox.drain():
+            assert isinstance(msg, Go)
+            newest = msg
+        return newest
+
+    def pulse(self) -> float:
+        """Tell the launcher that the calling loop lives, when it is time; to be called by the loop itself, each time
+        around. Returns how many seconds may pass until the next call."""
+        now = time.monotonic()
+        if now >= self._pulse_due:
+            self.tell(Pulse(self.name, 0, False))
+            self._pulse_due = now + PULSE_S
+        return self._pulse_due - now
 
     def close(self) -> None:
         self.context.destroy(linger=500)

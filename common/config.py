@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KEYS_VARIABLE = "RHIZOME_API_KEYS"  # API keys in the environment: of the gateway alone, of no other child
 CONFIG_FILE = "config.json"
 _LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]{1,5})")
 POLICIES = ("fcfs", "lpm", "round-robin", "priority")
 ADMISSIONS = ("ratio", "peak", "reserve")
+GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KERNELS = ("auto", "amx", "avx512", "generic", "torch")
 
@@ -105,12 +107,32 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SupervisionConfig:
+    """A process that gives no sign of life for `freeze_timeout_s` counts as dead. One that dies is started again, at
+    most `restarts` times within `restart_window_s`. When the cluster is told to end, it first finishes what it has, for
+    at most `drain_timeout_s`."""
+
+    freeze_timeout_s: float = 3.0
+    restarts: int = 5
+    restart_window_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.freeze_timeout_s <= 3600, "freeze_timeout", "between 1 and 3600 seconds")
+        _check(0 <= self.restarts <= 1000, "restarts", "between 0 and 1000")
+        _check(0 < self.restart_window_s <= 86400, "restart_window", "more than 0 and at most 86400 seconds")
+        _check(0 <= self.drain_timeout_s <= 86400, "drain_timeout", "between 0 and 86400 seconds")
+
+
+@dataclass(frozen=True, slots=True)
 class HttpConfig:
     """The HTTP gateway: where it listens (`port` 0 is any free one), what the model is called, who may use it.
 
     `served_names` are what requests may call the model, the first being its name in answers; empty is the name of its
     directory. `api_key_file` is the path of the keys, which are never here themselves. `cors_origins` are the origins
-    whose pages may ask. `strict_fields` refuses unknown fields instead of naming them. `max_body_bytes` bounds a body.
+    whose pages may ask. `strict_fields` refuses unknown fields instead of naming them. `key_concurrency` bounds the
+    live requests of each API key (0 is no limit), `max_body_bytes` a request's body. `generation_config` says where
+    sampling defaults come from: auto is the model's own file, none is no file.
     """
 
     enabled: bool = True
@@ -122,6 +144,7 @@ class HttpConfig:
     strict_fields: bool = False
     key_concurrency: int = 0
     max_body_bytes: int = 16 * 2**20
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", "between 0 and 65535")
@@ -130,6 +153,8 @@ class HttpConfig:
         _check(ok, "served_model_name", "given at most 16 times, with 1 to 256 characters")
         _check(0 <= self.key_concurrency <= 10**6, "key_concurrency", "between 0 (no limit) and 1000000")
         _check(1024 <= self.max_body_bytes <= 2**30, "max_body", "between 1KiB and 1GiB")
+        ok = self.generation_config in GENERATION_CONFIGS
+        _check(ok, "generation_config", f"one of {', '.join(GENERATION_CONFIGS)}")
         for origin in self.cors_origins:
             _check(
                 re.fullmatch(r"\*|https?://[^/\s]+", origin) is not None, "cors_origin", f"an origin, got {origin!r}"
@@ -152,6 +177,7 @@ class ClusterConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     http: HttpConfig = HttpConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     listen: str | None = None
     log_level: str = "info"
     start_timeout_s: float = 300.0

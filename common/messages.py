@@ -6,7 +6,7 @@
     scheduler ── StepPlan ──► every worker rank              worker rank 0 ── StepResult ──► scheduler
     scheduler ── TokenBatch, RequestError, Stats ──► detokenizer
     detokenizer ── TextBatch, RequestError, Stats ──► tokenizer ── the same, and Beat ──► client
-    every process ── Ready, Fatal ──► launcher ── Go ──► every process
+    every process ── Ready, Fatal, Pulse, Joined, Drained ──► launcher ── Go ──► every process
 
 Request ids (`rid`) are int32. A client chooses its own, unique among its live requests on one connection; the
 tokenizer replaces it by one per choice (of the `n` answers that were asked for) that is unique in the cluster. Every
@@ -50,6 +50,7 @@ Times = Annotated[IntArray, Ints(16, 0, 2**63 - 1, "q")]
 CacheSalt = Annotated[str, Str(256)]
 Priority = Annotated[int, Int(-1000, 1000)]
 Milliseconds = Annotated[int, Int(0, 2**31 - 1)]
+Number = Annotated[int, Int(0, MAX_RID)]
 
 
 class Finish(IntEnum):
@@ -231,7 +232,12 @@ class Info:
 @message
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included)."""
+    """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included).
+
+    The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
+    `max_tokens` counts them too. The client also has the `prompt_logprobs` that the first `scored` tokens predict.
+    `again`: it was handed in before, in an earlier term, so no limit of the queue refuses it.
+    """
 
     TAG: ClassVar[int] = 4
     rid: Rid
@@ -242,18 +248,27 @@ class AddRequest:
     salt: CacheSalt = ""  # namespace of the prefix cache
     priority: Priority = 0  # higher goes first
     deadline_ms: Milliseconds = 0  # from arrival at the scheduler; 0 is none
+    generated: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
+    scored: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
+    again: Annotated[bool, Bool()] = False
+
+    def __post_init__(self) -> None:
+        if self.generated and not self.generated < min(len(self.prompt), self.max_tokens):
+            raise FieldError("generated", "must leave a prompt, and something of max_tokens")
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """What the detokenizer must know of a request; may arrive before or after its first tokens."""
+    """What the detokenizer must know of a request; may arrive before or after its first tokens. The text of the tokens
+    in `emitted` is with the client already."""
 
     TAG: ClassVar[int] = 5
     rid: Rid
     stop: Annotated[tuple[str, ...], ListOf(Str(512, 1), 16)]
     skip_special_tokens: Annotated[bool, Bool()]
     min_tokens: Annotated[int, Int(0, MAX_TOKENS)] = 0  # stop strings that end in their text do not count
+    emitted: TokenIds = field(default_factory=ints)
 
 
 # ---- scheduler <-> workers -----------------------------------------------------------------------------------------
@@ -438,11 +453,12 @@ class RequestError:
 @message
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters and gauges by name, such as `scheduler.free_pages`; each process on the way adds its own."""
+    """Counters and gauges by name, such as `scheduler.free_pages`; each process on the way adds its own. A histogram
+    takes a counter per bucket (common/metrics.py), of which there are some 200."""
 
     TAG: ClassVar[int] = 11
     query: Rid
-    values: Annotated[dict[str, int], MapOf(Int(-_COUNT, _COUNT), 256)] = field(default_factory=dict)
+    values: Annotated[dict[str, int], MapOf(Int(-_COUNT, _COUNT), 1024)] = field(default_factory=dict)
 
 
 @message
@@ -482,7 +498,14 @@ class Fatal:
 @message
 @dataclass(frozen=True, slots=True)
 class Go:
-    """All processes are ready: serve within these limits. `labels` are for users to read."""
+    """All processes are ready: serve within these limits. Sent again when one of the other fields has changed. `labels`
+    are for users to read.
+
+    `term` numbers the conversations between tokenizer, scheduler and detokenizer, `epoch` those between scheduler and
+    workers. When one of the partners was replaced, a new one begins, with sockets of its own (common/sockets.py), and
+    nothing of the old one is heard any more. `draining`: finish what is there and take nothing new. `restarts` counts
+    by process.
+    """
 
     TAG: ClassVar[int] = 15
     num_pages: Annotated[int, Int(1, MAX_RID)]
@@ -491,6 +514,42 @@ class Go:
     vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
     eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
     labels: Annotated[dict[str, str], MapOf(Str(256), 16)] = field(default_factory=dict)  # rank 0's, and `version`
+    term: Number = 0
+    epoch: Number = 0
+    draining: Annotated[bool, Bool()] = False
+    restarts: Annotated[dict[str, int], MapOf(Int(0, _COUNT), 128)] = field(default_factory=dict)
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """A process is alive. `progress` changes with all that its work comes on while `busy` with it."""
+
+    TAG: ClassVar[int] = 40
+    name: Annotated[str, Str(64, 1)]
+    progress: Annotated[int, Int(0, _COUNT)]
+    busy: Annotated[bool, Bool()]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker rank takes plans of `epoch`, and of no earlier one. It has executed `steps` plans in its life: ranks
+    whose numbers differ have diverged."""
+
+    TAG: ClassVar[int] = 41
+    name: Annotated[str, Str(64, 1)]
+    epoch: Number
+    steps: Annotated[int, Int(0, _COUNT)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The tokenizer takes no new requests, and every one that it had has been answered."""
+
+    TAG: ClassVar[int] = 42
+    name: Annotated[str, Str(64, 1)]
 
 
 @message

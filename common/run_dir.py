@@ -15,7 +15,8 @@ from typing import Any
 
 LOCK_FILE = "lock"
 CLUSTER_FILE = "cluster.json"
-_OWN_FILES = (CLUSTER_FILE, "cluster.json.tmp", "config.json", "store")
+_OWN_FILES = (CLUSTER_FILE, "cluster.json.tmp", "config.json")
+_OWN_PREFIX = "store-"  # where the ranks of a worker group meet
 
 
 class RunDirError(RuntimeError):
@@ -105,7 +106,7 @@ def _remove_dead(base: Path) -> None:
 def _remove_own_files(path: Path) -> None:
     """Remove what clusters leave in a directory, except the lock."""
     for entry in path.iterdir():
-        if entry.name in _OWN_FILES or entry.suffix == ".sock":
+        if entry.name in _OWN_FILES or entry.name.startswith(_OWN_PREFIX) or entry.suffix == ".sock":
             entry.unlink(missing_ok=True)
 
 

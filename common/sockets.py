@@ -16,6 +16,7 @@ from common.codec import MAX_FRAME_BYTES, FrameError, Message, RefusedFrames, de
 HIGH_WATER_MARK = 4096  # messages queued inside ZeroMQ per peer and direction
 LINGER_MS = 500  # how long a closing process waits for its last messages to leave
 MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
+RECONNECT_MS, RECONNECT_MAX_MS = 10, 200  # how often a connecting socket tries, at first and later
 
 
 class PeerStalled(RuntimeError):
@@ -23,11 +24,15 @@ class PeerStalled(RuntimeError):
 
 
 class Endpoints:
-    """The addresses inside a cluster's run directory. Receivers bind, senders connect."""
+    """The addresses inside a cluster's run directory. Receivers bind, senders connect.
+
+    Every term and every epoch (see Go in common/messages.py) has sockets of its own: what was still queued in those of
+    an earlier one goes with them, so that nobody can take a stale message for a new one.
+    """
 
     def __init__(self, run_dir: Path):
         self._dir = run_dir
-        longest = max(len(os.fsencode(a)) for a in (self.detokenizer, self.plan(9999))) - len("ipc://")
+        longest = max(len(os.fsencode(a)) for a in (self.detokenizer(10**6), self.plan(9999, 10**6))) - len("ipc://")
         if longest > MAX_IPC_PATH:
             limit = MAX_IPC_PATH - (longest - len(os.fsencode(run_dir)))
             raise ValueError(f"run directory {run_dir} is too long for Unix sockets (limit {limit} bytes)")
@@ -43,24 +48,20 @@ class Endpoints:
     def frontend(self) -> str:
         return self._ipc("frontend")
 
-    @property
-    def tokenizer(self) -> str:
-        return self._ipc("tokenizer")
+    def tokenizer(self, term: int) -> str:
+        return self._ipc(f"tokenizer-{term}")
 
-    @property
-    def detokenizer(self) -> str:
-        return self._ipc("detokenizer")
+    def detokenizer(self, term: int) -> str:
+        return self._ipc(f"detokenizer-{term}")
 
-    @property
-    def scheduler(self) -> str:
-        return self._ipc("scheduler")
+    def scheduler(self, term: int) -> str:
+        return self._ipc(f"scheduler-{term}")
 
-    @property
-    def results(self) -> str:
-        return self._ipc("results")
+    def results(self, epoch: int) -> str:
+        return self._ipc(f"results-{epoch}")
 
-    def plan(self, rank: int) -> str:
-        return self._ipc(f"plan{rank}")
+    def plan(self, rank: int, epoch: int) -> str:
+        return self._ipc(f"plan{rank}-{epoch}")
 
 
 def open_socket(
@@ -81,6 +82,8 @@ def open_socket(
     socket.set(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.set(zmq.LINGER, LINGER_MS)
     socket.set(zmq.MAXMSGSIZE, 4 * max_frame)
+    socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     if kind == zmq.ROUTER:
         socket.set(zmq.ROUTER_MANDATORY, 1)  # an unroutable or full peer is an error, not a silent drop
     if (bind or connect or "").startswith("tcp://["):
@@ -93,11 +96,17 @@ def open_socket(
 
 
 class Inbox:
-    """The receiving end of a PULL or DEALER socket."""
+    """The receiving end of a PULL or DEALER socket. `refused` counts what it refuses; several may share one."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", *allowed: type, max_frame: int = MAX_FRAME_BYTES):
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        *allowed: type,
+        max_frame: int = MAX_FRAME_BYTES,
+        refused: RefusedFrames | None = None,
+    ):
         self.socket = socket
-        self.refused = RefusedFrames()
+        self.refused = RefusedFrames() if refused is None else refused
         self._allowed = frozenset(allowed)
         self._max_frame = max_frame
 
@@ -136,6 +145,11 @@ class Outbox:
     @property
     def backlog(self) -> int:
         return len(self._backlog)
+
+    def close(self) -> None:
+        """Close the socket; what it holds is dropped."""
+        self._backlog.clear()
+        self.socket.close(0)
 
     def send(self, msg: Message) -> None:
         """Send now or keep for later. Raises PeerStalled when the backlog is full."""

@@ -22,7 +22,7 @@ _pipes: "weakref.WeakSet[ChildCluster]" = weakref.WeakSet()
 
 
 class ChildCluster:
-    """A cluster of our own in a private run directory, without HTTP.
+    """A cluster of our own in a private run directory, without HTTP unless `port` or `host` ask for it.
 
     Its launcher watches a pipe of which only this process holds the writing end, and ends when that closes: nothing is
     left behind even after SIGKILL. It has a session of its own, so that Ctrl-C in a terminal reaches the program, which
@@ -116,6 +116,8 @@ def _command(model: str | os.PathLike[str], options: dict[str, Any], run_dir: Pa
             flag = "--no-" + flag.removeprefix("--")
         flags += [flag] if isinstance(value, bool) else [flag, str(value)]
     own = ["--model", os.fspath(model), "--run-dir", str(run_dir), "--parent-fd", str(life_fd)]
+    if not {"port", "host", "no_http"} & options.keys():
+        own.append("--no-http")  # nobody but this process asks, and several LLMs would fight for one port
     return [sys.executable, spec.origin, *own, *flags]
 
 

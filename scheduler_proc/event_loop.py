@@ -9,8 +9,8 @@ import click
 import zmq
 
 from common.child import Child, child_options, run_child
-from common.codec import Message
-from common.messages import Abort, AddRequest, GetStats, Stats, StepResult
+from common.codec import Message, RefusedFrames
+from common.messages import Abort, AddRequest, GetStats, Go, Stats, StepResult
 from common.sockets import Inbox, Outbox, open_socket
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.recorder import RecordedScheduler, Recorder
@@ -23,28 +23,28 @@ RETRY_MS = 5  # how soon a backlog is offered to a slow peer again
 class EventLoop:
     """Owns the scheduler's sockets. No call blocks but `poll`."""
 
-    def __init__(self, child: Child):
-        endpoints, context = child.endpoints, child.context
+    def __init__(self, child: Child, go: Go):
         self._child = child
-        self._requests = Inbox(open_socket(context, zmq.PULL, bind=endpoints.scheduler), AddRequest, Abort, GetStats)
-        self._results = Inbox(open_socket(context, zmq.PULL, bind=endpoints.results), StepResult)
-        self._workers = [
-            Outbox(open_socket(context, zmq.PUSH, connect=endpoints.plan(rank)), f"worker-{rank}")
-            for rank in range(child.config.model.tp)
-        ]
-        self._detokenizer = Outbox(open_socket(context, zmq.PUSH, connect=endpoints.detokenizer), "detokenizer")
+        self._term, self._epoch = go.term, go.epoch
+        self._stale = 0
+        self._refused = RefusedFrames()
         self._poller = zmq.Poller()
-        for socket in (self._requests.socket, self._results.socket):
-            self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(child.control, zmq.POLLIN)
         self._poller.register(child.wake_fd, zmq.POLLIN)
+        self._open_term()
+        self._open_epoch()
 
     def run(self, scheduler: Scheduler) -> None:
         """Until the child shall stop."""
         while not self._child.stopping:
-            self._poller.poll(self._patience_ms(scheduler.next_deadline))
+            self._poller.poll(self._patience_ms(scheduler.next_deadline, self._child.pulse()))
+            self._renew(scheduler)
             for msg in self._results.drain():
                 assert isinstance(msg, StepResult)
-                self._answer(scheduler.commit(msg, time.monotonic_ns()))
+                if msg.epoch == scheduler.epoch:
+                    self._answer(scheduler.commit(msg, time.monotonic_ns()))
+                else:
+                    self._stale += 1
             for msg in self._requests.drain():
                 self._answer(self._with_own_counters(scheduler.handle(msg, time.monotonic_ns())))
             self._answer(scheduler.expire(time.monotonic_ns()))
@@ -54,35 +54,85 @@ class EventLoop:
             for outbox in (*self._workers, self._detokenizer):
                 outbox.flush()
 
-    def _patience_ms(self, deadline: int | None) -> int | None:
+    def _renew(self, scheduler: Scheduler) -> None:
+        """Begin what the launcher says: with new workers, or with a tokenizer that hands in all requests again."""
+        go = self._child.news()
+        if go is None:
+            return
+        if go.epoch != self._epoch:
+            self._epoch = go.epoch
+            self._close(self._results)
+            for worker in self._workers:
+                worker.close()
+            self._open_epoch()
+            scheduler.reset(go.epoch)
+        if go.term != self._term:
+            self._term = go.term
+            self._close(self._requests)
+            self._detokenizer.close()
+            self._open_term()
+            for rid in list(scheduler.requests):  # nobody waits for their answers
+                scheduler.handle(Abort(rid), time.monotonic_ns())
+
+    def _open_term(self) -> None:
+        """The sockets of the conversation with tokenizer and detokenizer."""
+        endpoints, context = self._child.endpoints, self._child.context
+        requests = open_socket(context, zmq.PULL, bind=endpoints.scheduler(self._term))
+        self._requests = Inbox(requests, AddRequest, Abort, GetStats, refused=self._refused)
+        self._poller.register(requests, zmq.POLLIN)
+        answers = open_socket(context, zmq.PUSH, connect=endpoints.detokenizer(self._term))
+        self._detokenizer = Outbox(answers, "the detokenizer")
+
+    def _open_epoch(self) -> None:
+        """The sockets of the conversation with the workers."""
+        endpoints, context = self._child.endpoints, self._child.context
+        results = open_socket(context, zmq.PULL, bind=endpoints.results(self._epoch))
+        self._results = Inbox(results, StepResult, refused=self._refused)
+        self._poller.register(results, zmq.POLLIN)
+        self._workers = [
+            Outbox(open_socket(context, zmq.PUSH, connect=endpoints.plan(rank, self._epoch)), f"worker-{rank}")
+            for rank in range(self._child.config.model.tp)
+        ]
+
+    def _close(self, inbox: Inbox) -> None:
+        self._poller.unregister(inbox.socket)
+        inbox.socket.close(0)
+
+    def _patience_ms(self, deadline: int | None, pulse_s: float) -> int:
         """How long to wait for a message: not past a deadline, nor long when a slow peer has a backlog."""
+        patience = int(pulse_s * 1000) + 1
         if self._detokenizer.backlog or any(worker.backlog for worker in self._workers):
-            return RETRY_MS
-        return None if deadline is None else max(0, (deadline - time.monotonic_ns()) // 10**6 + 1)
+            return min(RETRY_MS, patience)
+        return patience if deadline is None else min(patience, max(0, (deadline - time.monotonic_ns()) // 10**6 + 1))
 
     def _answer(self, messages: Iterable[Message]) -> None:
         for msg in messages:
             self._detokenizer.send(msg)
 
     def _with_own_counters(self, messages: list[Message]) -> list[Message]:
-        refused = self._requests.refused.total + self._results.refused.total
         for msg in messages:
             if isinstance(msg, Stats):
-                msg.values["scheduler.refused_frames"] = refused
+                msg.values["scheduler.refused_frames"] = self._refused.total
+                msg.values["scheduler.stale_results"] = self._stale
         return messages
 
 
 def main(child: Child) -> None:
-    loop = EventLoop(child)
     go = child.ready()
     if go is None:
         return
+    loop = EventLoop(child, go)
     kv = KVManager(go.num_pages, go.page_size, prefix_cache=child.config.cache.prefix_cache)
     if child.config.record is None:
-        loop.run(Scheduler(child.config.scheduler, kv, go.context_len))
+        loop.run(Scheduler(child.config.scheduler, kv, go.context_len, epoch=go.epoch))
         return
-    with Recorder(Path(child.config.record)) as recorder:
-        loop.run(RecordedScheduler(recorder, child.config.scheduler, kv, go.context_len))
+    with Recorder(_recording(Path(child.config.record), go.term)) as recorder:
+        loop.run(RecordedScheduler(recorder, child.config.scheduler, kv, go.context_len, epoch=go.epoch))
+
+
+def _recording(path: Path, term: int) -> Path:
+    """A scheduler that replaces a dead one writes a file of its own beside that one's."""
+    return path if term == 0 else path.with_name(f"{path.name}.{term}")
 
 
 @click.command()

@@ -39,6 +39,7 @@ from common.messages import (
 from scheduler_proc.admission import ADMISSIONS, Admission
 from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.measures import Measures
 from scheduler_proc.plan_builder import PlanBuilder, Scored
 from scheduler_proc.policy import MAX_PREFILLS, make_policy
 from scheduler_proc.pressure import make_room, spare_pages
@@ -85,6 +86,7 @@ class Scheduler:
         self.admission: Admission = ADMISSIONS[config.admission]()
         self.waiting = make_policy(config.policy, kv, config.ageing_s)
         self.step_time = StepTimeModel()
+        self.measures = Measures()
         self.slots: list[Request | None] = [None] * config.max_running
         self.requests: dict[int, Request] = {}  # every request that has not been answered for good
         self.in_flight: deque[Step] = deque()
@@ -107,7 +109,8 @@ class Scheduler:
             case Abort(rid=rid):
                 return self._abort(rid)
             case GetStats(query=query):
-                return [Stats(query, {f"scheduler.{name}": value for name, value in self.stats().items()})]
+                counters = {f"scheduler.{name}": value for name, value in self.stats().items()}
+                return [Stats(query, counters | self.measures.flat())]
         raise TypeError(f"the scheduler does not handle {type(msg).__name__}")
 
     def _add(self, msg: AddRequest, now: int) -> list[Message]:
@@ -115,11 +118,12 @@ class Scheduler:
         if refusal is not None:
             self._counters["refused"] += 1
             return [refusal]
-        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - len(msg.prompt)
+        prompt_len = len(msg.prompt) - msg.generated
+        room = min(self.context_len, self.kv.pool.num_pages * self.kv.page_size) - prompt_len
         request = Request(
             rid=msg.rid,
             tokens=array("i", msg.prompt),
-            prompt_len=len(msg.prompt),
+            prompt_len=prompt_len,
             max_tokens=min(msg.max_tokens, room),
             stop_token_ids=frozenset(msg.stop_token_ids),
             draw=msg.draw,
@@ -128,6 +132,7 @@ class Scheduler:
             deadline=now + msg.deadline_ms * 10**6 if msg.deadline_ms else 0,
             arrival=now,
             seq=self._next_seq,
+            scored=msg.scored,
         )
         self._next_seq += 1
         self.requests[msg.rid] = request
@@ -148,7 +153,7 @@ class Scheduler:
             if length + 1 > limit:
                 problem = f"the prompt has {length} tokens and the {name} holds {limit}, one of them for the answer"
                 return RequestError(msg.rid, ErrorCode.TOO_LONG, problem, "prompt", limit)
-        if len(self.waiting) >= self.config.max_waiting:
+        if len(self.waiting) >= self.config.max_waiting and not msg.again:
             problem = f"the queue is full ({self.config.max_waiting} requests)"
             wait = self._service.seconds_for(len(self.waiting))
             return RequestError(msg.rid, ErrorCode.OVERLOADED, problem, "", self.config.max_waiting, wait)
@@ -279,6 +284,7 @@ class Scheduler:
             planned += request.extend_len
         for request in admitted:
             self.waiting.remove(request)
+            self.measures.admitted(request, now)
 
     def _shares_soon(self, request: Request) -> bool:
         gain = self.config.in_batch_gain
@@ -298,9 +304,9 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         self.slots[request.slot] = request
         if request.cached_prompt < 0:
-            request.cached_prompt = request.cached_len
+            request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
             self._counters["prompt_tokens"] += request.prompt_len
-            self._counters["cached_tokens"] += request.cached_len
+            self._counters["cached_tokens"] += request.cached_prompt
         self._prefilling.append(request)
         step.enter(request)
         return True
@@ -336,7 +342,9 @@ class Scheduler:
             raise ProtocolError(f"step {step.step_id}: {error}") from None
         self.in_flight.popleft()
         if len(result.times) == 3:
-            self.step_time.learn(step.shape, (result.times[2] - result.times[1]) / 1e9)
+            seconds = (result.times[2] - result.times[1]) / 1e9
+            self.step_time.learn(step.shape, seconds)
+            self.measures.step(step.shape.tokens, seconds)
         for request in step.rows:
             request.steps_in_flight -= 1
         rows = TokenRows()

@@ -15,7 +15,7 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 130' INT TERM
 
-"$python" launch.py --tp 2 --run-dir "$home/run" &
+"$python" launch.py --tp 2 --port 0 --run-dir "$home/run" &
 launcher=$!
 until "$python" client.py --run-dir "$home/run" --wait 1 --stats >"$home/stats" 2>&1; do
     kill -0 "$launcher" 2>/dev/null || exit 1 # it has said why

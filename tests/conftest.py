@@ -1,6 +1,7 @@
 """Shared fixtures: short private directories (Unix socket paths are limited) and hypothesis without time limits."""
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,3 +23,9 @@ def short_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="rz-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore SIGINT, and so would every child that a test wants to interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

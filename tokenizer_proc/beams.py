@@ -6,6 +6,7 @@ request's choices lend their ids, a choice a beam; in the end each of them gets 
 detokenizer like any other answer.
 """
 
+from array import array
 from collections.abc import Callable
 
 from common.codec import Message
@@ -38,7 +39,7 @@ class Beams:
         self._choices = list(entry.choices)  # a beam each, and in the end a hypothesis
         self._found: dict[int, list[tuple[int, float]]] = {}  # by id: what follows each beam
 
-    def step(self, left_ms: int) -> None:
+    def step(self, left_ms: int, *, again: bool = False) -> None:
         """Ask what follows each beam. The request's deadline is in `left_ms`, 0 is none."""
         self._found.clear()
         entry = self.entry
@@ -48,8 +49,15 @@ class Beams:
             tokens = entry.prompt + ints(*beam.tokens)
             self._send_detokenizer(OpenStream(choice.rid, (), entry.params.skip_special_tokens))
             self._send_scheduler(
-                AddRequest(choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms)
+                AddRequest(choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, again=again)
             )
+
+    def resume(self, left_ms: int) -> None:
+        """Do what was done last again: whoever should have answered is no more."""
+        if self.search.done:
+            self.finish(array("q"))
+        else:
+            self.step(left_ms, again=True)
 
     def take(self, choice: Choice, row: TextRow) -> bool:
         """The answer of one beam. Whether it was the last one of the step, so that the search has advanced."""
@@ -69,6 +77,8 @@ class Beams:
     def finish(self, times: IntArray) -> None:
         """Send the hypotheses on their way. `times` are those of the last step's TokenBatch."""
         for choice, hypothesis in zip(self._choices, self.search.hypotheses, strict=True):
+            if choice not in self.entry.choices:
+                continue  # it has arrived before
             tokens = ints(*hypothesis.tokens)
             finish = Finish.STOP if tokens[-1] in self._ends else Finish.LENGTH
             self._send_detokenizer(OpenStream(choice.rid, (), self.entry.params.skip_special_tokens))

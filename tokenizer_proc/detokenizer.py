@@ -8,6 +8,7 @@ RequestError and Stats take the scheduler's way.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import click
 import zmq
 
 from common.child import Child, child_options, run_child
-from common.codec import Message
-from common.messages import OpenStream, RequestError, Stats, TextBatch, TokenBatch
+from common.codec import Message, RefusedFrames
+from common.messages import Go, OpenStream, RequestError, Stats, TextBatch, TokenBatch
 from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.streams import Streams
 from tokenizer_proc.text_decoder import TextDecoders
@@ -24,49 +25,79 @@ from tokenizer_proc.token_bytes import TokenBytes
 from tokenizer_proc.tokenizer_files import load_tokenizer
 
 
+class Detokenizer:
+    """The loop. All of its state belongs to one term (see Go in common/messages.py)."""
+
+    def __init__(self, child: Child, new_streams: Callable[[], Streams], go: Go):
+        self._child = child
+        self._new_streams = new_streams
+        self._refused = RefusedFrames()
+        self._poller = zmq.Poller()
+        self._poller.register(child.control, zmq.POLLIN)
+        self._poller.register(child.wake_fd, zmq.POLLIN)
+        self._begin(go.term)
+
+    def _begin(self, term: int) -> None:
+        """Forget everything: the tokenizer opens its live streams again."""
+        endpoints, context = self._child.endpoints, self._child.context
+        self._term = term
+        self._streams = self._new_streams()
+        pull = open_socket(context, zmq.PULL, bind=endpoints.detokenizer(term))
+        self._inbox = Inbox(pull, OpenStream, TokenBatch, RequestError, Stats, refused=self._refused)
+        self._outbox = Outbox(open_socket(context, zmq.PUSH, connect=endpoints.tokenizer(term)), "the tokenizer")
+        self._poller.register(pull, zmq.POLLIN)
+
+    def _end(self) -> None:
+        self._poller.unregister(self._inbox.socket)
+        self._inbox.socket.close(0)
+        self._poller.register(self._outbox.socket, 0)
+        self._outbox.close()
+
+    def run(self) -> None:
+        """Until the child shall stop."""
+        while not self._child.stopping:
+            # Registering with no flags removes the socket: writable is of interest only while something waits.
+            self._poller.register(self._outbox.socket, zmq.POLLOUT if self._outbox.backlog else 0)
+            self._poller.poll(int(self._child.pulse() * 1000) + 1)
+            go = self._child.news()
+            if go is not None and go.term != self._term:
+                self._end()
+                self._begin(go.term)
+            self._outbox.flush()
+            for msg in self._inbox.drain():
+                answer = self._answer(msg)
+                if isinstance(answer, TextBatch):
+                    answer.times.append(time.monotonic_ns())
+                if answer is not None:
+                    self._outbox.send(answer)
+                self._child.pulse()  # to take up long streams again takes long
+
+    def _answer(self, msg: Message) -> Message | None:
+        match msg:
+            case TokenBatch():
+                return self._streams.push(msg, time.monotonic_ns())
+            case OpenStream():
+                return self._streams.open(msg)
+            case RequestError():
+                return self._streams.fail(msg)
+            case Stats():
+                own = {
+                    "detokenizer.streams": len(self._streams),
+                    "detokenizer.refused_frames": self._refused.total,
+                }
+                return replace(msg, values={**msg.values, **own})
+            case _:
+                raise AssertionError(f"the inbox let {type(msg).__name__} pass")
+
+
 def main(child: Child) -> None:
     """Load, say ready, serve until told to stop."""
     tokenizer = load_tokenizer(Path(child.config.model.path))
     decoders = TextDecoders(tokenizer)
-    streams = Streams(decoders, TokenBytes(tokenizer, decoders).of)
-    pull = open_socket(child.context, zmq.PULL, bind=child.endpoints.detokenizer)
-    push = open_socket(child.context, zmq.PUSH, connect=child.endpoints.tokenizer)
-    inbox = Inbox(pull, OpenStream, TokenBatch, RequestError, Stats)
-    outbox = Outbox(push, "the tokenizer")
-    if child.ready() is None:
-        return
-    poller = zmq.Poller()
-    poller.register(pull, zmq.POLLIN)
-    poller.register(child.wake_fd, zmq.POLLIN)
-    while not child.stopping:
-        # Registering with no flags removes the socket: writable is of interest only while something waits.
-        poller.register(push, zmq.POLLOUT if outbox.backlog else 0)
-        poller.poll()
-        outbox.flush()
-        for msg in inbox.drain():
-            answer = _answer(streams, inbox, msg)
-            if isinstance(answer, TextBatch):
-                answer.times.append(time.monotonic_ns())
-            if answer is not None:
-                outbox.send(answer)
-
-
-def _answer(streams: Streams, inbox: Inbox, msg: Message) -> Message | None:
-    match msg:
-        case TokenBatch():
-            return streams.push(msg, time.monotonic_ns())
-        case OpenStream():
-            return streams.open(msg)
-        case RequestError():
-            return streams.fail(msg)
-        case Stats():
-            own = {
-                "detokenizer.streams": len(streams),
-                "detokenizer.refused_frames": inbox.refused.total,
-            }
-            return replace(msg, values={**msg.values, **own})
-        case _:
-            raise AssertionError(f"the inbox let {type(msg).__name__} pass")
+    bytes_of = TokenBytes(tokenizer, decoders).of
+    go = child.ready()
+    if go is not None:
+        Detokenizer(child, lambda: Streams(decoders, bytes_of), go).run()
 
 
 @click.command()

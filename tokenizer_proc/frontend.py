@@ -30,12 +30,12 @@ from common.messages import (
     Stats,
     TextBatch,
     Tokenize,
-    ints,
 )
 from tokenizer_proc.beams import Beams
 from tokenizer_proc.clients import Clients, Delivery
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
+from tokenizer_proc.measures import Measures
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows, TextRow, rows_of
@@ -82,7 +82,10 @@ class Frontend:
         self._questions = Questions(encoder, info, pool, self._send)
         self._stopping = False
         self._ignored = 0
+        self._resubmitted = 0
+        self.restarts: dict[str, int] = {}  # by process, as the launcher says
         self.refused = RefusedFrames()
+        self.measures = Measures()
 
     # ---- from clients ---------------------------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class Frontend:
         try:
             self._check_admission(owner, msg)
         except Refused as refusal:
+            self.measures.refused(refusal.code)
             self._send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
@@ -169,22 +173,30 @@ class Frontend:
         left_ms = self._left_ms(entry)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
         check_prompt_logprobs(params, len(prompt))
-        stops = ends_of(params, self._eos)
-        ends = excluded_at_first(params, self._eos)
         entry.prompt = prompt
-        if params.use_beam_search and len(entry.choices) == 1:
-            params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
-        elif params.use_beam_search:
-            entry.beams = Beams(entry, stops, self._send_scheduler, self._send_detokenizer)
+        self.measures.admitted(len(prompt))
+        if params.use_beam_search and len(entry.choices) > 1:
+            entry.beams = Beams(entry, ends_of(params, self._eos), self._send_scheduler, self._send_detokenizer)
             entry.beams.step(left_ms)
             return
         for choice in entry.choices:
-            draw = params.draw(choice.seed, len(prompt), ends)
-            opened = OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens)
-            self._send_detokenizer(opened)
-            self._send_scheduler(
-                AddRequest(choice.rid, prompt, entry.max_tokens, stops, draw, entry.cache_salt, entry.priority, left_ms)
+            self._submit(choice, prompt, left_ms)
+
+    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, *, again: bool = False) -> None:
+        """Hand a choice over to detokenizer and scheduler, from where its client is."""
+        entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
+        if params.use_beam_search:
+            params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
+        draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos))
+        self._send_detokenizer(
+            OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted)
+        )
+        self._send_scheduler(
+            AddRequest(
+                choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
+                entry.priority, left_ms, len(emitted), choice.scored, again,
             )
+        )  # fmt: skip
 
     def _left_ms(self, entry: Entry) -> int:
         """Until the request's deadline, or 0 where it has none. Raises Refused when it has passed."""
@@ -200,6 +212,7 @@ class Frontend:
         if self._ledger.holds(entry):
             self._ledger.close(entry)
             self._abort_running(entry, ended)
+            self.measures.refused(refusal.code)
             self._send(entry.owner, refusal.answer(entry.client_rid))
 
     def _abort(self, owner: Owner, client_rid: int) -> None:
@@ -211,12 +224,21 @@ class Frontend:
                 entry.aborting = True
                 self._abort_running(entry)  # the scheduler answers with the terminal rows
             return
+        self._end_aborted(entry)
+
+    def _end_aborted(self, entry: Entry) -> None:
+        """End a request with a terminal row for each live choice, in place of a scheduler that does not have it."""
         self._ledger.close(entry)
         self._abort_running(entry)
         rows = Rows()
         for choice in entry.choices:
-            rows.add(client_rid, choice.index, ints(), "", Finish.ABORT, 0, 0)
-        self._send(owner, rows.batch(array("q", [self._clock()])))
+            if entry.stream:
+                choice.sent = len(choice.emitted)
+            tokens, text, scores, token_bytes = choice.release()
+            prompt_tokens = len(entry.prompt or ())
+            rows.add(entry.client_rid, choice.index, tokens, text, Finish.ABORT, prompt_tokens, choice.cached)
+            rows.add_scores(scores, token_bytes.__getitem__)
+        self._send(entry.owner, rows.batch(array("q", [self._clock()])))
 
     def _ask(self, owner: Owner, query: int) -> None:
         if len(self._queries) >= MAX_QUERIES:
@@ -226,6 +248,30 @@ class Frontend:
         self._next_query = (number + 1) & MAX_RID
         self._queries[number] = (owner, query)
         self._send_scheduler(GetStats(number))
+
+    # ---- after a loss ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """A new term has begun: detokenizer and scheduler know of nothing. Hand every live choice over again, each from
+        the last token that its client was sent."""
+        for entry in self._ledger.admitted:
+            assert entry.prompt is not None
+            if entry.aborting:
+                self._end_aborted(entry)
+                continue
+            try:
+                left_ms = self._left_ms(entry)
+            except Refused as refusal:
+                self._refuse(entry, refusal)
+                continue
+            self._resubmitted += len(entry.choices)
+            if entry.beams is not None:
+                entry.beams.resume(left_ms)
+                continue
+            for choice in entry.choices:
+                self._submit(choice, entry.prompt, left_ms, again=True)
+        for number in self._queries:
+            self._send_scheduler(GetStats(number))
 
     # ---- from the detokenizer -------------------------------------------------------------------------------------
 
@@ -248,8 +294,8 @@ class Frontend:
         self._refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
-        times = batch.times[:]
-        times.append(self._clock())
+        times, now = batch.times[:], self._clock()
+        times.append(now)
         by_owner: dict[Owner, Rows] = {}
         for row in rows_of(batch):
             choice = self._ledger.get(row.rid)
@@ -259,10 +305,14 @@ class Frontend:
             if entry.beams is not None and not entry.beams.search.done:
                 self._advance(entry.beams, choice, row, batch.times)
                 continue
+            if not choice.emitted:  # what is found later, after a loss, is its own
+                choice.cached = max(choice.cached, row.cached)
             choice.emitted.extend(row.tokens)
-            choice.cached = max(choice.cached, row.cached)
+            choice.scored += len(row.scores.prompt or ())
+            self.measures.tokens(choice, len(row.tokens), now)
             if row.finish != Finish.NONE:
                 self._end(choice, row.finish)
+                self.measures.ended(choice, row.finish, now)
             tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
                 choice.hold(row, token_bytes)
@@ -322,6 +372,9 @@ class Frontend:
             "tokenizer.slow_clients": self._clients.backlogs,
             "tokenizer.refused_frames": self.refused.total,
             "tokenizer.ignored_frames": self._ignored,
+            "tokenizer.resubmitted": self._resubmitted,
+            **{f"launcher.restarts.{name}": count for name, count in self.restarts.items()},
+            **self.measures.flat(),
         }
         self._send(owner, Stats(query, {**stats.values, **own}))
 
@@ -348,6 +401,15 @@ class Frontend:
             if owner not in fed:
                 self._send(owner, Beat())
         self._clients.take_fed()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are here go on."""
+        self._stopping = True
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left to be answered."""
+        return self._stopping and not len(self._ledger) and not self.preparing and not self.has_backlog
 
     def shut_down(self) -> None:
         """End every live request with an answer; those that still come are refused."""

@@ -58,6 +58,9 @@ class Choice:
     seed: int
     emitted: IntArray = field(default_factory=lambda: array("i"))
     cached: int = 0
+    scored: int = 0  # how many prompt tokens have come with what they predict
+    first_ns: int = 0  # when its first tokens came
+    last_ns: int = 0  # when its latest ones came
     sent: int = 0  # how many of the emitted tokens the client has been sent
     # what of the rest has come with them, where the answer is not streamed
     texts: list[str] = field(default_factory=list)
@@ -99,6 +102,12 @@ class Ledger:
     @property
     def owners(self) -> list[Owner]:
         return list(self._owners)
+
+    @property
+    def admitted(self) -> list[Entry]:
+        """Live requests that detokenizer and scheduler were told of, in the order of their arrival."""
+        entries = [entry for own in self._owners.values() for entry in own.values() if entry.admitted]
+        return sorted(entries, key=lambda entry: entry.arrival)
 
     def open(self, owner: Owner, msg: Generate, now: int) -> Entry:
         """Take in a request that arrived `now` (ns), whose id must not be in use by the same owner (see `find`)."""

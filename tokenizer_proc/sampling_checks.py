@@ -27,6 +27,8 @@ def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
     for name in _NOT_BUILT:
         if _given(params, name):
             raise _refused(name, "is not supported yet")
+    if params.grammar is not None and params.min_tokens:
+        raise _refused("min_tokens", "does not go with grammar, which says when an answer may end")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
     limits.check_token_ids(ints(*params.logit_bias), "params.logit_bias")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:

@@ -49,9 +49,11 @@ class Streams:
         return len(self._early)
 
     def open(self, msg: OpenStream) -> TextBatch | RequestError | None:
-        """Start a stream; what has come early for it leaves at once, as one row."""
+        """Start a stream, or go on with one that another detokenizer had; what has come early for it leaves at once, as
+        one row."""
         decoder = self._decoders.new(skip_special_tokens=msg.skip_special_tokens, continues=True)
-        self._streams[msg.rid] = _Stream(decoder, StopMatcher(msg.stop), msg.min_tokens)
+        stream = self._streams[msg.rid] = _Stream(decoder, StopMatcher(msg.stop), msg.min_tokens)
+        self._text(stream, msg.emitted, Finish.NONE)  # brings it to where the client is
         early = self._early.pop(msg.rid, None)
         if early is None:
             return None

@@ -23,7 +23,8 @@ import zmq
 import zmq.asyncio
 
 from common.child import Child, child_options, run_child
-from common.messages import MAX_TEMPLATE_CHARS, Go, Info, RequestError, Stats, TextBatch
+from common.codec import RefusedFrames
+from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
@@ -44,6 +45,37 @@ BURST = 64  # messages handled from one socket before the others have their turn
 STOP_S = 0.5  # how long the last answers may take at the end
 
 
+class Links:
+    """The sockets to and from scheduler and detokenizer, which live as long as a term (see Go, common/messages.py)."""
+
+    def __init__(self, child: Child, refused: RefusedFrames, term: int):
+        self._child = child
+        self._refused = refused
+        queue = child.config.scheduler
+        self._most = 4 * (queue.max_waiting + queue.max_running) + 1024  # beginnings and ends of all live requests
+        self.open(term)
+
+    def open(self, term: int) -> None:
+        endpoints, context = self._child.endpoints, self._child.context
+        answers = open_socket(context, zmq.PULL, bind=endpoints.tokenizer(term))
+        self.inbox = Inbox(answers, TextBatch, RequestError, Stats, refused=self._refused)
+        self.answers = zmq.asyncio.Socket.from_socket(answers)
+        to_scheduler = open_socket(context, zmq.PUSH, connect=endpoints.scheduler(term))
+        to_detokenizer = open_socket(context, zmq.PUSH, connect=endpoints.detokenizer(term))
+        self.scheduler = Outbox(to_scheduler, "the scheduler", self._most)
+        self.detokenizer = Outbox(to_detokenizer, "the detokenizer", self._most)
+
+    def close(self) -> None:
+        self.answers.close(0)
+        self.inbox.socket.close(0)
+        self.scheduler.close()
+        self.detokenizer.close()
+
+    def flush(self) -> None:
+        self.scheduler.flush()
+        self.detokenizer.flush()
+
+
 def main(child: Child) -> None:
     """Load, say ready, serve until told to stop."""
     model = Path(child.config.model.path)
@@ -52,13 +84,6 @@ def main(child: Child) -> None:
     router = open_socket(child.context, zmq.ROUTER, bind=child.endpoints.frontend)
     if child.config.listen is not None:
         router.bind(child.config.listen)
-    answers = open_socket(child.context, zmq.PULL, bind=child.endpoints.tokenizer)
-    to_scheduler = open_socket(child.context, zmq.PUSH, connect=child.endpoints.scheduler)
-    to_detokenizer = open_socket(child.context, zmq.PUSH, connect=child.endpoints.detokenizer)
-    queue = child.config.scheduler
-    most = 4 * (queue.max_waiting + queue.max_running) + 1024  # beginnings and ends of all live requests
-    scheduler = Outbox(to_scheduler, "the scheduler", most)
-    detokenizer = Outbox(to_detokenizer, "the detokenizer", most)
     go = child.ready()
     if go is None:
         return
@@ -67,37 +92,31 @@ def main(child: Child) -> None:
     encoder = PromptEncoder(tokenizer, template, limits)
     pool = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenize")
     try:
-        uvloop.run(_serve(child, go, limits, encoder, router, answers, scheduler, detokenizer, pool))
+        uvloop.run(_serve(child, go, limits, encoder, router, pool))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def _serve(
-    child: Child,
-    go: Go,
-    limits: Limits,
-    encoder: PromptEncoder,
-    router: Socket,
-    answers: Socket,
-    scheduler: Outbox,
-    detokenizer: Outbox,
-    pool: ThreadPoolExecutor,
+    child: Child, go: Go, limits: Limits, encoder: PromptEncoder, router: Socket, pool: ThreadPoolExecutor
 ) -> None:
     clients = zmq.asyncio.Socket.from_socket(router)
+    refused = RefusedFrames()
+
+    links = Links(child, refused, go.term)
     frontend = Frontend(
         limits=limits,
         encoder=encoder,
         eos_token_ids=go.eos_token_ids,
         ledger=Ledger(lambda: secrets.randbits(63)),
         clients=Clients(lambda owner, frame: _send_now(clients, [owner, frame])),
-        send_scheduler=scheduler.send,
-        send_detokenizer=detokenizer.send,
+        send_scheduler=lambda msg: links.scheduler.send(msg),
+        send_detokenizer=lambda msg: links.detokenizer.send(msg),
         clock=time.monotonic_ns,
         pool=pool,
         info=_info(child, go, limits, encoder),
     )
-    inbox = Inbox(answers, TextBatch, RequestError, Stats)
-    inbox.refused = frontend.refused
+    frontend.refused = refused
 
     def from_client(parts: list[bytes]) -> None:
         if len(parts) == 2:
@@ -105,17 +124,12 @@ async def _serve(
         else:
             frontend.refused.by_cause["malformed"] += 1
 
-    def from_detokenizer(parts: list[bytes]) -> None:
-        msg = inbox.parse(parts)
-        if msg is not None:
-            frontend.on_detokenizer(msg)
-
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(child.wake_fd, stop.set)
     loops = [
         asyncio.create_task(_receive(clients, from_client)),
-        asyncio.create_task(_receive(zmq.asyncio.Socket.from_socket(answers), from_detokenizer)),
-        asyncio.create_task(_tick(frontend, scheduler, detokenizer)),
+        asyncio.create_task(_keep_links(child, go, links, frontend)),
+        asyncio.create_task(_tick(frontend)),
     ]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*loops, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -123,6 +137,39 @@ async def _serve(
     for task in done - {stopped}:
         task.result()  # a loop never ends by itself: this raises what ended it
     await _last_answers(frontend, loops[0])
+
+
+async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) -> None:
+    """Speak with detokenizer and scheduler, term by term; tell the launcher that this loop lives, and hear its news."""
+
+    def from_detokenizer(parts: list[bytes]) -> None:
+        msg = links.inbox.parse(parts)
+        if msg is not None:
+            frontend.on_detokenizer(msg)
+
+    drained = False
+    while True:
+        term = go.term
+        receiving = asyncio.create_task(_receive(links.answers, from_detokenizer))
+        try:
+            while go.term == term:
+                frontend.restarts = go.restarts
+                if go.draining:
+                    frontend.drain()
+                await asyncio.wait([receiving], timeout=FLUSH_S)
+                if receiving.done():
+                    receiving.result()
+                links.flush()
+                child.pulse()
+                if frontend.drained and not drained:
+                    child.tell(Drained(child.name))
+                    drained = True
+                go = child.news() or go
+        finally:
+            receiving.cancel()
+        links.close()
+        links.open(go.term)
+        frontend.resume()
 
 
 def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder) -> Info:
@@ -161,12 +208,10 @@ async def _receive(socket: zmq.asyncio.Socket, handle: Callable[[list[bytes]], N
         await asyncio.sleep(0)  # a received message does not suspend this loop, so that the others need a turn
 
 
-async def _tick(frontend: Frontend, *outboxes: Outbox) -> None:
+async def _tick(frontend: Frontend) -> None:
     next_beat = time.monotonic() + BEAT_S
     while True:
         await asyncio.sleep(FLUSH_S)
-        for outbox in outboxes:
-            outbox.flush()
         frontend.flush()
         if time.monotonic() >= next_beat:
             next_beat = time.monotonic() + BEAT_S

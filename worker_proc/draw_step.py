@@ -57,7 +57,7 @@ class DrawStep:
         `logits` (float32 `[S, vocab]`, device) are changed.
         """
         rows, tops = self._logprob_rows(sampled.slots)
-        raw = logits[rows].log_softmax(-1) if rows else None
+        raw = (logits[rows] if len(rows) < len(logits) else logits).log_softmax(-1) if rows else None
         self._editor.apply(logits, sampled.slots, sampled.positions)
         tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
         self._editor.append(sampled.slots, sampled.positions, sampled.slots_on_device, tokens)

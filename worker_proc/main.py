@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,13 @@ import click
 import zmq
 
 from common.child import Child, child_options, run_child
-from common.messages import StepPlan, StepResult
+from common.codec import RefusedFrames
+from common.messages import Joined, StepPlan, StepResult
 from common.sockets import Inbox, Outbox, open_socket
 
 if TYPE_CHECKING:
     from worker_proc.model_runner import ModelRunner
+    from worker_proc.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -27,37 +30,64 @@ _PROGRESS_PERIOD_S = 0.1
 class WorkerLoop:
     """The process loop of one rank: sockets and clock around a ModelRunner."""
 
-    def __init__(self, child: Child, rank: int) -> None:
-        """Bind the plan socket; plans that come before `run` wait in it."""
+    def __init__(self, child: Child, rank: int, watch: "Watch") -> None:
         self._child = child
-        self._inbox = Inbox(open_socket(child.context, zmq.PULL, bind=child.endpoints.plan(rank)), StepPlan)
+        self._rank = rank
+        self._watch = watch
+        self._epoch = -1
+        self._inbox: Inbox | None = None
         self._outbox: Outbox | None = None
-        if rank == 0:
-            socket = open_socket(child.context, zmq.PUSH, connect=child.endpoints.results)
-            self._outbox = Outbox(socket, "the scheduler")
+        self._poller = zmq.Poller()
+        self._poller.register(child.control, zmq.POLLIN)
+        self._poller.register(child.wake_fd, zmq.POLLIN)
+        self._refused = RefusedFrames()
         self._refused_logged = 0
         self._refused_log_due = 0.0
 
+    def join(self, epoch: int) -> None:
+        """Take plans of this epoch from now on, and of no other."""
+        child = self._child
+        if self._inbox is not None:
+            self._poller.unregister(self._inbox.socket)
+            self._inbox.socket.close(0)
+        if self._outbox is not None:
+            self._poller.register(self._outbox.socket, 0)
+            self._outbox.close()
+        self._epoch = epoch
+        plans = open_socket(child.context, zmq.PULL, bind=child.endpoints.plan(self._rank, epoch))
+        self._inbox = Inbox(plans, StepPlan, refused=self._refused)
+        self._poller.register(plans, zmq.POLLIN)
+        if self._rank == 0:
+            results = open_socket(child.context, zmq.PUSH, connect=child.endpoints.results(epoch))
+            self._outbox = Outbox(results, "the scheduler")
+        child.tell(Joined(child.name, epoch, self._watch.steps))
+
     def run(self, runner: "ModelRunner") -> None:
         """Execute plans until the child shall stop. Blocks in poll when there is nothing to do."""
-        poller = zmq.Poller()
-        poller.register(self._inbox.socket, zmq.POLLIN)
-        poller.register(self._child.wake_fd, zmq.POLLIN)
+        assert self._inbox is not None, "join comes first"
         while not self._child.stopping:
             if self._outbox is not None:
                 self._outbox.flush()
                 waiting = zmq.POLLOUT if self._outbox.backlog else 0
-                poller.register(self._outbox.socket, waiting)  # an interest of 0 removes it
-            poller.poll()
+                self._poller.register(self._outbox.socket, waiting)  # an interest of 0 removes it
+            self._poller.poll()
             received = time.monotonic_ns()
             for plan in self._inbox.drain(limit=1):
                 assert isinstance(plan, StepPlan)
-                self._execute(runner, plan, received)
+                if plan.epoch == self._epoch:
+                    self._execute(runner, plan, received)
+                else:
+                    self._refused.by_cause["stale"] += 1
+            if not self._inbox.socket.poll(0):  # plans come first: a rank that left one out would lose its peers
+                go = self._child.news()
+                if go is not None and go.epoch != self._epoch:
+                    self.join(go.epoch)
             if time.monotonic() >= self._refused_log_due:
                 self._log_refused()
         self._log_refused()
 
     def _execute(self, runner: "ModelRunner", plan: StepPlan, received: int) -> None:
+        self._watch.busy = True
         try:
             output = runner.execute(plan)
         except Exception as error:
@@ -65,6 +95,9 @@ class WorkerLoop:
                 log.debug("step %d ended by the shutdown: %s", plan.step_id, error)
                 return
             raise
+        finally:
+            self._watch.busy = False
+        self._watch.steps += 1
         if self._outbox is not None:
             times = array("q", (received, output.forward_started, output.tokens_ready))
             self._outbox.send(
@@ -80,7 +113,7 @@ class WorkerLoop:
             )
 
     def _log_refused(self) -> None:
-        refused = self._inbox.refused
+        refused = self._refused
         if refused.total > self._refused_logged:
             log.warning("refused %d frames so far: %s", refused.total, dict(refused.by_cause))
             self._refused_logged = refused.total
@@ -91,11 +124,11 @@ class _Stopped(Exception):
     """The child shall stop while it is still loading."""
 
 
-def serve(child: Child, rank: int) -> None:
+def serve(child: Child, rank: int, store: str, num_pages: int | None) -> None:
     """Load the model, say so, and execute plans until the child shall stop."""
     from worker_proc.startup import load_worker  # imports torch: only now, when the launcher's death is watched for
+    from worker_proc.watch import Watch
 
-    loop = WorkerLoop(child, rank)
     report_due = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -106,22 +139,32 @@ def serve(child: Child, rank: int) -> None:
             child.progress(done, total)
             report_due = time.monotonic() + _PROGRESS_PERIOD_S
 
+    config = child.config
+    if num_pages is not None:
+        cache = replace(config.cache, kv_tokens=num_pages * config.cache.page_size)
+        config = replace(config, cache=cache)
     try:
-        worker = load_worker(child.config, rank, GROUP, progress)
+        worker = load_worker(config, rank, GROUP, Path(config.run_dir) / store, progress)
     except _Stopped:
         return
     gc.collect()
     gc.freeze()  # what torch and the model brought along stays: no collection looks at it again
-    if child.ready(worker.labels, **worker.info) is not None:
-        loop.run(worker.runner)
+    with Watch(child, worker.tp) as watch:
+        go = child.ready(worker.labels, **worker.info)
+        if go is not None:
+            loop = WorkerLoop(child, rank, watch)
+            loop.join(go.epoch)
+            loop.run(worker.runner)
 
 
 @click.command()
 @child_options
 @click.option("--rank", type=click.IntRange(min=0), required=True)
-def main(run_dir: Path, life_fd: int, rank: int) -> None:
-    """One tensor-parallel rank of a cluster; started by launch.py."""
-    run_child(f"worker-{rank}", run_dir, life_fd, lambda child: serve(child, rank))
+@click.option("--store", default="store-0", help="File in the run directory where the ranks of this group meet.")
+@click.option("--num-pages", type=click.IntRange(min=1), help="Pages of the KV cache, once that is settled.")
+def main(run_dir: Path, life_fd: int, rank: int, store: str, num_pages: int | None) -> None:
+    """One tensor-parallel rank of a cluster; started by the launcher."""
+    run_child(f"worker-{rank}", run_dir, life_fd, lambda child: serve(child, rank, store, num_pages))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 class TensorParallel:
     """A rank and the group that it computes with. Every collective must be called by all ranks in the same order.
 
-    A dead or silent peer makes a collective raise RuntimeError, at the latest after `timeout` seconds.
+    A dead or silent peer makes a collective raise RuntimeError, at the latest after `timeout` seconds. `collectives`
+    counts those that are done, and `waiting` is true inside of one, for who watches from another thread.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class TensorParallel:
         self.group = group
         self.device = torch.device(device)
         self.memory = memory
+        self.collectives = 0
+        self.waiting = False
 
     @classmethod
     def connect(
@@ -95,10 +98,13 @@ class TensorParallel:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` (contiguous) on every rank by the sum over ranks, and return it."""
-        if self.memory is not None:
-            self.memory.all_reduce(tensor)
-        elif self.size > 1:
-            self.group.allreduce([tensor]).wait()
+        if self.size > 1:
+            self.waiting = True
+            if self.memory is not None:
+                self.memory.all_reduce(tensor)
+            else:
+                self.group.allreduce([tensor]).wait()
+            self._done()
         return tensor
 
     def gather_to_rank0(self, shard: Tensor) -> Tensor:
@@ -106,25 +112,35 @@ class TensorParallel:
         if self.size == 1:
             return shard
         shard = shard.contiguous()
-        if self.memory is not None:
-            gathered = self.memory.gather(shard)
-            return shard[:0] if gathered is None else torch.cat(gathered, dim=-1)
+        self.waiting = True
+        gathered = self._gather(shard) if self.memory is None else self.memory.gather(shard)
+        self._done()
+        return shard[:0] if gathered is None else torch.cat(gathered, dim=-1)
+
+    def _gather(self, shard: Tensor) -> list[Tensor] | None:
         options = dist.GatherOptions()
         options.rootRank = 0
         if self.rank != 0:
             self.group.gather([], [shard], options).wait()
-            return shard[:0]
+            return None
         parts = [torch.empty_like(shard) for _ in range(self.size)]
         self.group.gather([parts], [shard], options).wait()
-        return torch.cat(parts, dim=-1)
+        return parts
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` (contiguous) on every rank with that of rank 0, and return it."""
-        if self.memory is not None:
-            self.memory.broadcast(tensor)
-        elif self.size > 1:
-            self.group.broadcast(tensor, 0).wait()
+        if self.size > 1:
+            self.waiting = True
+            if self.memory is not None:
+                self.memory.broadcast(tensor)
+            else:
+                self.group.broadcast(tensor, 0).wait()
+            self._done()
         return tensor
+
+    def _done(self) -> None:
+        self.waiting = False
+        self.collectives += 1
 
     def _share_memory(self, store: Any, timeout: float) -> SharedMemory | None:
         """Memory that all ranks have opened, or None on every rank when one of them could not."""

@@ -34,14 +34,16 @@ class LoadedWorker:
     """`info` is what the launcher must know, see `ready_info`; `labels` is what it shows."""
 
     runner: ModelRunner
+    tp: TensorParallel
     info: dict[str, int]
     labels: dict[str, str]
 
 
 def load_worker(
-    config: ClusterConfig, rank: int, group: str, progress: Callable[[int, int], None] | None = None
+    config: ClusterConfig, rank: int, group: str, store: Path, progress: Callable[[int, int], None] | None = None
 ) -> LoadedWorker:
-    """Load one rank of `config.model.tp` ranks; all of them must be started, as they wait for each other.
+    """Load one rank of `config.model.tp` ranks; all of them must be started, as they wait for each other, at the file
+    `store`.
 
     `progress(done_bytes, total_bytes)` is called while weights are read. Raises ConfigError or ModelError naming the
     option, file, tensor or number that stands in the way, RuntimeError if another rank is missing.
@@ -56,9 +58,7 @@ def load_worker(
         torch.cuda.set_device(device)
     dtype = choose_dtype(model_config, info)
     context_len = choose_context_len(model_config, info)
-    tp = TensorParallel.connect(
-        rank, model_config.tp, Path(config.run_dir) / "store", device, timeout=config.start_timeout_s
-    )
+    tp = TensorParallel.connect(rank, model_config.tp, store, device, timeout=config.start_timeout_s)
     library = choose_kernels(model_config, device)
     if library is not None:
         library.set_threads(torch.get_num_threads())
@@ -98,7 +98,7 @@ def load_worker(
         "device": device.type,
         "kernels": kernels,
     }
-    return LoadedWorker(runner, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
+    return LoadedWorker(runner, tp, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
 
 
 def ready_info(

@@ -28,6 +28,8 @@ class Cluster:
         self.home = home or Path(tempfile.mkdtemp(prefix="rhz-"))  # short: the paths of Unix sockets are limited
         self.run_dir = self.home / "run"
         self._log = (self.home / "log").open("wb")
+        if "--port" not in flags:  # tests of other things need no gateway, and clusters side by side no common port
+            flags = (*flags, "--no-http")
         self.shared_memory = set(Path("/dev/shm").iterdir())
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "launch.py"), "--model", str(model), "--run-dir", str(self.run_dir), *flags],

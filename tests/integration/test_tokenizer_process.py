@@ -24,12 +24,14 @@ from common.messages import (
     AddRequest,
     Beat,
     ChatMessage,
+    Drained,
     ErrorCode,
     Fatal,
     Finish,
     Generate,
     GetStats,
     Go,
+    Pulse,
     Ready,
     RequestError,
     Stats,
@@ -84,8 +86,8 @@ class Cluster:
         self._context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         self.endpoints = Endpoints(run_dir)
         self._control = self.open(zmq.ROUTER, bind=self.endpoints.control)
-        self.scheduler = self.open(zmq.PULL, bind=self.endpoints.scheduler)
-        self.detokenizer = self.open(zmq.PUSH, connect=self.endpoints.detokenizer)
+        self.scheduler = self.open(zmq.PULL, bind=self.endpoints.scheduler(0))
+        self.detokenizer = self.open(zmq.PUSH, connect=self.endpoints.detokenizer(0))
         life_read, life_write = os.pipe()
         self.life = stack.enter_context(os.fdopen(life_write, "wb", buffering=0))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -100,9 +102,13 @@ class Cluster:
         return Peer(self._stack.enter_context(open_socket(self._context, kind, **address)))
 
     def next_control(self) -> tuple[bytes, Message]:
-        assert self._control.socket.poll(PATIENCE_MS), "the processes are silent"
-        identity, frame = self._control.socket.recv_multipart()
-        return identity, decode(frame, {Ready, Fatal})
+        """The next message but for signs of life."""
+        while True:
+            assert self._control.socket.poll(PATIENCE_MS), "the processes are silent"
+            identity, frame = self._control.socket.recv_multipart()
+            msg: Message = decode(frame, {Ready, Fatal, Pulse, Drained})
+            if not isinstance(msg, Pulse):
+                return identity, msg
 
     def go(self, context_len: int = 4096) -> "Cluster":
         identities = {}

@@ -16,7 +16,7 @@ import zmq
 
 from common.codec import Message, decode, encode
 from common.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
-from common.messages import Fatal, GetStats, Go, Progress, Ready, StepPlan, StepResult, ints
+from common.messages import Fatal, GetStats, Go, Joined, Progress, Pulse, Ready, StepPlan, StepResult, ints
 from common.sampling_params import DrawParams
 from common.sockets import Endpoints, open_socket
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
@@ -49,12 +49,12 @@ class Workers:
         self.context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         self.endpoints = Endpoints(run_dir)
         self.control = self._socket(stack, zmq.ROUTER, bind=self.endpoints.control)
-        self.results = self._socket(stack, zmq.PULL, bind=self.endpoints.results)
-        self.plans = [self._socket(stack, zmq.PUSH, connect=self.endpoints.plan(r)) for r in range(model.tp)]
+        self._stack = stack
         life_read, life_write = os.pipe()
         self.life = stack.enter_context(os.fdopen(life_write, "wb", buffering=0))
         self.logs = [run_dir / f"log{rank}" for rank in range(model.tp)]
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.pulses: list[Pulse] = []
         for rank in range(model.tp):
             command = [sys.executable, "-m", "worker_proc.main", "--run-dir", str(run_dir)]
             command += ["--life-fd", str(life_read), "--rank", str(rank)]
@@ -63,7 +63,9 @@ class Workers:
             self.processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         os.close(life_read)
+        self._open(0)
         self.ready: dict[str, Ready] = {}
+        self._identities: list[bytes] = []
         self.progress: list[Progress] = []
 
     def _socket(self, stack: ExitStack, kind: int, **address: str) -> "zmq.Socket[bytes]":
@@ -71,10 +73,22 @@ class Workers:
         socket.linger = 0
         return socket
 
+    def _open(self, epoch: int) -> None:
+        """The scheduler's ends."""
+        ranks = range(len(self.processes))
+        self.results = self._socket(self._stack, zmq.PULL, bind=self.endpoints.results(epoch))
+        self.plans = [self._socket(self._stack, zmq.PUSH, connect=self.endpoints.plan(r, epoch)) for r in ranks]
+
     def next_control(self) -> tuple[bytes, Message]:
-        assert self.control.poll(PATIENCE_MS), "the workers are silent"
-        identity, frame = self.control.recv_multipart()
-        return identity, decode(frame, {Ready, Fatal, Progress})
+        """The next message but for signs of life."""
+        while True:
+            assert self.control.poll(PATIENCE_MS), "the workers are silent"
+            identity, frame = self.control.recv_multipart()
+            msg = decode(frame, {Ready, Fatal, Progress, Pulse, Joined})
+            if isinstance(msg, Pulse):
+                self.pulses.append(msg)
+            else:
+                return identity, msg
 
     def fatal(self) -> Fatal:
         """The next Fatal, whatever else comes before it."""
@@ -85,7 +99,7 @@ class Workers:
 
     def go(self) -> "Workers":
         """Wait until every rank is ready, then let them serve."""
-        identities = []
+        identities = self._identities
         while len(self.ready) < len(self.processes):
             identity, msg = self.next_control()
             assert not isinstance(msg, Fatal), msg
@@ -94,11 +108,24 @@ class Workers:
             elif isinstance(msg, Ready):
                 self.ready[msg.name] = msg
                 identities.append(identity)
-        info = self.ready["worker-0"].info
-        go = Go(info["num_pages"], info["page_size"], info["context_len"], info["vocab_size"], ints())
-        for identity in identities:
-            self.control.send_multipart([identity, encode(go)])
+        self._tell(0)
         return self
+
+    def begin(self, epoch: int) -> None:
+        """As after the loss of a scheduler: the ranks join a new epoch."""
+        self._open(epoch)
+        self._tell(epoch)
+
+    def _tell(self, epoch: int) -> None:
+        info = self.ready["worker-0"].info
+        limits = (info["num_pages"], info["page_size"], info["context_len"], info["vocab_size"])
+        for identity in self._identities:
+            self.control.send_multipart([identity, encode(Go(*limits, ints(), epoch=epoch))])
+        self.joined = []
+        while len(self.joined) < len(self.processes):
+            _, msg = self.next_control()
+            assert isinstance(msg, Joined) and msg.epoch == epoch, msg
+            self.joined.append(msg)
 
     def send(self, plan: StepPlan) -> None:
         for socket in self.plans:
@@ -165,6 +192,11 @@ def test_serves_plans(short_dir: Path, checkpoint: Path, tp: int) -> None:
             for socket in workers.plans:
                 socket.send(hostile)
                 socket.send_multipart([hostile, hostile])
+        workers.send(empty_plan(13, epoch=7))  # of another epoch: dropped
+        last = PlanWriter(KV_TOKENS // 8, 8, step_id=13).plan(enter={9: GREEDY}, chunks=((9, PROMPTS[0], True),))
+        assert workers.step(last) == greedy(checkpoint, PROMPTS[:1], 1)[0]
+        workers.begin(1)
+        assert {joined.steps for joined in workers.joined} == {14}
         restarted = PlanWriter(KV_TOKENS // 8, 8, epoch=1)
         chunk = (3, PROMPTS[3], True)
         assert [workers.step(restarted.plan(enter={3: GREEDY}, chunks=(chunk,)))] == greedy(checkpoint, PROMPTS[3:4], 1)
@@ -172,9 +204,10 @@ def test_serves_plans(short_dir: Path, checkpoint: Path, tp: int) -> None:
         for process in workers.processes:
             process.terminate()
         assert workers.wait_ends() == [0] * tp
-        assert not workers.control.poll(0), workers.next_control()
+        while workers.control.poll(0):
+            decode(workers.control.recv_multipart()[1], {Pulse})  # nothing else was said
         for log in workers.logs:
-            assert "refused 12 frames so far" in log.read_text()
+            assert "refused 13 frames so far" in log.read_text()
 
 
 def test_ranks_draw_alike(short_dir: Path, checkpoint: Path) -> None:

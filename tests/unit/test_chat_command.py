@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import time
@@ -126,11 +127,11 @@ def test_lines_of_a_pipe(short_dir: Path) -> None:
 class Terminal:
     """The client on a pseudo-terminal."""
 
-    def __init__(self, *args: str):
+    def __init__(self, *args: str, term: str = "dumb"):
         self._fd, inner = pty.openpty()
         self.process = subprocess.Popen(
             [*CLIENT, *args], stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
-            env={**os.environ, "TERM": "dumb"}, preexec_fn=_take_terminal,
+            env={**os.environ, "TERM": term}, preexec_fn=_take_terminal,
         )  # fmt: skip
         os.close(inner)
         self.seen = ""
@@ -139,7 +140,8 @@ class Terminal:
         """Until this text appears, after what was waited for before."""
         deadline = time.monotonic() + TIMEOUT_S
         while text not in self.seen:
-            assert time.monotonic() < deadline, self.seen
+            ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} does not come: {self.seen}"
             try:
                 self.seen += os.read(self._fd, 4096).decode(errors="replace")
             except OSError:

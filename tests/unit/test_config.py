@@ -21,6 +21,7 @@ from common.config import (
     HttpConfig,
     ModelConfig,
     SchedulerConfig,
+    SupervisionConfig,
 )
 
 positive = st.integers(1, 10**6)
@@ -64,8 +65,10 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         strict_fields=draw(st.booleans()),
         key_concurrency=draw(st.integers(0, 100)),
     )
+    seconds = st.floats(1.0, 3600.0)
+    supervision = SupervisionConfig(draw(seconds), draw(st.integers(0, 1000)), draw(seconds), draw(seconds))
     return ClusterConfig(
-        run_dir, model, cache, scheduler, http,
+        run_dir, model, cache, scheduler, http, supervision,
         listen=draw(st.none() | st.integers(1, 65535).map(lambda port: f"tcp://127.0.0.1:{port}")),
         log_level=draw(st.sampled_from(("debug", "info", "warning", "error"))),
         start_timeout_s=draw(st.floats(0.1, 86400.0)),
@@ -92,6 +95,8 @@ def build(section: str, **values: Any) -> Any:
         return HttpConfig(**values)
     if section == "scheduler":
         return SchedulerConfig(**values)
+    if section == "supervision":
+        return SupervisionConfig(**values)
     return ClusterConfig(**{"run_dir": "d", "model": ModelConfig("m"), **values})
 
 
@@ -109,6 +114,10 @@ def build(section: str, **values: Any) -> Any:
         ("cache", {"page_size": 4097}, "page-size"),
         ("cache", {"kv_tokens": 15}, "kv-tokens"),
         ("cache", {"kv_bytes": 0}, "kv-memory"),
+        ("supervision", {"freeze_timeout_s": 0.5}, "freeze-timeout"),
+        ("supervision", {"restarts": -1}, "restarts"),
+        ("supervision", {"restart_window_s": 0.0}, "restart-window"),
+        ("supervision", {"drain_timeout_s": -1.0}, "drain-timeout"),
         ("scheduler", {"max_running": 0}, "max-running"),
         ("scheduler", {"max_running": 4097}, "max-running"),
         ("scheduler", {"max_batch_tokens": 255}, "max-batch-tokens"),

@@ -65,6 +65,7 @@ def test_tags_are_unique_and_part_of_the_protocol() -> None:
         (7, "StepResult"), (8, "TokenBatch"), (9, "TextBatch"), (10, "RequestError"), (11, "Stats"), (12, "Beat"),
         (13, "Ready"), (14, "Fatal"), (15, "Go"), (16, "Progress"),
         (20, "Tokenize"), (21, "Tokens"), (22, "Detokenize"), (23, "Text"), (24, "GetInfo"), (25, "Info"),
+        (40, "Pulse"), (41, "Joined"), (42, "Drained"),
     ]  # fmt: skip
 
 

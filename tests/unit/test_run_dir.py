@@ -12,7 +12,7 @@ from common import run_dir
 from common.run_dir import CLUSTER_FILE, RunDir, RunDirError, base_dir, find_cluster, is_alive
 
 ROOT = Path(__file__).parents[2]
-LEFTOVERS = ("config.json", "cluster.json", "cluster.json.tmp", "store", "plan0.sock", "frontend.sock")
+LEFTOVERS = ("config.json", "cluster.json", "cluster.json.tmp", "store-0", "plan0-0.sock", "frontend.sock")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Random schedules over tiny pools: every invariant after every event, every output as if the request were alone."""
 
 from collections import deque
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -13,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from common.codec import decode, encode
 from common.config import ADMISSIONS, POLICIES, SchedulerConfig
 from common.messages import Abort, AddRequest, ErrorCode, Finish, RequestError, StepPlan, TokenBatch, ints
 from common.sampling_params import DrawParams, LogitEdits
@@ -54,13 +56,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             itl_target_ms=itl_target,
             in_batch_gain=gain,
         )
-        self.scheduler = Scheduler(config, KVManager(pages, page_size, prefix_cache=prefix_cache), CONTEXT)
+        self.new_scheduler = lambda epoch: Scheduler(
+            config, KVManager(pages, page_size, prefix_cache=prefix_cache), CONTEXT, epoch=epoch
+        )
+        self.scheduler = self.new_scheduler(0)
         self.worker = PaperWorker(page_size)
         self.plans: deque[StepPlan] = deque()
         self.results = deque()
         self.asked: dict[int, AddRequest] = {}
         self.limit = min(CONTEXT, pages * page_size)
         self.got: dict[int, list[int]] = {}
+        self.arrived: dict[int, int] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
         self.ended: dict[int, Finish | RequestError] = {}
@@ -113,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         msg = AddRequest(self.rid, ints(*prompt), max_tokens, ints(*stop), draw, salt, priority, deadline)
         self.asked[self.rid] = msg
         self.got[self.rid] = []
+        self.arrived[self.rid] = self.now
         full = len(self.scheduler.waiting) >= 6
         self.rid += 1
         self.take(self.scheduler.handle(msg, self.now))
@@ -142,6 +149,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker = PaperWorker(self.worker.page_size)
         self.plans.clear()
         self.results.clear()
+
+    @rule(lost=st.integers(0, 5))
+    def scheduler_or_tokenizer_restarts(self, lost):
+        """All live requests are handed in again with what they have: to a new scheduler, whose workers have forgotten
+        everything, or to the same one, which drops those that it has without an answer."""
+        if lost == 0:
+            self.scheduler = self.new_scheduler(self.scheduler.epoch + 1)
+            self.worker = PaperWorker(self.worker.page_size)
+            self.plans.clear()
+            self.results.clear()
+        elif lost == 1:
+            for rid in list(self.scheduler.requests):
+                self.scheduler.handle(Abort(rid), self.now)
+        else:
+            return
+        for rid, msg in self.asked.items():
+            if rid in self.ended:
+                continue
+            left = 0
+            if msg.deadline_ms:
+                left = max(1, msg.deadline_ms - (self.now - self.arrived[rid]) // 10**6)
+            got, scored = self.got[rid], len(self.prompt_logprobs.get(rid, ()))
+            tokens = msg.prompt + ints(*got)
+            again = replace(msg, prompt=tokens, deadline_ms=left, generated=len(got), scored=scored, again=True)
+            self.take(self.scheduler.handle(decode(encode(again), {AddRequest}), self.now))
+            assert rid not in self.ended, "nobody is refused whom an earlier scheduler had taken"
 
     @rule()
     def hope(self):
@@ -227,8 +260,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (scores or []) == expected[: len(scores or [])]
 
 
-def test_random_schedules(request):
-    """400 runs, or as many as `--soak N` says."""
+def test_random_schedules(request, monkeypatch):
+    """400 runs, or as many as `--soak N` says. The bounds of a plan are small enough to be met."""
+    monkeypatch.setattr("scheduler_proc.scheduler.SCORED_TOKENS", 5)
+    monkeypatch.setattr("scheduler_proc.scheduler.HISTORY_TOKENS", 10)
     runs = request.config.getoption("--soak")
     run_state_machine_as_test(
         SchedulerMachine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None)

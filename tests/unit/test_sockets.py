@@ -28,7 +28,7 @@ Pair = tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]
 @pytest.fixture
 def pair(context: "zmq.Context[zmq.Socket[bytes]]", short_dir: Path) -> Iterator[Pair]:
     """A connected PUSH and PULL socket over ipc."""
-    address = Endpoints(short_dir).scheduler
+    address = Endpoints(short_dir).scheduler(0)
     receiving = open_socket(context, zmq.PULL, bind=address)
     sending = open_socket(context, zmq.PUSH, connect=address)
     yield sending, receiving
@@ -144,13 +144,13 @@ def test_outbox_raises_at_its_limit_and_names_the_peer(
     context: "zmq.Context[zmq.Socket[bytes]]", short_dir: Path
 ) -> None:
     """With nobody there, a PUSH socket that binds takes nothing at all."""
-    sending = open_socket(context, zmq.PUSH, bind=Endpoints(short_dir).results)
+    sending = open_socket(context, zmq.PUSH, bind=Endpoints(short_dir).results(0))
     outbox = Outbox(sending, "worker-0", limit=5)
     for number in range(5):
         outbox.send(Abort(number))
     with pytest.raises(PeerStalled, match="worker-0"):
         outbox.send(Abort(5))
-    receiving = open_socket(context, zmq.PULL, connect=Endpoints(short_dir).results)
+    receiving = open_socket(context, zmq.PULL, connect=Endpoints(short_dir).results(0))
     assert sending.poll(WAIT_MS, zmq.POLLOUT)
     outbox.flush()
     assert receive(Inbox(receiving, Abort), Abort(5)) == [Abort(n) for n in range(6)]
@@ -176,14 +176,17 @@ def test_every_socket_has_limits(context: "zmq.Context[zmq.Socket[bytes]]", kind
 
 
 def names(endpoints: Endpoints) -> list[str]:
-    fixed = [n for n in vars(Endpoints) if isinstance(vars(Endpoints)[n], property)]
-    return [getattr(endpoints, n) for n in fixed] + [endpoints.plan(0), endpoints.plan(9999)]
+    addresses = [endpoints.control, endpoints.frontend]
+    for number in (0, 1, 10**6):
+        addresses += [endpoints.tokenizer(number), endpoints.detokenizer(number), endpoints.scheduler(number)]
+        addresses += [endpoints.results(number), endpoints.plan(0, number), endpoints.plan(9999, number)]
+    return addresses
 
 
 def test_endpoints_are_distinct_and_can_be_bound_in_the_longest_directory(
     context: "zmq.Context[zmq.Socket[bytes]]", short_dir: Path
 ) -> None:
-    room = MAX_IPC_PATH - len("/detokenizer.sock") - len(str(short_dir)) - 1
+    room = MAX_IPC_PATH - len("/detokenizer-1000000.sock") - len(str(short_dir)) - 1
     path = short_dir / ("d" * room)
     path.mkdir()
     addresses = names(Endpoints(path))

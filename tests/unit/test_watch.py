@@ -15,6 +15,7 @@ from tests.unit.client_runs import run
 from tests.unit.fake_frontend import FakeFrontend
 from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.recorded import random_workload, recorded
+from tests.unit.test_chat_command import Terminal
 
 STATS = {
     "scheduler.running": 3, "scheduler.waiting": 1, "scheduler.total_pages": 100, "scheduler.free_pages": 50,
@@ -52,6 +53,17 @@ def test_pages_of_anybody_are_read() -> None:
     assert read_metrics('a 1\na 2\nb{x="1"} NaN\nc\nd x\n{} 1\n')["a"] == 3
     assert from_metrics("sglang:num_running_reqs 4\nsglang:num_queue_reqs 2\n", 0.0).running == 4
     assert from_metrics("", 0.0) == Snapshot(0.0)
+    twice = "rhizome_x_total 1\nrhizome_x_total 2\nvllm:x_total 3\n"
+    assert read_metrics(twice)["x_total"] == 3, "a second spelling is not added"
+
+
+def test_our_own_metrics_say_as_much_as_the_cluster() -> None:
+    counters = ("prompt_tokens", "cached_tokens", "output_tokens", "preempted", "finished")
+    lines = []
+    for name, value in STATS.items():
+        short = name.replace(".", "_")
+        lines.append(f'rhizome_{short}{"_total" if short.endswith(counters) else ""}{{model_name="m"}} {value}.0')
+    assert from_metrics("\n".join([*lines, VLLM]), 1.0) == from_stats(STATS, 1.0)
 
 
 def test_rates() -> None:
@@ -88,6 +100,15 @@ def test_top_once(short_dir: Path) -> None:
         assert words in shown.stdout
     assert values["output_tokens"] == 50 and values["output_tokens_per_s"] == 0 and values["hit_rate"] == 0.25
     assert values["processes"][0]["rss"] > 2**20 and values["processes"][1]["rss"] is None
+
+
+def test_top_on_a_terminal_until_ctrl_c(short_dir: Path) -> None:
+    with Cluster(short_dir, launcher=os.getpid()):
+        terminal = Terminal("top", "--interval", "0.1", "--run-dir", str(short_dir), term="xterm")
+        for _ in range(2):
+            terminal.wait_for("3 running")
+        terminal.type("\x03")
+        assert terminal.close() == 0
 
 
 def test_top_over_http() -> None:

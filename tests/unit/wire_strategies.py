@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.codec import Struct, schema_of
 from common.fields import Bool, Bytes, Checker, Float, Floats, Int, IntMap, Ints, ListOf, MapOf, Maybe, OneOf, Str
 from common.logprobs import LogprobRows, Logprobs
-from common.messages import Finish, Generate, StepPlan, TextBatch, TokenBatch, Tokenize
+from common.messages import AddRequest, Finish, Generate, StepPlan, TextBatch, TokenBatch, Tokenize
 
 FEW = 6
 
@@ -152,4 +152,11 @@ def _logprob_rows(draw: st.DrawFn) -> LogprobRows:
     return LogprobRows.of(dict(zip(rows, parts, strict=True))) or LogprobRows(array("i"), array("i"), Logprobs.empty())
 
 
-OWN = {Generate: _generates, Tokenize: _tokenizes, LogprobRows: _logprob_rows}
+@st.composite
+def _add_requests(draw: st.DrawFn) -> AddRequest:
+    fields = {name: draw(values_of(checker)) for name, checker in schema_of(AddRequest)}
+    fields["generated"] = draw(st.integers(0, max(0, min(len(fields["prompt"]), fields["max_tokens"]) - 1)))
+    return AddRequest(**fields)
+
+
+OWN = {Generate: _generates, AddRequest: _add_requests, Tokenize: _tokenizes, LogprobRows: _logprob_rows}

@@ -1,0 +1,144 @@
+"""From a chat request's messages and tools to what the cluster takes. Pure."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from common.messages import ChatMessage, Info
+from common.sampling_params import Grammar
+from gateway_proc.errors import refused, unsupported
+from gateway_proc.params import grammar_of
+from gateway_proc.parsers import (
+    AnswerParser,
+    Reasoning,
+    ToolFormat,
+    after_reasoning,
+    detect_formats,
+    force_call,
+    make_parser,
+    needs_special_tokens,
+)
+from gateway_proc.schemas.chat import ChatRequest, Message, NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat as the cluster takes it, and how its answers are read."""
+
+    messages: list[ChatMessage]
+    grammar: Grammar | None
+    grammar_field: str
+    template: dict[str, Any]  # further options of `submit`
+    tool_format: ToolFormat | None
+    tool_names: frozenset[str]
+    forced: bool
+    reasoning: Reasoning
+    show_reasoning: bool
+
+    @property
+    def is_read(self) -> bool:
+        """Whether answers go through a parser."""
+        return self.tool_format is not None or self.reasoning is not Reasoning.NONE
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return needs_special_tokens(self.tool_format)
+
+    def parser(self) -> AnswerParser:
+        """A new parser, for one choice."""
+        return make_parser(
+            tools=self.tool_format, reasoning=self.reasoning, tool_names=self.tool_names, forced=self.forced
+        )
+
+
+def conversation_of(request: ChatRequest, info: Info) -> Conversation:
+    """Raises ApiError."""
+    arguments = dict(request.chat_template_kwargs or {})
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+        if name in arguments:
+            raise refused(f"chat_template_kwargs.{name}", "must be given as a field of the request")
+    if request.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+    thinking = arguments.get("enable_thinking", arguments.get("thinking", True))
+    formats = detect_formats(info.chat_template, thinking=bool(thinking))
+    reasoning = Reasoning.NONE if request.separate_reasoning is False else formats.reasoning
+    grammar, grammar_field = grammar_of(request)
+    tools = request.tools or []
+    choice = request.tool_choice or ("auto" if tools else "none")
+    forced = choice == "required" or isinstance(choice, NamedTool)
+    if forced and not tools:
+        raise refused("tool_choice", "needs tools")
+    tool_format = None
+    if choice != "none":
+        tool_format = formats.tools
+        if tool_format is None and "tools" not in info.chat_template:
+            tool_format = ToolFormat.HERMES  # in which the tokenizer describes tools to a template that knows none
+        if forced:
+            if tool_format is None:
+                problem = "cannot be enforced: this model's chat template has no tool format that is known here"
+                raise unsupported("tool_choice", problem)
+            if grammar is not None:
+                raise refused("tool_choice", f"cannot be forced together with {grammar_field}")
+            wanted = _wanted(request)
+            parallel = request.parallel_tool_calls is not False
+            grammar, grammar_field = force_call(wanted, tool_format, parallel=parallel), "tools"
+        elif request.parallel_tool_calls is False and tool_format is not None:
+            raise unsupported("parallel_tool_calls", "false is only supported with a tool_choice that forces a call")
+    if grammar is not None:
+        grammar = after_reasoning(grammar, reasoning)
+    return Conversation(
+        messages=[wire_message(message, i) for i, message in enumerate(request.messages)],
+        grammar=grammar,
+        grammar_field=grammar_field,
+        template=_template_options(request, arguments, shown=choice != "none"),
+        tool_format=tool_format,
+        tool_names=frozenset(tool.function.name for tool in tools),
+        forced=forced,
+        reasoning=reasoning,
+        show_reasoning=request.include_reasoning is not False,
+    )
+
+
+def _wanted(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]]:
+    """The tools of which one must be called."""
+    tools = [(tool.function.name, tool.function.parameters) for tool in request.tools or ()]
+    if not isinstance(request.tool_choice, NamedTool):
+        return tools
+    name = request.tool_choice.function.name
+    named = [tool for tool in tools if tool[0] == name]
+    if not named:
+        raise refused("tool_choice.function.name", f"{name[:64]!r} is not one of the tools")
+    return named[:1]
+
+
+def _template_options(request: ChatRequest, arguments: dict[str, Any], *, shown: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if shown and request.tools:
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        options["tools"] = json.dumps(tools, ensure_ascii=False)
+    if arguments:
+        options["template_args"] = json.dumps(arguments, ensure_ascii=False)
+    if request.add_generation_prompt is not None:
+        options["add_generation_prompt"] = request.add_generation_prompt
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise refused("continue_final_message", "cannot be used together with add_generation_prompt")
+        options |= {"continue_final_message": True, "add_generation_prompt": False}
+    return options
+
+
+def wire_message(message: Message, index: int) -> ChatMessage:
+    """One message. `developer` is what newer models of OpenAI call `system`."""
+    role = "system" if message.role == "developer" else message.role
+    path = f"messages[{index}]"
+    extra: dict[str, Any] = {}
+    if message.tool_calls:
+        extra["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+    for name in ("tool_call_id", "name"):
+        if getattr(message, name) is not None:
+            extra[name] = getattr(message, name)
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        extra["reasoning_content"] = reasoning
+    rest = {"extra": json.dumps(extra, ensure_ascii=False)} if extra else {}
+    return ChatMessage(role, message.text(path), **rest)

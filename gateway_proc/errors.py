@@ -1,0 +1,122 @@
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` with the HTTP status that fits."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from common.messages import ErrorCode, RequestError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_CODES = {
+    ErrorCode.INVALID: (400, "invalid_value"),
+    ErrorCode.TOO_LONG: (400, "context_length_exceeded"),
+    ErrorCode.OVERLOADED: (429, "overloaded"),
+    ErrorCode.SHUTTING_DOWN: (503, "shutting_down"),
+    ErrorCode.INTERNAL: (500, "internal_error"),
+    ErrorCode.DEADLINE: (504, "deadline_exceeded"),
+}
+_KEY = re.compile(r"[a-z_][A-Za-z0-9_]*")  # labels of unions in pydantic's paths, such as list[int], are not
+_UNION_LABELS = frozenset({"str", "int", "float", "bool", "none", "dict"})
+
+
+class ApiError(Exception):
+    """What a client is told. `param` names the offending field, `retry_after_s` is when to try again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that the client gets."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def refused(param: str, problem: str, code: str = "invalid_value") -> ApiError:
+    """A field of the request is wrong."""
+    return ApiError(400, f"{param}: {problem}", param=param, code=code)
+
+
+def unsupported(param: str, problem: str = "is not supported") -> ApiError:
+    """A field is known, and this server cannot do what it asks for."""
+    return refused(param, problem, "unsupported_parameter")
+
+
+def of_cluster(error: RequestError, names: Mapping[str, str]) -> ApiError:
+    """What the cluster refused or ended, in the client's words: `names` are its names for the fields of Generate."""
+    status, code = _CODES.get(ErrorCode(error.code), (500, "internal_error"))
+    field = error.field.removeprefix("params.")
+    stem = re.match(r"[a-z_]*", field)
+    own = names.get(stem[0], stem[0]) if stem else ""
+    param = own + field[len(stem[0]) :] if stem else field
+    message = error.problem
+    for prefix in (error.field, field):
+        if prefix and message.startswith(f"{prefix}: "):
+            message = f"{param}: {message[len(prefix) + 2 :]}"
+            break
+    retry = error.retry_after_s or (1.0 if status in (429, 503) else None)
+    return ApiError(status, message, param=param or None, code=code, retry_after_s=retry)
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """The most specific problem that pydantic found, with the path of the field in the client's JSON."""
+    found: dict[str, list[str]] = {}
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        if problem["type"] == "json_invalid":
+            return ApiError(400, f"the body is not valid JSON: {_decapitalized(problem['msg'])}", code="invalid_json")
+        text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        found.setdefault(path_of(problem["loc"]), []).append(_decapitalized(text))
+    param = max(found, key=lambda path: path.count(".") + path.count("["))
+    problems = " or ".join(dict.fromkeys(found[param]))
+    if not param:
+        return ApiError(400, "the body must be a JSON object", code="invalid_type")
+    return refused(param, problems)
+
+
+def path_of(loc: Iterable[str | int]) -> str:
+    """Pydantic's location as `messages[0].content`, without the labels of unions in it."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif _KEY.fullmatch(part) and part not in _UNION_LABELS:
+            path += f".{part}" if path else part
+    return path
+
+
+def _decapitalized(text: str) -> str:
+    return text[:1].lower() + text[1:]

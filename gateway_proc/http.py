@@ -1,0 +1,151 @@
+"""The pieces of HTTP that endpoints share: reading a body, watching for a disconnect, answers and event streams."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway_proc.errors import ApiError
+from gateway_proc.story import Story
+
+BODY_S = 60.0  # a request's body must have come by then
+STALL_S = 60.0  # a reader that takes nothing for so long is cut off
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection. Nobody is there to be told."""
+
+
+def story_of(request: Request) -> Story:
+    """The story of a request, which the outermost middleware began."""
+    story: Story = request.scope["story"]
+    return story
+
+
+class StalledReader(ClientGone):
+    """The client is connected and takes nothing."""
+
+
+class Json(Response):
+    """An answer in JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Json:
+    return Json(error.body(), error.status, {**error.headers(), **(headers or {})})
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
+    """The whole body. Raises ApiError for one that is too large or too slow, ClientGone when the client leaves."""
+    too_large = ApiError(413, f"the body has more than {limit} bytes, which is the limit", code="too_large")
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_S:g} s", code="timeout") from None
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client leaves; then raises ClientGone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # so that what it holds is given back before we go on
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % to_json(content)
+
+
+class EventStream(Response):
+    """An answer of server-sent events. `events` yields bytes of whole events. An error before the first of them is an
+    error response with its own status; later ones come as an event, and the stream ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], story: Story):
+        super().__init__()
+        self._events = events
+        self._story = story
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._run(scope, receive, send))
+        except StalledReader:
+            if "abort" in scope:
+                scope["abort"]()  # a polite close would wait for the reader
+                await _disconnect(receive)
+            raise
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            try:
+                async for chunk in events:
+                    if not started:
+                        started = True
+                        await _send(send, _START)
+                    await _send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+            except ApiError as error:
+                self._story.problem = error.message
+                if not started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                await _send(send, {"type": "http.response.body", "body": event(error.body()), "more_body": True})
+        await _send(send, {"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+async def _send(send: Callable[[Message], Awaitable[None]], message: Message) -> None:
+    """Send, unless the client takes nothing for too long: then it counts as gone."""
+    try:
+        async with asyncio.timeout(STALL_S):
+            await send(message)
+    except TimeoutError:
+        raise StalledReader from None

@@ -1,0 +1,163 @@
+"""The gateway process (started by launch.py): HTTP on one side, the tokenizer's socket on the other."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from common.child import Child, child_options, run_child
+from common.config import ConfigError, HttpConfig
+from common.messages import Info
+from common.run_dir import CLUSTER_FILE
+from gateway_proc.app import build
+from gateway_proc.auth import Keys
+from gateway_proc.backend import Backend
+from gateway_proc.errors import ApiError
+from gateway_proc.key_file import read_keys
+from gateway_proc.metrics import Metrics, Scrape
+from gateway_proc.params import Defaults
+from gateway_proc.protocol import Protocol
+from gateway_proc.requests import BodyReader
+from gateway_proc.service import Service
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 65  # longer than the clients' own, so that they close first
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, without its handling of signals: the launcher decides."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def main(child: Child, port: int | None = None) -> None:
+    """Listen at once, say ready, serve until told to stop. Until the cluster is there, requests are told so."""
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    http = child.config.http if port is None else replace(child.config.http, port=port)
+    key_file = None if http.api_key_file is None else Path(http.api_key_file)
+    keys = Keys(read_keys(key_file, os.environ), http.key_concurrency)
+    with listen(http) as listener:
+        uvloop.run(_serve(child, keys, listener))
+
+
+def listen(http: HttpConfig) -> socket.socket:
+    """The listening socket. Raises ConfigError in words that name the option."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {http.host}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        problem = f"cannot listen on {http.host} port {http.port}: {error.strerror}"
+        raise ConfigError(f"{problem}; choose another --port (0 takes a free one) or --no-http") from None
+    listener.setblocking(False)
+    return listener
+
+
+def server_config(app: ASGIApp) -> uvicorn.Config:
+    """uvicorn as it is used here."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
+async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
+    http, loop = child.config.http, asyncio.get_running_loop()
+    backend = Backend(child.endpoints.frontend)
+    service = Service(backend, BodyReader(http.max_body_bytes, http.strict_fields), http)
+    metrics = Metrics()
+
+    async def scrape() -> Scrape:
+        stats = None
+        with contextlib.suppress(ApiError):
+            stats = await backend.stats()
+        model = backend.info.names[0] if backend.info else ""
+        return Scrape(stats, model, await loop.run_in_executor(None, _pids, Path(child.config.run_dir)))
+
+    def on_info(info: Info) -> None:
+        if http.generation_config == "auto":
+            service.defaults = Defaults.of_model(Path(info.model))
+        if service.defaults.given():
+            log.warning("requests that say nothing use the model's generation_config: %s", service.defaults.given())
+
+    server = Server(server_config(build(service, metrics, keys, http, scrape)))
+
+    def stop() -> None:
+        loop.remove_reader(child.wake_fd)
+        backend.stop()
+        server.should_exit = True
+
+    loop.add_reader(child.wake_fd, stop)
+    port = listener.getsockname()[1]
+    go = loop.run_in_executor(None, lambda: child.ready(http_port=port) is not None)
+    connecting = asyncio.create_task(backend.run(go, on_info))
+    pulsing = asyncio.create_task(_pulse(child, go, backend))
+    try:
+        await server.serve([listener])
+    finally:
+        connecting.cancel()
+        pulsing.cancel()
+        await asyncio.gather(connecting, pulsing, return_exceptions=True)
+
+
+async def _pulse(child: Child, go: "asyncio.Future[bool]", backend: Backend) -> None:
+    """Show the launcher that this loop lives, and hear from it that the cluster drains."""
+    await go  # until then, another thread speaks with the launcher
+    while True:
+        news = child.news()
+        if news is not None:
+            backend.draining = news.draining
+        await asyncio.sleep(child.pulse())
+
+
+def _pids(run_dir: Path) -> dict[str, int]:
+    """The processes of the cluster by name."""
+    try:
+        pids: Any = json.loads((run_dir / CLUSTER_FILE).read_text())["pids"]
+        return {str(name): int(pid) for name, pid in pids.items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+@click.command()
+@child_options
+@click.option("--port", type=int, default=None, help="Instead of the configured one: where a gateway before listened.")
+def cli(run_dir: Path, life_fd: int, port: int | None) -> None:
+    """Run the gateway process (started by launch.py)."""
+    run_child("gateway", run_dir, life_fd, lambda child: main(child, port))
+    os._exit(0)  # a thread may still wait for the launcher
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,97 @@
+"""What happens to every request around its endpoint, as plain ASGI: id, limits of the head, key, story, last resort."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway_proc.auth import Keys
+from gateway_proc.errors import ApiError
+from gateway_proc.http import ClientGone, error_response
+from gateway_proc.story import Story, request_id, shown
+
+log = logging.getLogger(__name__)
+
+MAX_URL_BYTES = 8192
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json"})  # probes have no key
+QUIET_STATUS = 400  # below it, only requests that generate get a line in the log
+
+
+class Observed:
+    """The outermost layer: every request gets an id, a story that is told once at its end, and an answer whatever
+    happens inside."""
+
+    def __init__(self, app: ASGIApp, began: Callable[[], None], told: Callable[[Story, float], None]):
+        self._app = app
+        self._began = began
+        self._told = told
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        story = Story(request_id(headers.get("x-request-id")), scope["method"], "unknown")
+        scope["story"] = story
+        self._began()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                story.status = message["status"]
+                own = MutableHeaders(scope=message)
+                own["x-request-id"] = story.id
+                if story.ignored:
+                    own["x-rhizome-ignored-fields"] = ", ".join(story.ignored)[:1024]
+            await send(message)
+
+        try:
+            if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
+                raise ApiError(
+                    414, f"the URL has more than {MAX_URL_BYTES} bytes, which is the limit", code="too_large"
+                )
+            await self._app(scope, receive, send_with_id)
+        except ClientGone:
+            story.status, story.problem = 499, story.problem or "the client closed the connection"
+        except ApiError as error:
+            story.problem = error.message
+            await error_response(error)(scope, receive, send_with_id)
+        except Exception:
+            log.exception("request %s failed", story.id)
+            began, story.problem = story.status != 0, "an internal error; the log says more"
+            if began:
+                raise  # the answer has begun: all that can be done is to cut it off
+            failed = ApiError(500, story.problem, code="internal_error")
+            await error_response(failed)(scope, receive, send_with_id)
+        finally:
+            self._tell(story)
+
+    def _tell(self, story: Story) -> None:
+        now = time.monotonic_ns()
+        self._told(story, (now - story.arrival_ns) / 1e9)
+        important = story.generates or story.status >= QUIET_STATUS
+        log.log(logging.INFO if important else logging.DEBUG, "%s", story.line(now))
+
+
+class Authorized:
+    """Lets pass whoever has a key, and notes whose it is."""
+
+    def __init__(self, app: ASGIApp, keys: Keys):
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        story: Story = scope["story"]
+        story.key = shown(self._keys.name_of(Headers(scope=scope).get("authorization")))
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        self._keys.enter(story.key)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._keys.leave(story.key)

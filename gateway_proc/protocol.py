@@ -1,0 +1,95 @@
+"""uvicorn's HTTP protocol with what it lacks: limits on the size and the slowness of a request's head, and refusals in
+OpenAI's format."""
+
+import asyncio
+from typing import Any
+
+from pydantic_core import to_json
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway_proc.errors import ApiError
+
+MAX_HEAD_BYTES = 65536  # request line and headers
+MAX_HEADERS = 256
+HEAD_S = 30.0  # a request's head must have come by then
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. `scope["abort"]` cuts it off without waiting for its reader."""
+
+    _head_bytes = 0  # received while the head is not complete
+    _header_bytes = 0
+    _in_head = True
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self._in_head, self._header_bytes = True, 0
+        if self._timer is None:
+            self._start_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._head_bytes = MAX_HEAD_BYTES + 1
+            raise _HeadTooLarge
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, or too much of it, and close the connection."""
+        if self._head_bytes > MAX_HEAD_BYTES:
+            problem = f"the request line and headers have more than {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers"
+            self._refuse(ApiError(431, problem, code="too_large"))
+        else:
+            self._refuse(ApiError(400, "this is not a valid HTTP request", code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        body = to_json(error.body())
+        head = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
+        head.append(b"content-length: %d\r\n\r\n" % len(body))
+        self.transport.write(b"".join([*head, body]))
+        self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(HEAD_S, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self._refuse(ApiError(408, f"the request's head did not come within {HEAD_S:g} s", code="timeout"))
+
+    def handle_websocket_upgrade(self) -> Any:
+        raise NotImplementedError  # ws is off: uvicorn never calls this

@@ -1,0 +1,1 @@
+"""What the HTTP API takes, as pydantic models. The ranges of sampling fields are those of SamplingParams."""

@@ -1,0 +1,126 @@
+"""The body of /v1/chat/completions."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from common.messages import MAX_CHAT_MESSAGES
+from common.sampling_params import MAX_LOGPROBS, MAX_TOKENS
+from gateway_proc.errors import refused, unsupported
+from gateway_proc.schemas.base import ApiModel
+from gateway_proc.schemas.sampling import SamplingFields
+
+MAX_TOOLS = 128
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+class FunctionCall(ApiModel):
+    name: Annotated[str, Field(max_length=256)]
+    arguments: str
+
+
+class ToolCall(ApiModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Part(ApiModel):
+    """A part of a message's content; only text is understood, the rest is refused by its type."""
+
+    type: Annotated[str, Field(max_length=64)]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(ApiModel):
+    role: Role
+    content: str | list[Part] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+    UNSUPPORTED: ClassVar = {"audio": (), "function_call": ()}
+
+    def text(self, path: str) -> str:
+        """The content as one text; parts are joined by line breaks, as vLLM joins them. Raises ApiError for others."""
+        if self.content is None:
+            if self.role != "assistant":
+                raise refused(f"{path}.content", "is required")
+            return self.refusal or ""
+        if isinstance(self.content, str):
+            return self.content
+        texts = []
+        for i, part in enumerate(self.content):
+            where = f"{path}.content[{i}]"
+            if part.type in ("text", "input_text", "output_text"):
+                if part.text is None:
+                    raise refused(f"{where}.text", "is required")
+                texts.append(part.text)
+            elif part.type == "refusal":
+                texts.append(part.refusal or "")
+            else:
+                raise unsupported(f"{where}.type", f"{part.type!r} is not supported: this model reads text only")
+        return "\n".join(texts)
+
+
+class FunctionDefinition(ApiModel):
+    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s\"\\]+$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(ApiModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(ApiModel):
+    name: str
+
+
+class NamedTool(ApiModel):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(SamplingFields):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    UNSUPPORTED: ClassVar = {
+        **SamplingFields.UNSUPPORTED,
+        "audio": (),
+        "modalities": (["text"], []),
+        "prediction": (),
+        "web_search_options": (),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "verbosity": ("medium",),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "add_special_tokens": (False,),
+        "stream_reasoning": (True,),
+        "media_io_kwargs": (),
+        "include": ([],),
+        "best_of": (1,),
+    }

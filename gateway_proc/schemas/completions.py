@@ -1,0 +1,28 @@
+"""The body of /v1/completions."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from common.messages import MAX_CHOICES
+from common.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID, MAX_TOKENS
+from gateway_proc.schemas.sampling import SamplingFields
+
+MAX_PROMPTS = 1024
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Several = Field(min_length=1, max_length=MAX_PROMPTS)
+
+
+class CompletionRequest(SamplingFields):
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Several]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Several]
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = 16
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    UNSUPPORTED: ClassVar = {**SamplingFields.UNSUPPORTED, "suffix": ("",), "add_special_tokens": (True,)}

@@ -1,0 +1,68 @@
+"""What all endpoints share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from common.async_connection import AsyncConnection
+from common.config import HttpConfig
+from common.messages import Info
+from gateway_proc.auth import namespace
+from gateway_proc.backend import Backend
+from gateway_proc.errors import refused
+from gateway_proc.generation import Generation, Job, Prompt
+from gateway_proc.http import story_of
+from gateway_proc.params import Defaults
+from gateway_proc.requests import BodyReader, check_model
+from gateway_proc.schemas.sampling import SamplingFields
+from gateway_proc.story import Story, shown
+
+PLAIN_NAMES = {"deadline_ms": "deadline_ms", "n": "n"}
+
+
+@dataclass(slots=True)
+class Service:
+    """The cluster, the way bodies are read, and the defaults of sampling."""
+
+    backend: Backend
+    reader: BodyReader
+    http: HttpConfig
+    defaults: Defaults = field(default_factory=Defaults)
+
+    def begin(self, request: Request, fields: SamplingFields) -> tuple[AsyncConnection, Info, Story]:
+        """A request that generates: the cluster must be there and serve the model. Raises ApiError."""
+        connection, info = self.backend.use()
+        story = story_of(request)
+        story.generates = True
+        story.stream = bool(fields.stream)
+        story.user = shown(fields.user) if fields.user else "-"
+        check_model(fields.model, info)
+        story.model = shown(fields.model or info.names[0])
+        if fields.stream_options is not None and not fields.stream:
+            raise refused("stream_options", "is only allowed with stream")
+        if fields.use_beam_search and fields.stream:
+            raise refused("stream", "cannot be used with use_beam_search: its answers come at the end")
+        return connection, info, story
+
+    def generation(
+        self,
+        connection: AsyncConnection,
+        story: Story,
+        fields: SamplingFields,
+        prompts: list[Prompt],
+        params: Any,
+        *,
+        n: int,
+        stream: bool,
+        names: Mapping[str, str],
+        **options: Any,
+    ) -> Generation:
+        """The requests to the cluster, not yet sent."""
+        options |= {
+            "cache_salt": namespace(story.key, fields.cache_salt),
+            "priority": fields.priority or 0,
+            "deadline_ms": fields.deadline_ms or 0,
+        }
+        return Generation(connection, Job(prompts, params, n, stream, options, names), story)

@@ -1,0 +1,304 @@
+"""The life of a cluster: start, watch, replace, drain, stop.
+
+Losing a process never ends the others. Its unit is killed as a whole, and started again after a pause that grows with
+every loss (`Restarts`). Once everything is loaded again, the launcher announces new numbers (Go in common/messages.py):
+
+    a new epoch   when workers or scheduler are new: first the ranks join it and say how many steps they have executed.
+                  Equal numbers mean that a dead scheduler left them in step; ranks that differ, or hang in a collective
+                  that a peer will never come to, are replaced too. Only then the scheduler hears of it.
+    a new term    when tokenizer, detokenizer or scheduler are new: the tokenizer hands in its live requests again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from common.config import ClusterConfig
+from common.messages import Drained, Fatal, Go, Joined, Progress, Pulse, Ready, ints
+from common.run_dir import RunDir
+from common.sockets import Endpoints
+from launcher.control import Control
+from launcher.liveness import Liveness
+from launcher.process import Proc, Spawner, State, Unit
+from launcher.restarts import Restarts
+from launcher.show import VERSION, describe, http_port
+from launcher.table import WORKERS, process_table
+
+log = logging.getLogger(__name__)
+STOP_GRACE_S = 1.5  # from SIGTERM to SIGKILL for a child
+BLAME_S = 0.3  # after a first failure in the start, wait this long for its cause to show
+TICK_S = 0.1
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot start or go on; the text is for the user."""
+
+
+class Supervisor:
+    """The children of one cluster. Every method but `stop` may raise ClusterError."""
+
+    def __init__(self, config: ClusterConfig, run_dir: RunDir):
+        self._config = config
+        self._run_dir = run_dir
+        self._endpoints = Endpoints(run_dir.path)
+        self._control = Control(self._endpoints.control)
+        self._spawner = Spawner(config.run_dir)
+        self._liveness = Liveness(config.supervision.freeze_timeout_s)
+        self._units = {
+            spec.name: Unit(spec, Restarts(config.supervision.restarts, config.supervision.restart_window_s))
+            for spec in process_table(config)
+        }
+        self._go: Go | None = None  # as last announced
+        self._announced = False  # to everybody
+        self._term_due = self._epoch_due = False
+        self._groups = 0
+        self._drained = False
+        self._began = time.monotonic()
+        self._start_up_s = 0.0
+
+    # ---- starting -------------------------------------------------------------------------------------------------
+
+    def start(self, show: Callable[[Iterable[Proc]], None]) -> dict[str, object] | None:
+        """Start all children and let them serve; what cluster.json says then, or None when a signal came first."""
+        for unit in self._units.values():
+            self._spawn(unit)
+        deadline = self._began + self._config.start_timeout_s
+        while not self._announced:
+            self._poll()
+            if self._control.stops:
+                return None
+            self._check_start()
+            show(self._procs())
+            if time.monotonic() > deadline:
+                late = ", ".join(p.name for p in self._procs() if p.ready is None) or "the worker ranks"
+                raise ClusterError(f"not ready after {self._config.start_timeout_s:g} s (--start-timeout): {late}")
+            self._announce()
+        self._start_up_s = time.monotonic() - self._began
+        return self._write_cluster()
+
+    def _check_start(self) -> None:
+        if not any(unit.first_failure() for unit in self._units.values()):
+            return
+        end = time.monotonic() + BLAME_S
+        while time.monotonic() < end and not any(p.killed for p in self._procs()):
+            self._poll()
+        failed = [p for unit in self._units.values() if (p := unit.first_failure()) is not None]
+        first = min(failed, key=lambda p: (not p.killed, p.fatal is None))
+        raise ClusterError(_failure(first, "while starting"))
+
+    def _spawn(self, unit: Unit) -> None:
+        more: tuple[str, ...] = ()
+        if unit.spec.name == WORKERS:
+            more = ("--store", f"store-{self._groups}")
+            self._groups += 1
+            if self._go is not None:
+                more += ("--num-pages", str(self._go.num_pages))
+        elif (port := http_port(unit.procs.values())) is not None:
+            more = ("--port", str(port))  # clients know it
+        unit.procs = {spec.name: self._spawner.start(spec, *more) for spec in unit.spec.processes}
+        unit.state = State.LOADING
+        unit.due = time.monotonic() + self._config.start_timeout_s
+        self._term_due |= unit.spec.new_term
+        self._epoch_due |= unit.spec.new_epoch
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    @property
+    def go(self) -> Go:
+        assert self._go is not None
+        return self._go
+
+    def serve(self) -> None:
+        """Until a first signal and the end of all requests, the end of --drain-timeout, or a second signal."""
+        until: float | None = None
+        hang_ups = self._control.hang_ups
+        while True:
+            self._poll()
+            now = time.monotonic()
+            if self._control.stops and until is None:
+                until = now + self._config.supervision.drain_timeout_s
+                self._drain()
+            if until is not None and (self._drained or now >= until or self._control.stops > 1):
+                return
+            if self._control.hang_ups > hang_ups:
+                hang_ups = self._control.hang_ups
+                self._renew_workers()
+            self._supervise(now)
+
+    def _drain(self) -> None:
+        self._go = replace(self.go, draining=True)
+        self._tell(p for unit in self._units.values() if unit.spec.name != WORKERS for p in unit.procs.values())
+
+    def _renew_workers(self) -> None:
+        unit = self._units[WORKERS]
+        if unit.state is State.LOADED:
+            log.warning("the workers are restarted, as asked for")
+            self._end(unit, 0.0)
+
+    def _supervise(self, now: float) -> None:
+        self._liveness.look(now)
+        for unit in self._units.values():
+            match unit.state:
+                case State.LOADING | State.LOADED:
+                    self._check(unit, now)
+                case State.ENDING if not any(p.alive for p in unit.procs.values()):
+                    unit.state = State.PAUSING
+                    self._write_cluster()
+                case State.PAUSING if now >= unit.due:
+                    self._spawn(unit)
+                    self._write_cluster()
+        self._announce()
+
+    def _check(self, unit: Unit, now: float) -> None:
+        """Whether a unit is as it should be."""
+        names = unit.procs.keys()
+        if (failed := unit.first_failure()) is not None:
+            self._lost(unit, _failure(failed), now)
+        elif (name := self._liveness.frozen(names, now)) is not None:
+            self._lost(unit, f"{name} gave no sign of life for {self._liveness.frozen_s:g} s (--freeze-timeout)", now)
+        elif self._liveness.stuck(names, now):
+            self._lost(unit, f"the {unit.spec.name} got nowhere in a step for {self._liveness.stuck_s:g} s", now)
+        elif unit.state is State.LOADING and now > unit.due:
+            self._lost(unit, f"{unit.spec.name} was not ready after {self._config.start_timeout_s:g} s", now)
+
+    def _lost(self, unit: Unit, problem: str, now: float) -> None:
+        pause = unit.restarts.after_death(now)
+        if pause is None:
+            limit = self._config.supervision
+            if limit.restarts:
+                problem += f"; it was replaced {limit.restarts} times within {limit.restart_window_s:g} s (--restarts)"
+            raise ClusterError(f"{problem} and took the cluster down")
+        log.warning("%s; the %s will be replaced%s", problem, unit.spec.name, f" in {pause:g} s" if pause else "")
+        self._end(unit, now + pause)
+
+    def _end(self, unit: Unit, due: float) -> None:
+        unit.kill()
+        unit.due = due
+        for name in unit.procs:
+            self._liveness.forget(name)
+
+    # ---- telling them -----------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Bring everybody into a new term or epoch, once everybody is there."""
+        for unit in self._units.values():
+            if unit.state is State.LOADING and all(p.ready for p in unit.procs.values()):
+                unit.state = State.LOADED
+                if self._announced and not (unit.spec.new_term or unit.spec.new_epoch):
+                    self._tell(unit.procs.values())
+        core = [unit for unit in self._units.values() if unit.spec.new_term or unit.spec.new_epoch]
+        if any(unit.state is not State.LOADED for unit in core):
+            return
+        if self._term_due or self._epoch_due:
+            self._announced = False
+            self._go = self._next_go()
+            if self._epoch_due:
+                self._tell(self._units[WORKERS].procs.values())
+            self._term_due = self._epoch_due = False
+        if not self._announced and self._all_joined():
+            self._announced = True
+            self._tell(p for unit in self._units.values() if unit.spec.name != WORKERS for p in unit.procs.values())
+            if self._groups > 1 or self.go.term or self.go.epoch:
+                log.warning("everybody is there: term %d, epoch %d", self.go.term, self.go.epoch)
+
+    def _next_go(self) -> Go:
+        limits = _limits([p.ready for p in self._units[WORKERS].procs.values() if p.ready])
+        restarts = self._restarts()
+        if self._go is None:
+            return replace(limits, restarts=restarts)
+        go = self._go
+        if replace(limits, num_pages=go.num_pages) != _bare(go):
+            raise ClusterError("the restarted workers have other limits than the first ones: did the model change?")
+        return replace(go, term=go.term + self._term_due, epoch=go.epoch + self._epoch_due, restarts=restarts)
+
+    def _all_joined(self) -> bool:
+        unit = self._units[WORKERS]
+        joined = [p.joined for p in unit.procs.values() if p.joined and p.joined.epoch == self.go.epoch]
+        if len(joined) < len(unit.procs):
+            return False
+        if len({j.steps for j in joined}) > 1:
+            log.warning("the scheduler left the ranks out of step; the workers will be replaced")
+            self._end(unit, 0.0)
+            return False
+        return True
+
+    def _tell(self, procs: Iterable[Proc]) -> None:
+        for proc in procs:
+            if proc.ready is not None:
+                self._control.send(proc.identity, self.go)
+
+    # ---- hearing them -----------------------------------------------------------------------------------------------
+
+    def _procs(self) -> list[Proc]:
+        return [proc for unit in self._units.values() for proc in unit.procs.values()]
+
+    def _poll(self) -> None:
+        for identity, msg in self._control.poll(TICK_S):
+            proc = next((p for p in self._procs() if p.name == msg.name), None)
+            if proc is not None:
+                self._take(proc, identity, msg)
+
+    def _take(self, proc: Proc, identity: bytes, msg: object) -> None:
+        match msg:
+            case Ready(pid=pid) if pid == proc.popen.pid:
+                proc.ready, proc.identity = msg, identity
+            case Fatal(problem=problem):
+                proc.fatal = proc.fatal or problem
+            case Progress(done=done, total=total):
+                proc.progress = (done, total)
+            case Pulse(progress=progress, busy=busy) if proc.ready is not None and proc.alive:
+                self._liveness.pulse(proc.name, progress, busy, time.monotonic())
+            case Joined():
+                proc.joined = msg
+            case Drained():
+                self._drained = True
+
+    def _restarts(self) -> dict[str, int]:
+        return {name: unit.restarts.total for name, unit in self._units.items()}
+
+    def _write_cluster(self) -> dict[str, object]:
+        info = describe(self._config, self._endpoints, self._procs(), self.go, self._restarts(), self._start_up_s)
+        self._run_dir.write_cluster(info)
+        return info
+
+    # ---- stopping -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End every child, at most STOP_GRACE_S politely, and remove what the cluster made."""
+        for proc in self._procs():
+            if proc.alive:
+                proc.popen.terminate()
+        deadline = time.monotonic() + STOP_GRACE_S
+        while time.monotonic() < deadline and any(p.alive for p in self._procs()):
+            self._poll()
+        for proc in self._procs():
+            if proc.alive:
+                proc.popen.kill()
+            proc.popen.wait()
+        self._control.close()
+        self._run_dir.close()
+
+
+def _failure(proc: Proc, when: str = "") -> str:
+    words = [proc.name, proc.death or "failed", *([when] if when else [])]
+    return " ".join(words) + (f": {proc.fatal}" if proc.fatal else "")
+
+
+def _limits(workers: list[Ready]) -> Go:
+    """The limits that hold for all ranks; end-of-sequence ids come as eos_0, eos_1, ..."""
+    info = workers[0].info
+    eos = sorted(value for key, value in info.items() if key.startswith("eos_"))
+    return Go(
+        num_pages=min(w.info["num_pages"] for w in workers),
+        page_size=info["page_size"],
+        context_len=info["context_len"],
+        vocab_size=info["vocab_size"],
+        eos_token_ids=ints(*eos),
+        labels=workers[0].labels | {"version": VERSION},
+    )
+
+
+def _bare(go: Go) -> Go:
+    """Only the limits."""
+    return Go(go.num_pages, go.page_size, go.context_len, go.vocab_size, go.eos_token_ids, go.labels)

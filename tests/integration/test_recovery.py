@@ -1,0 +1,313 @@
+"""Every process of a real cluster is killed and frozen while 32 streams run, and nothing is lost."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from common.codec import encode
+from common.connection import Answer, Connection, ConnectionLost
+from common.messages import ErrorCode, Finish, RequestError, ints
+from common.rows import Row
+from common.sampling_params import SamplingParams
+from common.sockets import Endpoints, open_socket
+from tests.helpers_models import make_checkpoint
+from tests.helpers_plans import empty_plan
+from tests.integration.cluster import Cluster, running, wait_until
+from tests.integration.http_helpers import dial, head, post, until, until_closed
+
+STREAMS = 32
+TOKENS = 100
+PATIENCE_S = 90.0
+FLAGS = ("--tp", "2", "--dtype", "float32", "--kv-tokens", "8192", "--chunk-tokens", "16")
+MANY = ("--restarts", "1000")  # how they are bounded has a test of its own
+PROMPTS = [[5, 6, 7, 8] * (i % 5) + [9 + i] for i in range(STREAMS)]  # some share a prefix
+VARIANTS: list[dict[str, Any]] = [  # what depends on more than the last tokens, or is told about them
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"min_tokens": TOKENS // 2, "stop_token_ids": ints(7, 31, 101)},
+    {"stop": ("never comes",)},
+]
+PARAMS = [
+    SamplingParams(temperature=i % 2 * 0.9, seed=i, max_tokens=TOKENS, ignore_eos=True, **VARIANTS[i % len(VARIANTS)])
+    for i in range(STREAMS)
+]
+Output = tuple[list[int], str, Finish, list[int], list[int]]  # tokens, text, end; those with log probabilities
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("m") / "llama")
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Path) -> Iterator[Cluster]:
+    with running(checkpoint, *FLAGS, *MANY) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[Output]:
+    with cluster.connect() as connection:
+        return Streams(connection).finish()
+
+
+class Streams:
+    """The 32 requests on one connection."""
+
+    def __init__(self, connection: Connection, *, stream: bool = True, count: int = STREAMS) -> None:
+        self.connection = connection
+        submitted = zip(PROMPTS[:count], PARAMS, strict=False)
+        self.answers = {connection.submit(prompt, params, stream=stream): Answer() for prompt, params in submitted}
+        self.left = set(self.answers)
+        self.errors: dict[int, RequestError] = {}
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers.values())
+
+    def read(self) -> None:
+        for row in self.connection.poll(1):
+            if isinstance(row, RequestError):
+                self.errors[row.rid] = row
+                self.left.remove(row.rid)
+                continue
+            self.answers[row.rid].add(row)
+            if row.finish is not Finish.NONE:
+                self.left.remove(row.rid)
+
+    def until(self, tokens: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.left and self.tokens < tokens:
+            assert time.monotonic() < deadline, f"{len(self.left)} streams stand still"
+            self.read()
+
+    def finish(self) -> list[Output]:
+        self.until(STREAMS * TOKENS + 1)
+        assert not self.left and not self.errors, self.errors
+        return [output_of(answer) for answer in self.answers.values()]
+
+
+def output_of(answer: Answer) -> Output:
+    scored = [entry.token_id for entry in answer.logprobs or ()]
+    prompt = [entry.token_id if entry else -1 for entry in answer.prompt_logprobs or ()]
+    return answer.token_ids, "".join(answer.texts), answer.finish, scored, prompt
+
+
+def hurt(cluster: Cluster, victim: str, number: signal.Signals) -> None:
+    """Kill or freeze a process, and wait until another one has its place."""
+    pid = cluster.pid(victim)
+    os.kill(pid, number)
+    wait_until(lambda: cluster.info["pids"].get(victim, pid) != pid, PATIENCE_S, lambda: cluster.log)
+    cluster.remember()
+
+
+def serves(cluster: Cluster) -> bool:
+    try:
+        with cluster.connect() as connection:
+            return bool(connection.stats())
+    except ConnectionLost:
+        return False
+
+
+TARGETS = ["worker-0", "worker-1", "scheduler", "detokenizer"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("victim", TARGETS)
+def test_streams_go_on_exactly(
+    cluster: Cluster, undisturbed: list[Output], victim: str, number: signal.Signals
+) -> None:
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        streams.until(STREAMS * TOKENS // 4)
+        hurt(cluster, victim, number)
+        assert streams.finish() == undisturbed
+    cluster.check_idle()
+
+
+def test_one_loss_after_the_other(cluster: Cluster, undisturbed: list[Output]) -> None:
+    """Also answers that are sent as a whole, and a loss before the first token."""
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        hurt(cluster, "scheduler", signal.SIGKILL)
+        for part, victim in enumerate(["detokenizer", "worker-1", "scheduler"], 1):
+            streams.until(part * STREAMS * TOKENS // 5)
+            hurt(cluster, victim, signal.SIGKILL)
+        assert streams.finish() == undisturbed
+        whole = Streams(connection, stream=False)
+        for victim in ("detokenizer", "scheduler", "worker-0"):
+            hurt(cluster, victim, signal.SIGKILL)
+        assert whole.finish() == undisturbed
+    cluster.check_idle()
+
+
+def test_several_at_once(cluster: Cluster, undisturbed: list[Output]) -> None:
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        streams.until(STREAMS * TOKENS // 4)
+        pids = {name: cluster.pid(name) for name in ("worker-1", "scheduler", "detokenizer")}
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        assert streams.finish() == undisturbed
+        assert all(cluster.pid(name) != pid for name, pid in pids.items())
+        cluster.remember()
+    cluster.check_idle()
+
+
+def test_hang_up_restarts_the_workers(cluster: Cluster, undisturbed: list[Output]) -> None:
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        streams.until(STREAMS * TOKENS // 4)
+        before = [cluster.pid(name) for name in ("worker-0", "worker-1")]
+        restarts = cluster.info["restarts"]
+        cluster.process.send_signal(signal.SIGHUP)
+        assert streams.finish() == undisturbed
+        after = [cluster.pid(name) for name in ("worker-0", "worker-1")]
+        assert not set(before) & set(after)
+        assert cluster.info["restarts"] == restarts, "it is no failure"
+        cluster.remember()
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_without_tokenizer_clients_hear_it_and_it_serves_again(
+    cluster: Cluster, undisturbed: list[Output], number: signal.Signals
+) -> None:
+    restarts = cluster.info["restarts"]["tokenizer"]
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        streams.until(STREAMS * TOKENS // 4)
+        hurt(cluster, "tokenizer", number)
+        with pytest.raises(ConnectionLost, match="broken"):
+            streams.finish()
+    wait_until(lambda: serves(cluster), PATIENCE_S)
+    with cluster.connect() as connection:
+        assert Streams(connection).finish() == undisturbed
+    assert cluster.info["restarts"]["tokenizer"] == restarts + 1, cluster.log
+    cluster.check_idle()
+
+
+def test_without_gateway_others_go_on_and_it_serves_again_at_its_port(checkpoint: Path) -> None:
+    with running(checkpoint, *FLAGS, "--port", "0") as cluster, cluster.connect() as connection:
+        expected = Streams(connection, count=4).finish()
+        address = cluster.info["addresses"]["http"]
+        streams = Streams(connection, count=4)
+        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with dial(address) as http:
+            http.sendall(post("/v1/completions", body))
+            until(http, b"data:")
+            hurt(cluster, "gateway", signal.SIGKILL)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"[DONE]" not in until_closed(http)
+        assert streams.finish() == expected
+        wait_until(lambda: cluster.info["addresses"]["http"] == address and healthy(address), PATIENCE_S)
+        with dial(address) as http:
+            http.sendall(post("/v1/completions", body))
+            until(http, b"[DONE]")
+
+
+def healthy(address: str) -> bool:
+    try:
+        with dial(address) as http:
+            http.sendall(head("/health", None, method="GET", extra="Connection: close\r\n"))
+            return b" 200 " in until_closed(http)
+    except OSError:
+        return False
+
+
+def test_aborts_and_departures_count_during_a_loss(cluster: Cluster) -> None:
+    """While the scheduler is away, some requests are aborted, and another client leaves without a word."""
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        leaving = cluster.connect()
+        Streams(leaving)
+        streams.until(STREAMS * TOKENS // 4)
+        pid = cluster.pid("scheduler")
+        os.kill(pid, signal.SIGSTOP)
+        aborted = list(streams.answers)[::2]
+        for rid in aborted:
+            connection.abort(rid)
+        leaving.close()
+        streams.until(STREAMS * TOKENS + 1)
+        assert not streams.errors
+        for rid, answer in streams.answers.items():
+            assert answer.finish is (Finish.ABORT if rid in aborted else Finish.LENGTH)
+        assert cluster.pid("scheduler") != pid
+        cluster.remember()
+    cluster.check_idle()
+
+
+def test_cluster_json_names_the_living_and_stats_count_restarts(cluster: Cluster) -> None:
+    before = cluster.check_idle()
+    hurt(cluster, "detokenizer", signal.SIGKILL)
+    with cluster.connect() as connection:
+        assert len(Streams(connection, count=1).finish()) == 1
+    values = cluster.check_idle()
+    assert values["launcher.restarts.detokenizer"] == before["launcher.restarts.detokenizer"] + 1
+    children = {p.pid for p in psutil.Process(cluster.process.pid).children()}
+    assert set(cluster.info["pids"].values()) == children | {cluster.process.pid}
+
+
+def test_a_process_that_keeps_dying_ends_the_cluster_with_the_cause(checkpoint: Path) -> None:
+    cluster = Cluster(checkpoint, "--kv-tokens", "1024", "--restarts", "2", "--drain-timeout", "0")
+    try:
+        cluster.wait_ready()
+        with cluster.connect() as connection:
+            streams = Streams(connection, count=4)
+            for _ in range(2):
+                hurt(cluster, "scheduler", signal.SIGKILL)
+            os.kill(cluster.pid("scheduler"), signal.SIGKILL)
+            assert cluster.process.wait(20) == 1
+            assert "scheduler was killed by SIGKILL; it was replaced 2 times within 60 s" in cluster.log
+            while streams.left:
+                streams.read()
+            assert {e.code for e in streams.errors.values()} <= {ErrorCode.SHUTTING_DOWN}
+        cluster.check_gone()
+    finally:
+        cluster.destroy()
+
+
+def test_ranks_that_are_out_of_step_are_replaced(checkpoint: Path) -> None:
+    """A plan reaches one rank only, as when its scheduler dies between two sends. The scheduler cannot make sense of
+    the result and is replaced; the ranks that then join the new epoch have not done the same."""
+    with running(checkpoint, *FLAGS) as cluster, cluster.connect() as connection:
+        expected = Streams(connection, count=4).finish()
+        steps = cluster.check_idle()["scheduler.steps"]
+        with (
+            zmq.Context() as context,
+            open_socket(context, zmq.PUSH, connect=Endpoints(cluster.run_dir).plan(0, 0)) as socket,
+        ):
+            socket.send(encode(empty_plan(steps)))
+            wait_until(lambda: "out of step" in cluster.log, PATIENCE_S, lambda: cluster.log)
+        assert "ProtocolError: result of step" in cluster.log
+        assert Streams(connection, count=4).finish() == expected
+        cluster.remember()
+
+
+def test_a_step_may_take_longer_than_a_freeze(tmp_path: Path) -> None:
+    """One step of a long prefill, by both ranks, with the shortest timeout: however long it takes, it is no freeze."""
+    size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "max_position_embeddings": 8192}
+    path = make_checkpoint("llama", tmp_path / "larger", **size)
+    flags = ("--tp", "2", "--dtype", "float32", "--max-batch-tokens", "16384", "--kv-tokens", "32768")
+    with running(path, *flags, "--freeze-timeout", "1") as cluster, cluster.connect() as connection:
+        prompt = [5 + i % 200 for i in range(6000)]
+        connection.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        rows = []
+        while not rows or rows[-1].finish is Finish.NONE:  # type: ignore[union-attr]
+            rows += connection.poll(1)
+        assert isinstance(rows[-1], Row) and rows[-1].finish is Finish.LENGTH
+        row = rows[0]
+        assert isinstance(row, Row)
+        print(f"the step took {(row.times[3] - row.times[2]) / 1e9:.1f} s")
+        assert not any(cluster.info["restarts"].values()), cluster.log

@@ -1,0 +1,154 @@
+"""The gateway's application against a played cluster, asked through httpx in the same process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp
+
+from common.config import HttpConfig
+from common.messages import Detokenize, Finish, Generate, GetInfo, GetStats, Info, Stats, Text
+from gateway_proc.app import build
+from gateway_proc.auth import Keys
+from gateway_proc.backend import Backend
+from gateway_proc.errors import ApiError
+from gateway_proc.key_file import digest_of
+from gateway_proc.main import Server, listen, server_config
+from gateway_proc.metrics import Metrics, Scrape
+from gateway_proc.requests import BodyReader
+from gateway_proc.service import Service
+from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
+from tests.unit.frontend_world import INFO
+
+KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
+Answer = Callable[[Any], Iterable[Any]]
+
+
+def answering(generate: Callable[[Generate], Iterable[Any]], info: Info = INFO) -> Answer:
+    """A cluster that says what it is, and answers Generate so."""
+
+    def answer(msg: Any) -> Iterable[Any]:
+        match msg:
+            case Generate():
+                yield from generate(msg)
+            case GetInfo():
+                yield replace(info, rid=msg.rid)
+            case GetStats():
+                yield Stats(msg.query, {"scheduler.running": 2, "scheduler.waiting": 1, "scheduler.total_pages": 8,
+                                        "scheduler.free_pages": 5, "scheduler.evictable_pages": 1})  # fmt: skip
+            case Detokenize():
+                yield Text(msg.rid, "".join(chr(96 + t) for t in msg.token_ids))
+
+    return answer
+
+
+def words(*texts: str, finish: Finish = Finish.STOP, cached: int = 1) -> Callable[[Generate], Iterable[Any]]:
+    """Answer every choice with these texts, a row and a token for each; all in one row where no stream is wanted."""
+
+    def generate(msg: Generate) -> Iterable[Any]:
+        parts = list(texts) if msg.stream else ["".join(texts)]
+        for choice in range(msg.n):
+            for i, text in enumerate(parts):
+                last = i == len(parts) - 1
+                tokens = [20 + i] if msg.stream else [20 + j for j in range(len(texts))]
+                ending = finish if last else Finish.NONE
+                yield rows(msg.rid, text, *tokens, choice=choice, finish=ending, cached=cached)
+
+    return generate
+
+
+class World:
+    """A running application: `client` asks it, `cluster` is what it asks."""
+
+    def __init__(self, cluster: FakeFrontend, client: httpx.AsyncClient, service: Service):
+        self.cluster = cluster
+        self.client = client
+        self.service = service
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **options)
+
+    async def generated(self) -> Generate:
+        """The next Generate that the cluster got; other messages are passed over."""
+        while True:
+            msg = await asyncio.get_running_loop().run_in_executor(None, self.cluster.received.get, True, TIMEOUT_S)
+            if isinstance(msg, Generate):
+                return msg
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of a response's server-sent events; the last must be [DONE], which is left out."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    found = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert found[-1] == "[DONE]" and response.text.endswith("data: [DONE]\n\n")
+    return [json.loads(data) for data in found[:-1]]
+
+
+@asynccontextmanager
+async def application(
+    path: Path, answer: Answer, http: HttpConfig, *, keys: bool = False, started: bool = True
+) -> AsyncIterator[tuple[ASGIApp, FakeFrontend, Service]]:
+    """The application, connected to a played cluster unless it is not `started`."""
+    with FakeFrontend(path, answer) as cluster:
+        backend = Backend(cluster.address)
+        service = Service(backend, BodyReader(http.max_body_bytes, http.strict_fields), http)
+        names = {digest_of(key.encode()): name for name, key in KEYS.items()} if keys else {}
+
+        async def scrape() -> Scrape:
+            try:
+                return Scrape(await backend.stats(), "tiny", {"gateway": 1})
+            except ApiError:
+                return Scrape(None, "", {})
+
+        go: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        connecting = asyncio.create_task(backend.run(go, lambda info: None))
+        try:
+            if started:
+                go.set_result(True)
+                await backend.changed.wait()
+            yield build(service, Metrics(), Keys(names, http.key_concurrency), http, scrape), cluster, service
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+
+
+def play(
+    path: Path, answer: Answer, test: Callable[[World], Awaitable[None]], http: HttpConfig | None = None,
+    *, keys: bool = False, started: bool = True,
+) -> None:  # fmt: skip
+    """Run a test against an application, without sockets between them."""
+
+    async def run() -> None:
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            application(path, answer, http or HttpConfig(), keys=keys, started=started) as (app, cluster, service),
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
+            ) as client,
+        ):
+            await test(World(cluster, client, service))
+
+    asyncio.run(run())
+
+
+def serve(path: Path, answer: Answer, test: Callable[[str, FakeFrontend], None]) -> None:
+    """Run a test in a thread of its own against a served application, at a real address."""
+
+    async def run() -> None:
+        async with asyncio.timeout(TIMEOUT_S), application(path, answer, HttpConfig()) as (app, cluster, _):
+            with listen(HttpConfig(port=0)) as listener:
+                server = Server(server_config(app))
+                serving = asyncio.create_task(server.serve([listener]))
+                host, port = listener.getsockname()
+                try:
+                    await asyncio.to_thread(test, f"http://{host}:{port}", cluster)
+                finally:
+                    server.should_exit = True
+                    await serving
+
+    asyncio.run(run())

@@ -1,0 +1,88 @@
+"""API keys: where they come from, whose they are, what each may."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway_proc.auth import Keys, namespace
+from gateway_proc.errors import ApiError
+from gateway_proc.key_file import KeysError, digest_of, read_keys
+
+ALICE, BOB = "sk-alice-1234", "sk-bob-12345"
+
+
+def write(path: Path, text: str, mode: int = 0o600) -> Path:
+    file = path / "keys"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+def test_file_and_environment(tmp_path: Path) -> None:
+    file = write(tmp_path, f"# ours\n\nalice:{ALICE}\n{BOB}\nalice:another-of-alice\n")
+    keys = read_keys(file, {"RHIZOME_API_KEYS": "carol:sk-carol-1234, sk-nameless-1\n"})
+    assert keys == {
+        digest_of(ALICE.encode()): "alice", digest_of(BOB.encode()): "key2", digest_of(b"another-of-alice"): "alice",
+        digest_of(b"sk-carol-1234"): "carol", digest_of(b"sk-nameless-1"): "key5",
+    }  # fmt: skip
+    assert read_keys(None, {}) == {} and read_keys(None, {"RHIZOME_API_KEYS": ""}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "problem"),
+    [
+        ("alice:sk-alice-1234", 0o644, "open to other users"),
+        ("alice:sk-alice-1234", 0o620, "open to other users"),
+        ("", 0o600, "holds no key"),
+        ("# nothing\n", 0o600, "holds no key"),
+        ("alice:short", 0o600, "line 1: a key must have"),
+        ("alice:sk-alice 1234", 0o600, "line 1: a key must have"),
+        ("al ice:sk-alice-1234", 0o600, "line 1: the name must"),
+        ("a:sk-alice-1234\nb:sk-alice-1234", 0o600, "line 2: this key is there twice"),
+    ],
+)
+def test_bad_files_are_refused_without_showing_a_key(tmp_path: Path, text: str, mode: int, problem: str) -> None:
+    with pytest.raises(KeysError, match=problem) as caught:
+        read_keys(write(tmp_path, text, mode), {})
+    assert "sk-" not in str(caught.value) and "short" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(KeysError, match="--api-key-file"):
+            read_keys(path, {})
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe" * 20)
+    binary.chmod(0o600)
+    with pytest.raises(KeysError, match="UTF-8"):
+        read_keys(binary, {})
+
+
+def test_whose_key_it_is() -> None:
+    keys = Keys({digest_of(ALICE.encode()): "alice", digest_of(BOB.encode()): "bob"})
+    assert keys.name_of(f"Bearer {ALICE}") == "alice" and keys.name_of(f"bearer  {BOB} ") == "bob"
+    for header in (None, "", "Bearer", "Bearer ", f"Bearer {ALICE}x", f"Basic {ALICE}", ALICE, "Bearer \udcff"):
+        with pytest.raises(ApiError) as caught:
+            keys.name_of(header)
+        assert caught.value.status == 401 and ALICE not in caught.value.message
+    assert Keys({}).name_of(None) == Keys({}).name_of("Bearer anything") == "-"
+
+
+def test_each_name_has_its_own_limit() -> None:
+    keys = Keys({digest_of(b"x"): "a"}, 2)
+    for name in ("a", "a", "b"):
+        keys.enter(name)
+    with pytest.raises(ApiError) as caught:
+        keys.enter("a")
+    assert caught.value.status == 429 and caught.value.headers() == {"retry-after": "1"}
+    keys.leave("a")
+    keys.enter("a")
+    unlimited = Keys({}, 1)
+    for _ in range(5):
+        unlimited.enter("-")
+
+
+def test_namespaces_are_kept_apart() -> None:
+    spaces = [namespace(name, salt) for name in ("-", "a", "b") for salt in (None, "s", "a\0s", "x" * 1000)]
+    assert len(set(spaces)) == len(spaces) and all(len(space) <= 64 for space in spaces)
+    assert namespace("-", None) == "" and namespace("-", "s") == "s" and namespace("a", None) != ""

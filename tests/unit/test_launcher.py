@@ -1,0 +1,142 @@
+"""The launcher's decisions: how often something is started again, and who is alive."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.liveness import STUCK_FACTOR, Liveness
+from launcher.restarts import Restarts
+
+FROZEN_S = 3.0
+STUCK_S = STUCK_FACTOR * FROZEN_S
+
+
+# ---- restarts -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_restart_is_at_once_and_then_they_become_rare() -> None:
+    restarts = Restarts(8, 60.0)
+    assert [restarts.after_death(float(t)) for t in range(9)] == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, None]
+    assert restarts.total == 8
+
+
+def test_deaths_are_forgotten_after_a_while() -> None:
+    restarts = Restarts(2, 60.0)
+    assert [restarts.after_death(t) for t in (0.0, 10.0, 59.0)] == [0.0, 0.25, None]
+    assert restarts.after_death(60.0) == 0.25, "the first one is forgotten, the second is not"
+    assert restarts.after_death(200.0) == 0.0
+    assert restarts.total == 4
+
+
+def test_no_restarts_at_all() -> None:
+    assert Restarts(0, 60.0).after_death(5.0) is None
+
+
+@given(st.integers(1, 6), st.lists(st.floats(0.0, 30.0), max_size=60))
+def test_never_more_than_the_limit_within_any_window(limit: int, gaps: list[float]) -> None:
+    restarts, now, granted = Restarts(limit, 60.0), 0.0, []
+    for gap in gaps:
+        now += gap
+        if restarts.after_death(now) is not None:
+            granted.append(now)
+        else:
+            assert sum(now - when < 60.0 for when in granted) >= limit, "refused without need"
+    for when in granted:
+        assert sum(when <= other < when + 60.0 for other in granted) <= limit
+
+
+# ---- liveness -----------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A Liveness that is looked at ten times a second."""
+
+    def __init__(self, *names: str) -> None:
+        self.liveness = Liveness(FROZEN_S)
+        self.names = names
+        self.now = 100.0
+        self.progress = dict.fromkeys(names, 0)
+        self.busy = dict.fromkeys(names, False)
+
+    def run(self, seconds: float, *, silent: tuple[str, ...] = (), getting_on: tuple[str, ...] = ()) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            self.liveness.look(self.now)
+            for name in self.names:
+                self.progress[name] += name in getting_on
+                if name not in silent:
+                    self.liveness.pulse(name, self.progress[name], self.busy[name], self.now)
+
+    @property
+    def frozen(self) -> str | None:
+        return self.liveness.frozen(self.names, self.now)
+
+    @property
+    def stuck(self) -> bool:
+        return self.liveness.stuck(self.names, self.now)
+
+
+def test_who_is_silent_is_frozen_and_who_speaks_is_not() -> None:
+    watched = Watched("a", "b")
+    watched.run(1)
+    watched.run(FROZEN_S - 0.2, silent=("b",))
+    assert watched.frozen is None
+    watched.run(0.4, silent=("b",))
+    assert watched.frozen == "b"
+    watched.run(0.1)
+    assert watched.frozen is None and not watched.stuck
+
+
+def test_who_has_never_spoken_is_still_loading() -> None:
+    watched = Watched("a", "b")
+    watched.run(100, silent=("a", "b"))
+    assert watched.frozen is None and not watched.stuck
+
+
+def test_a_new_process_does_not_inherit_the_silence_of_the_old_one() -> None:
+    watched = Watched("a")
+    watched.run(1)
+    watched.run(FROZEN_S + 1, silent=("a",))
+    watched.liveness.forget("a")
+    assert watched.frozen is None
+    watched.run(0.1)
+    assert watched.frozen is None
+
+
+def test_a_long_step_that_gets_on_is_not_stuck() -> None:
+    watched = Watched("a", "b")
+    watched.busy = {"a": True, "b": True}
+    watched.run(600, getting_on=("a",))  # b waits for a in a collective
+    assert not watched.stuck and watched.frozen is None
+
+
+@pytest.mark.parametrize("busy", [("a",), ("a", "b")])
+def test_ranks_that_all_wait_are_stuck(busy: tuple[str, ...]) -> None:
+    """Both in a collective that does not end, or one in a collective that the other one never comes to."""
+    watched = Watched("a", "b")
+    watched.run(1)
+    watched.busy |= dict.fromkeys(busy, True)
+    watched.run(STUCK_S - 0.2)
+    assert not watched.stuck
+    watched.run(0.5)
+    assert watched.stuck and watched.frozen is None
+
+
+def test_idle_ranks_are_not_stuck() -> None:
+    watched = Watched("a", "b")
+    watched.run(600)
+    assert not watched.stuck
+    watched.busy = {"a": True, "b": True}
+    watched.run(STUCK_S - 0.2)
+    assert not watched.stuck, "the time before the step does not count"
+
+
+def test_a_launcher_that_was_stopped_itself_blames_nobody() -> None:
+    watched = Watched("a", "b")
+    watched.busy = {"a": True, "b": True}
+    watched.run(2, getting_on=("a",))
+    watched.now += 3600
+    watched.liveness.look(watched.now)
+    assert watched.frozen is None and not watched.stuck
+    watched.run(FROZEN_S + 0.5, silent=("b",), getting_on=("a",))
+    assert watched.frozen == "b", "from now on silence counts again"
