@@ -105,7 +105,7 @@ class WorkerLoop:
                     plan.step_id,
                     plan.epoch,
                     plan.group,
-                    array("i", output.tokens),
+                    tokens,
                     times,
                     output.logprobs,
                     output.prompt_logprobs,
