@@ -18,10 +18,10 @@ from common.messages import ErrorCode, Finish, RequestError, ints
 from common.rows import Row
 from common.sampling_params import SamplingParams
 from common.sockets import Endpoints, open_socket
+from tests.helpers_http import dial, head, post, until, until_closed
 from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import empty_plan
 from tests.integration.cluster import Cluster, running, wait_until
-from tests.integration.http_helpers import dial, head, post, until, until_closed
 
 STREAMS = 32
 TOKENS = 100
