@@ -90,6 +90,10 @@ class Connection:
         self.close()
 
     @property
+    def address(self) -> str:
+        return self._address
+
+    @property
     def live(self) -> int:
         """How many submitted requests have not ended."""
         return len(self._live)

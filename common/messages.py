@@ -235,8 +235,8 @@ class AddRequest:
     """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included).
 
     The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
-    `max_tokens` counts them too. So has it the `prompt_logprobs` that the first `scored` tokens predict. `again`: it
-    was handed to an earlier scheduler, or in an earlier term, so no limit of the queue refuses it.
+    `max_tokens` counts them too. The client also has the `prompt_logprobs` that the first `scored` tokens predict.
+    `again`: it was handed in before, in an earlier term, so no limit of the queue refuses it.
     """
 
     TAG: ClassVar[int] = 4

@@ -33,10 +33,6 @@ class StalledReader(ClientGone):
     """The client is connected and takes nothing."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class Json(Response):
     """An answer in JSON."""
 
@@ -112,7 +108,9 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._run(scope, receive, send))
         except StalledReader:
-            scope.get("abort", _nothing)()  # a polite close would wait for the reader
+            if "abort" in scope:
+                scope["abort"]()  # a polite close would wait for the reader
+                await _disconnect(receive)
             raise
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from common.child import Child, child_options, run_child
 from common.config import ConfigError, HttpConfig
@@ -75,6 +76,22 @@ def listen(http: HttpConfig) -> socket.socket:
     return listener
 
 
+def server_config(app: ASGIApp) -> uvicorn.Config:
+    """uvicorn as it is used here."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
 async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
     http, loop = child.config.http, asyncio.get_running_loop()
     backend = Backend(child.endpoints.frontend)
@@ -94,20 +111,7 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
         if service.defaults.given():
             log.warning("requests that say nothing use the model's generation_config: %s", service.defaults.given())
 
-    server = Server(
-        uvicorn.Config(
-            build(service, metrics, keys, http, scrape),
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = Server(server_config(build(service, metrics, keys, http, scrape)))
 
     def stop() -> None:
         loop.remove_reader(child.wake_fd)

@@ -91,7 +91,8 @@ class BeamSearch:
         return not self._early_stopping and self._normalized(self.beams[0].score) > self.hypotheses[-1].score
 
     def _normalized(self, score: float) -> float:
-        return _float32(score / _float32(self._length**self._penalty))
+        divisor = self._length**self._penalty
+        return _float32(score / (_float32(divisor) or divisor))  # float32 can be too small for it
 
 
 def _float32(value: float) -> float:

@@ -48,11 +48,12 @@ STOP_S = 0.5  # how long the last answers may take at the end
 class Links:
     """The sockets to and from scheduler and detokenizer, which live as long as a term (see Go, common/messages.py)."""
 
-    def __init__(self, child: Child, refused: RefusedFrames):
+    def __init__(self, child: Child, refused: RefusedFrames, term: int):
         self._child = child
         self._refused = refused
         queue = child.config.scheduler
         self._most = 4 * (queue.max_waiting + queue.max_running) + 1024  # beginnings and ends of all live requests
+        self.open(term)
 
     def open(self, term: int) -> None:
         endpoints, context = self._child.endpoints, self._child.context
@@ -102,7 +103,7 @@ async def _serve(
     clients = zmq.asyncio.Socket.from_socket(router)
     refused = RefusedFrames()
 
-    links = Links(child, refused)
+    links = Links(child, refused, go.term)
     frontend = Frontend(
         limits=limits,
         encoder=encoder,
@@ -149,8 +150,6 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
     drained = False
     while True:
         term = go.term
-        links.open(term)
-        frontend.resume()
         receiving = asyncio.create_task(_receive(links.answers, from_detokenizer))
         try:
             while go.term == term:
@@ -169,6 +168,8 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
         finally:
             receiving.cancel()
         links.close()
+        links.open(go.term)
+        frontend.resume()
 
 
 def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder) -> Info:

@@ -45,6 +45,12 @@ class DrawStep:
             if draw.logprobs is not None or draw.prompt_logprobs is not None:
                 self._draws[slot] = draw
 
+    def is_greedy(self, sampled: SampledRows) -> bool:
+        """Whether all these rows want is the likeliest token, as the model sees it."""
+        if self._draws and not self._draws.keys().isdisjoint(sampled.slots.tolist()):
+            return False
+        return self._sampler.is_greedy(sampled.slots) and not self._editor.touches(sampled.slots)
+
     def draw(self, logits: Tensor, sampled: SampledRows) -> tuple[Tensor, LogprobRows | None]:
         """One token per row, int64 `[S]` on the device, and the log probabilities of those that asked for them.
 

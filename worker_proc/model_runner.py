@@ -13,7 +13,7 @@ from worker_proc.draw_step import DrawStep
 from worker_proc.errors import PlanError
 from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
-from worker_proc.models.interface import LanguageModel
+from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
 
 
@@ -44,6 +44,7 @@ class ModelRunner:
         device: torch.device | str,
     ) -> None:
         self._model = model
+        self._greedy = model if isinstance(model, GreedyModel) else None
         self._cache = cache
         self._tp = tp
         self._device = torch.device(device)
@@ -97,6 +98,9 @@ class ModelRunner:
             more = scored.rows.to(self._device)
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, more)))
         forward_started = time.monotonic_ns()
+        if self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled):  # on all ranks or none
+            best = self._share(self._greedy.greedy(batch, self._cache), sampled)
+            return StepOutput(best, forward_started, time.monotonic_ns())
         logits = self._model.forward(batch, self._cache)
         prompt_logprobs = None
         if scored is not None and self._tp.rank == 0:
@@ -118,12 +122,17 @@ class ModelRunner:
         self._next_step += 1
 
     def _draw(self, logits: Tensor, sampled: SampledRows) -> tuple[list[int], LogprobRows | None]:
-        """Rank 0 samples; the others need its tokens as their next inputs, but not on the host."""
-        logprobs = None
-        if self._tp.rank == 0:
-            tokens, logprobs = self._draw_step.draw(logits, sampled)
-        else:
+        if self._tp.rank:
+            return self._share(torch.empty(0, dtype=torch.int64), sampled), None
+        tokens, logprobs = self._draw_step.draw(logits, sampled)
+        return self._share(tokens, sampled), logprobs
+
+    def _share(self, tokens: Tensor, sampled: SampledRows) -> list[int]:
+        """Rank 0 has the tokens; the others need them as their next inputs, but not on the host."""
+        if not len(sampled.slots):
+            return []
+        if self._tp.rank:
             tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)
         self._tp.broadcast(tokens)
         self._slots.store(sampled, tokens)
-        return (tokens.tolist() if self._tp.rank == 0 else []), logprobs
+        return tokens.tolist() if self._tp.rank == 0 else []

@@ -53,6 +53,10 @@ class Sampler:
         self._params[:, index] = params.to(self.device)
         self._seeds[index] = torch.tensor([d.seed for d in draws], dtype=torch.int64, device=self.device)
 
+    def is_greedy(self, slots: Tensor) -> bool:
+        """Whether none of `slots` (int64 `[S]`, host) draws at random."""
+        return not bool(self._host[_TEMPERATURE].index_select(0, slots).any())
+
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """One token per row, int64 `[S]` on the device.
 

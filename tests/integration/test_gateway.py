@@ -1,5 +1,6 @@
 """Real clusters through HTTP: outputs equal to those of the cluster's own socket, official SDK, disconnects, limits."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import pytest
 
 from common.connection import Answer, Row
 from common.sampling_params import SamplingParams
+from tests.helpers_http import dial, head, post, until, until_closed
 from tests.integration.cluster import ROOT, Cluster, running, wait_until
-from tests.integration.http_helpers import dial, head, post, until, until_closed
 
 DEMO = ROOT / "demo_model"
 LONG = {"prompt": "The with statement", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -312,14 +313,36 @@ def test_a_taken_port_and_wrong_options_end_the_start_with_a_word() -> None:
             assert ended.returncode == 1 and words in ended.stderr, ended.stderr
 
 
-def test_stopping_ends_streams_with_a_word() -> None:
+def test_draining_finishes_streams_and_refuses_new_requests() -> None:
+    cluster = Cluster(DEMO, "--port", "0")
+    try:
+        url = cluster.wait_ready().info["addresses"]["http"]
+        with dial(url) as connection, dial(url) as other:
+            connection.sendall(post("/v1/completions", LONG | {"stream": True}))
+            until(connection, b"data: ")
+            cluster.process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{url}/health/ready").status_code != 503:
+                assert cluster.process.poll() is None, cluster.log
+            other.sendall(post("/v1/completions", LONG))
+            refused = until_closed(other)
+            rest = until_closed(connection)
+        assert cluster.process.wait(30) == 0, cluster.log
+        assert b" 503 " in refused.split(b"\r\n")[0] and b'"code":"draining"' in refused, refused
+        assert b'"finish_reason":"length"' in rest and b"data: [DONE]" in rest, rest[-500:]
+        cluster.check_gone()
+    finally:
+        cluster.destroy()
+
+
+def test_a_second_signal_ends_streams_with_a_word() -> None:
     cluster = Cluster(DEMO, "--port", "0")
     try:
         url = cluster.wait_ready().info["addresses"]["http"]
         with dial(url) as connection:
             connection.sendall(post("/v1/completions", LONG | {"stream": True}))
             until(connection, b"data: ")
-            assert cluster.stop() == 0, cluster.log
+            cluster.process.send_signal(signal.SIGTERM)
+            assert cluster.stop(signal.SIGINT) == 0, cluster.log
             rest = until_closed(connection)
         assert b'"code":"shutting_down"' in rest and rest.rstrip().endswith(b"0"), rest[-500:]
         cluster.check_gone()

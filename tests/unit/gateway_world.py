@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp
 
 from common.config import HttpConfig
 from common.messages import Detokenize, Finish, Generate, GetInfo, GetStats, Info, Stats, Text
@@ -16,6 +18,7 @@ from gateway_proc.auth import Keys
 from gateway_proc.backend import Backend
 from gateway_proc.errors import ApiError
 from gateway_proc.key_file import digest_of
+from gateway_proc.main import Server, listen, server_config
 from gateway_proc.metrics import Metrics, Scrape
 from gateway_proc.requests import BodyReader
 from gateway_proc.service import Service
@@ -86,40 +89,66 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(data) for data in found[:-1]]
 
 
+@asynccontextmanager
+async def application(
+    path: Path, answer: Answer, http: HttpConfig, *, keys: bool = False, started: bool = True
+) -> AsyncIterator[tuple[ASGIApp, FakeFrontend, Service]]:
+    """The application, connected to a played cluster unless it is not `started`."""
+    with FakeFrontend(path, answer) as cluster:
+        backend = Backend(cluster.address)
+        service = Service(backend, BodyReader(http.max_body_bytes, http.strict_fields), http)
+        names = {digest_of(key.encode()): name for name, key in KEYS.items()} if keys else {}
+
+        async def scrape() -> Scrape:
+            try:
+                return Scrape(await backend.stats(), "tiny", {"gateway": 1})
+            except ApiError:
+                return Scrape(None, "", {})
+
+        go: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        connecting = asyncio.create_task(backend.run(go, lambda info: None))
+        try:
+            if started:
+                go.set_result(True)
+                await backend.changed.wait()
+            yield build(service, Metrics(), Keys(names, http.key_concurrency), http, scrape), cluster, service
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+
+
 def play(
     path: Path, answer: Answer, test: Callable[[World], Awaitable[None]], http: HttpConfig | None = None,
     *, keys: bool = False, started: bool = True,
 ) -> None:  # fmt: skip
-    """Run a test against an application, connected to a played cluster unless it is not `started`."""
-    http = http or HttpConfig()
+    """Run a test against an application, without sockets between them."""
 
     async def run() -> None:
-        with FakeFrontend(path, answer) as cluster:
-            backend = Backend(cluster.address)
-            service = Service(backend, BodyReader(http.max_body_bytes, http.strict_fields), http)
-            names = {digest_of(key.encode()): name for name, key in KEYS.items()} if keys else {}
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            application(path, answer, http or HttpConfig(), keys=keys, started=started) as (app, cluster, service),
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
+            ) as client,
+        ):
+            await test(World(cluster, client, service))
 
-            async def scrape() -> Scrape:
+    asyncio.run(run())
+
+
+def serve(path: Path, answer: Answer, test: Callable[[str, FakeFrontend], None]) -> None:
+    """Run a test in a thread of its own against a served application, at a real address."""
+
+    async def run() -> None:
+        async with asyncio.timeout(TIMEOUT_S), application(path, answer, HttpConfig()) as (app, cluster, _):
+            with listen(HttpConfig(port=0)) as listener:
+                server = Server(server_config(app))
+                serving = asyncio.create_task(server.serve([listener]))
+                host, port = listener.getsockname()
                 try:
-                    return Scrape(await backend.stats(), "tiny", {"gateway": 1})
-                except ApiError:
-                    return Scrape(None, "", {})
-
-            app = build(service, Metrics(), Keys(names, http.key_concurrency), http, scrape)
-            go: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            connecting = asyncio.create_task(backend.run(go, lambda info: None))
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            try:
-                async with (
-                    asyncio.timeout(TIMEOUT_S),
-                    httpx.AsyncClient(transport=transport, base_url="http://x") as client,
-                ):
-                    if started:
-                        go.set_result(True)
-                        await backend.changed.wait()
-                    await test(World(cluster, client, service))
-            finally:
-                connecting.cancel()
-                await asyncio.gather(connecting, return_exceptions=True)
+                    await asyncio.to_thread(test, f"http://{host}:{port}", cluster)
+                finally:
+                    server.should_exit = True
+                    await serving
 
     asyncio.run(run())

@@ -124,5 +124,14 @@ def test_hypotheses_are_different_sorted_and_complete(seed: int, width: int, end
         assert sequence[-1] in ends or len(sequence) == 6
 
 
+@pytest.mark.parametrize("penalty", [-10.0, 10.0])
+def test_the_largest_penalties_of_the_longest_answers_do_no_harm(penalty: float) -> None:
+    search = BeamSearch(2, 2**20, frozenset({0}), length_penalty=penalty)
+    search._length = 2**20 - 2
+    search.advance([[(0, -1.0), (1, -2.0), (2, -3.0), (3, -4.0)]])
+    search.advance([[(0, -1.0), (1, -2.0), (2, -3.0), (3, -4.0)]] * 2)
+    assert search.done and len(search.hypotheses) == 2
+
+
 def test_candidates() -> None:
     assert [candidates_per_beam(4, ends) for ends in (0, 1, 2)] == [8, 8, 12]

@@ -169,7 +169,7 @@ olds = st.sampled_from(EDGES) | st.integers(0, 700)
 @given(
     chunks=st.lists(st.tuples(st.sampled_from([2, 3, 16, 17, 33, 130, 260]), olds), max_size=3),
     decodes=st.lists(olds, max_size=5),
-    heads=st.sampled_from([(4, 4), (4, 2), (14, 2), (33, 1)]),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (8, 2), (14, 2), (33, 1)]),
     dims=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (16, 16), (24, 40), (7, 3)]),
     page_size=st.sampled_from([1, 3, 8, 16, 32, 48, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

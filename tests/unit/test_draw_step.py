@@ -2,7 +2,6 @@
 
 from array import array
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,14 @@ CONTEXT = 96
 PROMPTS = [[(i * j + 3 * i) % VOCAB_SIZE for i in range(4 + 5 * j)] for j in range(1, 5)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> LanguageModel:
+def load(path: Path) -> LanguageModel:
     tp = TensorParallel()
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", tp=tp, attention=ReferenceAttention())
+    return load_model(path, dtype=torch.float32, device="cpu", tp=tp, attention=ReferenceAttention())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(make_checkpoint("llama", tmp_path_factory.mktemp("model")))
 
 
 def make_runner(model: LanguageModel, num_pages: int = 64, page_size: int = 4) -> ModelRunner:
@@ -147,19 +145,18 @@ def test_there_is_pressure(model: LanguageModel) -> None:
     assert serve(model, requests, steps_in_flight=2, pages=24)["preempted"] > 0
 
 
-@cache
-def reference(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-
-
-def test_logprobs_are_of_the_models_own_distribution(checkpoint: Path, model: LanguageModel) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])  # the last one through transformers, with soft caps
+def test_logprobs_are_of_the_models_own_distribution(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    model = load(path)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     edits = LogitEdits(logit_bias={9: 100.0}, repetition_penalty=1.7)
     request = Request(PROMPTS[2], DrawParams(0.7, edits=edits, logprobs=3, prompt_logprobs=0), 6)
     serve(model, [request], steps_in_flight=2)
     assert request.tokens == [9] * 6
     known = request.prompt + request.tokens
     with torch.inference_mode():
-        expected = reference(checkpoint)(torch.tensor([known])).logits[0].log_softmax(-1)
+        expected = reference(torch.tensor([known])).logits[0].log_softmax(-1)
     begin = len(request.prompt) - 1
     assert list(request.prompt_logprobs.logprobs) == pytest.approx(
         [float(expected[i, known[i + 1]]) for i in range(begin)], abs=1e-4

@@ -11,7 +11,11 @@ from common.sampling_params import DrawParams
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import make_prompts
 from tests.helpers_plans import GREEDY, PlanWriter, bitmap, empty_plan
+from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.features import cpu_features
+from worker_proc.cpu.library import load_library
 from worker_proc.errors import PlanError
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
@@ -165,3 +169,26 @@ def test_a_bitmap_without_bits_computes_nothing(model: LanguageModel) -> None:
 def test_copies_outside_the_pool_are_refused(model: LanguageModel) -> None:
     with pytest.raises(ValueError, match="copy_pages"):
         make_runner(model).execute(replace(empty_plan(), copies=ints(0, NUM_PAGES)))
+
+
+@needs_compiler
+def test_greedy_batches_need_no_logits_and_draw_the_same_tokens(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With native kernels a greedy step asks for tokens only; a random row beside it brings the logits back."""
+    native, tp = load_library(cpu_features().levels()[0]), TensorParallel()
+    model = load_model(
+        checkpoint, dtype=torch.bfloat16, device="cpu", tp=tp, attention=ReferenceAttention(), native=native
+    )
+    prompts = dict(enumerate(make_prompts(VOCAB_SIZE)[:4]))
+    forwards = []
+    forward = CpuDecoder.forward
+    monkeypatch.setattr(CpuDecoder, "forward", lambda *arguments: forwards.append(1) or forward(*arguments))
+    greedy_draws = dict.fromkeys(prompts, GREEDY)
+    alone = run(make_runner(model), make_writer(), prompts, greedy_draws, NEW_TOKENS)
+    assert not forwards
+    random = DrawParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+    mixed = run(make_runner(model), make_writer(), prompts, greedy_draws | {0: random}, NEW_TOKENS)
+    assert len(forwards) == NEW_TOKENS
+    assert {slot: mixed[slot] for slot in (1, 2, 3)} == {slot: alone[slot] for slot in (1, 2, 3)}
+    assert mixed[0] != alone[0]

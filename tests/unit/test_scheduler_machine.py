@@ -260,8 +260,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (scores or []) == expected[: len(scores or [])]
 
 
-def test_random_schedules(request):
-    """400 runs, or as many as `--soak N` says."""
+def test_random_schedules(request, monkeypatch):
+    """400 runs, or as many as `--soak N` says. The bounds of a plan are small enough to be met."""
+    monkeypatch.setattr("scheduler_proc.scheduler.SCORED_TOKENS", 5)
+    monkeypatch.setattr("scheduler_proc.scheduler.HISTORY_TOKENS", 10)
     runs = request.config.getoption("--soak")
     run_state_machine_as_test(
         SchedulerMachine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None)

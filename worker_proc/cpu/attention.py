@@ -102,7 +102,7 @@ class NativeAttention:
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8)
         struct.workspace = -(-self._workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        return AttentionStep(self._functions, struct, batch, cache, (numbers, table, plan))
+        return AttentionStep(self._functions, struct, batch, cache, (numbers, table, plan, self._workspace))
 
 
 class AttentionStep:

@@ -1,7 +1,7 @@
 """What the rest of the worker sees of a model, whichever backend computes it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # ModelInfo must stay readable without torch
     from torch import Tensor
@@ -38,4 +38,14 @@ class LanguageModel(Protocol):
 
         Every rank must be given the same batch (its own page table included), as all take part in the collectives.
         """
+        ...
+
+
+@runtime_checkable
+class GreedyModel(LanguageModel, Protocol):
+    """A model that finds the likeliest tokens faster than by their logits."""
+
+    def greedy(self, batch: "ForwardBatch", cache: "KVCache") -> "Tensor":
+        """The likeliest next tokens of `batch.logit_rows`: int64 `[S]` on rank 0, `[0]` elsewhere. Each is the smallest
+        index of the largest number in the row that `forward` gives."""
         ...

@@ -7,6 +7,7 @@ mapped file count as memory of the process.
 
 import ctypes
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -127,12 +128,34 @@ class WeightLoader:
                 with _naming(read.entry):
                     if path not in files:
                         files[path] = stack.enter_context(FileIO(path))
+                        _read_ahead(files[path])
                     for first, rows in _pieces(files[path], read):
                         read.target.copy_rows(first, rows)
                         done += rows.nbytes
                         if progress is not None:
                             progress(done, total)
         self._reads.clear()
+
+
+def same_data(first: TensorEntry, second: TensorEntry) -> bool:
+    """Whether two stored tensors are equal, byte for byte. Raises ModelError when one cannot be read."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with _naming(first), FileIO(str(first.file)) as a, FileIO(str(second.file)) as b:
+        for at in range(0, first.nbytes, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, first.nbytes - at)
+            a.seek(first.begin + at)
+            b.seek(second.begin + at)
+            if a.read(count) != b.read(count):
+                return False
+    return True
+
+
+def _read_ahead(file: FileIO) -> None:
+    """Let the system read on while pieces are copied."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _pieces(file: FileIO, read: _Read) -> Iterator[tuple[int, Tensor]]:

@@ -19,14 +19,14 @@ constexpr int kMinQueries = 256;   // fewer do not pay for packing K and V
 template <class Kernel>
 struct Sizes {
   int v_stride;
-  int64_t kernel, states, partial;  // bytes
+  int64_t kernel, queries, tile, partial;  // bytes; a tile has its queries and its state
 
   explicit Sizes(const AttentionBatch& batch)
       : v_stride(Kernel::v_stride(batch)), kernel((Kernel::scratch_bytes(batch) + 63) / 64 * 64),
-        states(int64_t{4} * kMaxQueries * (v_stride + 2)),
+        queries((Kernel::query_bytes(batch) + 63) / 64 * 64), tile(queries + int64_t{4} * kTile * (v_stride + 2)),
         partial(int64_t{4} * batch.num_heads * (v_stride + 2)) {}
 
-  int64_t thread() const { return kernel + states; }
+  int64_t thread() const { return kernel + tile * (kMaxQueries / kTile); }
 };
 
 // One layer of one step.
@@ -96,14 +96,22 @@ class Attention {
             batch_.page_size};
   }
 
-  void add_query(Tile& tile, int row, int kv_head, int query) const {
-    const int token = query / group_, head = kv_head * group_ + query % group_;
-    const auto* q = static_cast<const Element*>(layer_.q) + (batch_.q_starts[row] + token) * layer_.q_stride;
-    const int position = batch_.kv_lens[row] - num_queries(row) + token;
-    tile.q[tile.count] = reinterpret_cast<const char*>(q + int64_t{head} * batch_.k_dim);
-    tile.first[tile.count] = layer_.window > 0 ? std::max(0, position - layer_.window + 1) : 0;
-    tile.end[tile.count] = position + 1;
-    ++tile.count;
+  // Adds the queries [first, first + count) of a row and KV head.
+  void add_queries(Tile& tile, int row, int kv_head, int first, int count) const {
+    int token = first / group_, head = first % group_;
+    const auto* q = static_cast<const Element*>(layer_.q) + (batch_.q_starts[row] + token) * layer_.q_stride +
+                    int64_t{kv_head} * group_ * batch_.k_dim;
+    int position = batch_.kv_lens[row] - num_queries(row) + token;
+    for (const int stop = tile.count + count; tile.count < stop; ++tile.count) {
+      tile.q[tile.count] = reinterpret_cast<const char*>(q + int64_t{head} * batch_.k_dim);
+      tile.first[tile.count] = layer_.window > 0 ? std::max(0, position - layer_.window + 1) : 0;
+      tile.end[tile.count] = position + 1;
+      if (++head == group_) {
+        head = 0;
+        ++position;
+        q += layer_.q_stride;
+      }
+    }
   }
 
   void write(int row, int kv_head, int query, const float* sums, float sum) const {
@@ -121,9 +129,11 @@ class Attention {
 
   char* scratch(int thread) const { return static_cast<char*>(batch_.workspace) + thread * sizes_.thread(); }
 
-  // The memory for the n-th tile of a task.
+  // The memory for the n-th tile of a task: its queries, its results.
+  char* queries(int thread, int n) const { return scratch(thread) + sizes_.kernel + n * sizes_.tile; }
+
   State state(int thread, int n) const {
-    auto* memory = reinterpret_cast<float*>(scratch(thread) + sizes_.kernel) + n * kTile * (v_stride_ + 2);
+    auto* memory = reinterpret_cast<float*>(queries(thread, n) + sizes_.queries);
     return {memory, memory + kTile * v_stride_, memory + kTile * (v_stride_ + 1), true};
   }
 
@@ -136,14 +146,16 @@ class Attention {
     Kernel kernel(batch_, scratch(thread));
     const int32_t* rows = plan_->numbers() + run.rows;
     const int begin = run.block * kAttentionBlock, end = begin + kAttentionBlock;
-    const int queries = run.num_rows * group_;
-    kernel.set_block(source(rows[0], kv_head), begin, end, queries > 2 * kTile);
-    for (int first = 0; first < queries; first += kTile) {
+    const int count = run.num_rows * group_;
+    const bool many = count > 2 * kTile;
+    kernel.set_block(source(rows[0], kv_head), begin, end, many);
+    for (int first = 0; first < count; first += kTile) {
       Tile tile;
-      for (int i = first; i < std::min(queries, first + kTile); ++i) add_query(tile, rows[i / group_], kv_head, i % group_);
+      for (int i = first; i < std::min(count, first + kTile); ++i)
+        add_queries(tile, rows[i / group_], kv_head, i % group_, 1);
       State now = state(thread, 0);
-      kernel.set_queries(tile);
-      kernel.attend(tile, begin, end, scores_, now);
+      kernel.set_queries(tile, many, queries(thread, 0));
+      kernel.attend(tile, queries(thread, 0), begin, end, scores_, now);
       for (int i = 0; i < tile.count; ++i) {
         const int query = first + i;
         float* to = partial(run.first_partial + query / group_, kv_head * group_ + query % group_);
@@ -158,7 +170,7 @@ class Attention {
     Kernel kernel(batch_, scratch(thread));
     for (int first = 0; first < group_; first += kTile) {
       Tile tile;
-      for (int i = first; i < std::min(group_, first + kTile); ++i) add_query(tile, task.row, task.kv_head, i);
+      add_queries(tile, task.row, task.kv_head, first, std::min(kTile, group_ - first));
       State total = state(thread, 0), now = state(thread, 1);
       int block = tile.first[0] / kAttentionBlock;
       if (plan_ != nullptr) {
@@ -172,14 +184,12 @@ class Attention {
           total.empty = false;
         }
       }
-      bool queries_set = false;
+      kernel.set_queries(tile, false, queries(thread, 0));
       for (; block * kAttentionBlock < tile.end[0]; ++block) {
         const int begin = block * kAttentionBlock, end = std::min(tile.end[0], begin + kAttentionBlock);
         kernel.set_block(source(task.row, task.kv_head), begin, end, false);
-        if (!queries_set) kernel.set_queries(tile);
-        queries_set = true;
         now.empty = true;
-        kernel.attend(tile, std::max(begin, tile.first[0]), end, scores_, now);
+        kernel.attend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, now);
         for (int i = 0; i < tile.count; ++i) merge(total, i, now.out + i * v_stride_, now.max[i], now.sum[i]);
         total.empty = false;
       }
@@ -208,27 +218,27 @@ class Attention {
     Kernel kernel(batch_, scratch(thread));
     const KeySource keys = source(task.row, task.kv_head);
     const int num_tiles = (task.count + kTile - 1) / kTile;
+    const bool many = num_tiles > 2;
     bool empty[kMaxQueries / kTile];
     std::fill_n(empty, num_tiles, true);
     const auto tile_of = [&](int n) {
       Tile tile;
-      for (int i = n * kTile; i < std::min(task.count, (n + 1) * kTile); ++i)
-        add_query(tile, task.row, task.kv_head, task.first + i);
+      add_queries(tile, task.row, task.kv_head, task.first + n * kTile, std::min(kTile, task.count - n * kTile));
       return tile;
     };
+    for (int n = 0; n < num_tiles; ++n) kernel.set_queries(tile_of(n), many, queries(thread, n));
     const Tile first_tile = tile_of(0), last_tile = tile_of(num_tiles - 1);
     const int last_end = last_tile.end[last_tile.count - 1];
     for (int block = first_tile.first[0] / kAttentionBlock; block * kAttentionBlock < last_end; ++block) {
       const int begin = block * kAttentionBlock, end = std::min(last_end, begin + kAttentionBlock);
-      kernel.set_block(keys, begin, end, num_tiles > 2);
+      kernel.set_block(keys, begin, end, many);
       for (int n = 0; n < num_tiles; ++n) {
         const Tile tile = tile_of(n);
         const int from = std::max(begin, tile.first[0]), to = std::min(end, tile.end[tile.count - 1]);
         if (from >= to) continue;
         State now = state(thread, n);
         now.empty = empty[n];
-        kernel.set_queries(tile);
-        kernel.attend(tile, from, to, scores_, now);
+        kernel.attend(tile, queries(thread, n), from, to, scores_, now);
         empty[n] = false;
       }
     }

@@ -11,8 +11,7 @@ class VectorKernel {
  public:
   VectorKernel(const AttentionBatch& batch, char* scratch)
       : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, kPad)), v_width_(v_stride(batch)) {
-    q_ = reinterpret_cast<float*>(scratch);
-    scores_ = q_ + kTile * k_width_;
+    scores_ = reinterpret_cast<float*>(scratch);
     k_ = scores_ + kTile * kAttentionBlock;
     v_ = k_ + kAttentionBlock * k_width_;
   }
@@ -21,8 +20,10 @@ class VectorKernel {
 
   static int64_t scratch_bytes(const AttentionBatch& batch) {
     const int64_t k_width = round_up(batch.k_dim, kPad);
-    return 4 * (kTile * k_width + kTile * kAttentionBlock + kAttentionBlock * (k_width + v_stride(batch)));
+    return 4 * (kTile * kAttentionBlock + kAttentionBlock * (k_width + v_stride(batch)));
   }
+
+  static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{4} * kTile * round_up(batch.k_dim, kPad); }
 
   // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
   void set_block(const KeySource& source, int first, int end, bool /*many_tiles*/) {
@@ -33,18 +34,20 @@ class VectorKernel {
     });
   }
 
-  void set_queries(const Tile& tile) {
-    for (int i = 0; i < tile.count; ++i) widen(tile.q[i], q_ + i * k_width_, k_dim_, k_width_);
+  // Put queries into `memory` (query_bytes) as `attend` needs them.
+  void set_queries(const Tile& tile, bool /*many_tiles*/, char* memory) const {
+    auto* q = reinterpret_cast<float*>(memory);
+    for (int i = 0; i < tile.count; ++i) widen(tile.q[i], q + i * k_width_, k_dim_, k_width_);
     // Queries are taken by fours: the last ones are repeated.
     for (int i = tile.count; i < round_up(tile.count, 4); ++i)
-      std::memcpy(q_ + i * k_width_, q_ + (tile.count - 1) * k_width_, 4 * k_width_);
+      std::memcpy(q + i * k_width_, q + (tile.count - 1) * k_width_, 4 * k_width_);
   }
 
   // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
-  void attend(const Tile& tile, int begin, int end, const Scores& how, State& state) {
+  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, State& state) {
     begin -= first_;
     end -= first_;
-    for (int i = 0; i < tile.count; i += 4) dot_rows(i, begin, end);
+    for (int i = 0; i < tile.count; i += 4) dot_rows(reinterpret_cast<const float*>(queries), i, begin, end);
     for (int i = 0; i < tile.count; ++i) {
       const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
       softmax(i, begin, end, first, std::max(first, stop), how, state);
@@ -82,8 +85,8 @@ class VectorKernel {
     return copy;
   }
 
-  void dot_rows(int i, int begin, int end) {
-    const float* q = q_ + i * k_width_;
+  void dot_rows(const float* queries, int i, int begin, int end) {
+    const float* q = queries + i * k_width_;
     float* scores = scores_ + i * kAttentionBlock;
     for (int t = begin; t < end; ++t) {
       const float* k = k_rows_[t];
@@ -151,7 +154,7 @@ class VectorKernel {
 
   const int k_dim_, v_dim_, k_width_, v_width_;
   int first_ = 0;
-  float *q_, *scores_, *k_, *v_;
+  float *scores_, *k_, *v_;
   const float *k_rows_[kAttentionBlock], *v_rows_[kAttentionBlock];
 };
 

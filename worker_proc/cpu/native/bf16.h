@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace rhizome {
 
 using bf16 = uint16_t;
@@ -29,11 +33,15 @@ inline floats load(const bf16* from) { return widen(*reinterpret_cast<const halv
 
 // To nearest, ties to even. NaN stays NaN.
 inline halves narrow(floats value) {
+#if defined(__AVX512BF16__)
+  return (halves)_mm512_cvtneps_pbh((__m512)value);
+#else
   const words bits = (words)value;
   const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const words quiet = (bits >> 16) | 0x40;
   const words is_nan = (words)(value != value);
   return __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), halves);
+#endif
 }
 inline void store(bf16* to, floats value) { *reinterpret_cast<halves*>(to) = narrow(value); }
 

@@ -56,7 +56,7 @@ struct DecoderStep {
   const int64_t* logit_rows;  // [num_logits]: tokens whose logits are wanted
   int64_t tokens;
   int64_t num_logits;
-  void* workspace;            // rhizome_decoder_workspace bytes, aligned to 64; begins with float32 partial [tokens, hidden]
+  void* workspace;            // rhizome_decoder_workspace bytes, aligned to 64; first float32 partial [tokens, hidden]
 };
 
 }  // namespace rhizome

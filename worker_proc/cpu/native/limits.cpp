@@ -40,7 +40,7 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
 #if defined(__AMX_BF16__)
       if (round == 0) {
         configure_tiles(kBlockRows);
-        for (int tile = 0; tile < 4; ++tile) amx_block<true>(x, kSteps * 32, weights, 1, sums, false);
+        for (int tile = 0; tile < 4; ++tile) amx_block<true>(x, kSteps * 32, weights, 1, sums, false, {nullptr, 0});
       }
       for (int64_t step = 0; step < kSteps; ++step) {
         _tile_dpbf16ps(0, 4, 6);

@@ -16,7 +16,9 @@ namespace {
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
 constexpr int64_t kGroupBytes = 1 << 20;      // of x that a group of rows takes at most: it should stay in the L2 cache
 constexpr int64_t kGroupRows = 512;
-constexpr int64_t kSteps = 16;                // of 32 inputs that go into one pass over the rows of a group
+constexpr int64_t kSteps = 8;        // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
+constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
+constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
 
 // What one task works on: rows of x and panels of weights, [begin, end).
 struct Range {
@@ -25,12 +27,12 @@ struct Range {
 
 // sums[row * 32 + output] (+)= x @ weights.T for at most kBlockRows rows, one panel, `steps` blocks of inputs.
 inline void block(const bf16* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
-                  bool accumulate) {
+                  bool accumulate, [[maybe_unused]] Prefetch ahead) {
 #if defined(__AMX_BF16__)
   if (rows > kTile)
-    amx_block<true>(x, x_stride, weights, steps, sums, accumulate);
+    amx_block<true>(x, x_stride, weights, steps, sums, accumulate, ahead);
   else
-    amx_block<false>(x, x_stride, weights, steps, sums, accumulate);
+    amx_block<false>(x, x_stride, weights, steps, sums, accumulate, ahead);
 #else
   simd_block(x, x_stride, rows, weights, steps, sums, accumulate);
 #endif
@@ -48,11 +50,12 @@ float* sums_of_thread() {
   return sums;
 }
 
-// All sums of one panel for the rows of a range, in sums_of_thread() [rows, 32]. With many rows, the inputs are cut, so
-// that a part of the panel stays in the L1 cache while the rows go by.
-// `prepared` is how many rows the micro-kernel is prepared for, see `prepare`.
+// Calls then(row, count, sums) with the sums [count, 32] of one panel for all rows of a range, up to kBlockRows at once.
+// With many rows, the inputs are cut, so that a part of the panel stays in the L1 cache while the rows go by. `prepared`
+// is how many rows the micro-kernel is prepared for, see `prepare`.
+template <class Then>
 void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
-              int& prepared) {
+              int& prepared, Then&& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
   const int64_t at_once = rows <= kBlockRows ? steps : kSteps;
@@ -60,16 +63,30 @@ void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, cons
   x += range.row_begin * x_stride;
   for (int64_t step = 0; step < steps; step += at_once) {
     const int64_t now = std::min(at_once, steps - step);
+    const bf16* const part = data + step * 2 * kTileElements;
+    // The memory of the next part is fetched while the rows go by this one. A single tile of rows is quicker without:
+    // the processor finds the stream by itself.
+    const bool one = rows <= kBlockRows;
+    const int lines = one ? (rows > kTile ? kBlockLines : 0) : kBlockLines * kBlockRows / static_cast<int>(rows) + 1;
+    Prefetch ahead{reinterpret_cast<const char*>(part) + (one ? kDistance : now * kBlockLines * 64), lines};
     for (int64_t row = 0; row < rows; row += kBlockRows) {
       const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
       if (count != prepared) prepare(prepared = count);
-      block(x + row * x_stride + step * 32, x_stride, count, data + step * 2 * kTileElements, now, sums + row * kPanel,
-            step > 0);
+      block(x + row * x_stride + step * 32, x_stride, count, part, now, sums + row * kPanel, step > 0, ahead);
+      ahead.next += now * lines * 64;
+      if (step + now == steps) then(range.row_begin + row, count, sums + row * kPanel);
     }
   }
 }
 
-// Cuts the work and calls finish(range, panel, thread) for every panel of every range, its sums at hand.
+inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
+  if (weights.bias == nullptr) return;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int i = 0; i < kPanel; i += kLanes)
+      store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
+}
+
+// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows.
 template <class Then>
 void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then) {
   const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
@@ -84,21 +101,16 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};
     int prepared = 0;
     for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
-      multiply(weights, x, x_stride, range, panel, prepared);
-      then(range, panel, thread);
+      multiply(weights, x, x_stride, range, panel, prepared, [&](int64_t row, int count, float* sums) {
+        add_bias(weights, panel, sums, count);
+        then(panel, row, count, sums, thread);
+      });
     }
   });
 }
 
-inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
-  if (weights.bias == nullptr) return;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int i = 0; i < kPanel; i += kLanes)
-      store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
-}
-
 template <class Element, bool kAdding>
-void put(const float* sums, int count, Element* out) {
+inline void put(const float* sums, int count, Element* out) {
   for (int i = 0; i < count; i += kLanes) {
     if (count - i >= kLanes) {
       floats value = load(sums + i);
@@ -112,7 +124,7 @@ void put(const float* sums, int count, Element* out) {
   }
 }
 
-void put_silu_mul(const float* sums, int count, bf16* out) {
+inline void put_silu_mul(const float* sums, int count, bf16* out) {
   for (int i = 0; i < count; i += kLanes) {
     const floats gate = load(sums + i), up = load(sums + kTile + i);
     const floats value = gate / (1.0f + exp(-gate)) * up;
@@ -132,24 +144,29 @@ struct Best {
 
 void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride,
             Finish finish) {
-  for_panels(weights, x, x_stride, rows, [&](const Range& range, int64_t panel, int) {
-    float* const sums = sums_of_thread();
-    const int64_t count = range.row_end - range.row_begin;
-    add_bias(weights, panel, sums, count);
-    const int width = finish == Finish::kSiluMul ? kTile : kPanel;
-    const int64_t outputs = finish == Finish::kSiluMul ? weights.outputs / 2 : weights.outputs;
-    const int columns = static_cast<int>(std::min<int64_t>(width, outputs - panel * width));
-    for (int64_t row = 0; row < count; ++row) {
-      const float* const from = sums + row * kPanel;
-      const int64_t at = (range.row_begin + row) * out_stride + panel * width;
-      switch (finish) {
-        case Finish::kStore: put<bf16, false>(from, columns, static_cast<bf16*>(out) + at); break;
-        case Finish::kStoreFloat: put<float, false>(from, columns, static_cast<float*>(out) + at); break;
-        case Finish::kAdd: put<float, true>(from, columns, static_cast<float*>(out) + at); break;
-        case Finish::kSiluMul: put_silu_mul(from, columns, static_cast<bf16*>(out) + at); break;
-      }
-    }
-  });
+  // Calls put(sums of a row, how many of them there are, where they go) for all rows of all panels of `width` outputs.
+  auto run = [&]<class Element>(Element* to, int width, int64_t outputs, auto put) {
+    for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+      const int columns = static_cast<int>(std::min<int64_t>(width, outputs - panel * width));
+      Element* place = to + row * out_stride + panel * width;
+      if (columns == width)
+        for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) put(sums, width, place);
+      else
+        for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) put(sums, columns, place);
+    });
+  };
+  bf16* const half = static_cast<bf16*>(out);
+  float* const single = static_cast<float*>(out);
+  switch (finish) {
+    case Finish::kStore:
+      return run(half, kPanel, weights.outputs, [](auto... row) { put<bf16, false>(row...); });
+    case Finish::kStoreFloat:
+      return run(single, kPanel, weights.outputs, [](auto... row) { put<float, false>(row...); });
+    case Finish::kAdd:
+      return run(single, kPanel, weights.outputs, [](auto... row) { put<float, true>(row...); });
+    case Finish::kSiluMul:
+      return run(half, kTile, weights.outputs / 2, [](auto... row) { put_silu_mul(row...); });
+  }
 }
 
 void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
@@ -161,15 +178,12 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
     for (int v = 0; v < kVectors; ++v) one.value[v] = splat(-__builtin_inff()), one.index[v] = ints{};
   ints lanes[kVectors];
   for (int i = 0; i < kPanel; ++i) lanes[i / kLanes][i % kLanes] = i;
-  for_panels(weights, x, x_stride, rows, [&](const Range& range, int64_t panel, int thread) {
-    float* const sums = sums_of_thread();
-    const int64_t count = range.row_end - range.row_begin;
-    add_bias(weights, panel, sums, count);
+  for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int thread) {
     const int32_t first = static_cast<int32_t>(panel * kPanel);
-    for (int64_t row = 0; row < count; ++row) {
-      Best& one = found[thread * rows + range.row_begin + row];
+    for (int i = 0; i < count; ++i) {
+      Best& one = found[thread * rows + row + i];
       for (int v = 0; v < kVectors; ++v) {
-        const floats value = load(sums + row * kPanel + v * kLanes);
+        const floats value = load(sums + i * kPanel + v * kLanes);
         const ints at = lanes[v] + first;
         const ints better = (value > one.value[v]) & (at < weights.outputs);
         one.value[v] = select(better, value, one.value[v]);
@@ -201,30 +215,33 @@ void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
 using rhizome::bf16;
 using rhizome::PackedMatrix;
 
-// Packs rows [rows, inputs] (bfloat16, `stride` elements apart) into `packed`, zeroed memory of full panels
-// and blocks. Row r becomes packed output first + r, or with paired = 1 gate first + r, with 2 up first + r.
+// Packs rows [rows, inputs] (bfloat16, `stride` elements apart) into `packed`, zeroed memory of full panels and blocks.
+// Row r becomes packed output first + r, or with paired = 1 gate first + r, with 2 up first + r.
 RHIZOME_EXPORT void rhizome_pack(bf16* packed, int64_t inputs, const bf16* source, int64_t stride, int64_t rows,
                                  int64_t first, int paired) {
   using namespace rhizome;
   const int64_t steps = blocks(inputs);
-  parallel_for((rows + kTile - 1) / kTile, [&](int64_t task, int) {
-    bf16* places[kTile];
-    const int64_t begin = task * kTile, count = std::min<int64_t>(kTile, rows - begin);
-    for (int64_t row = 0; row < count; ++row) {
-      const int64_t at = first + begin + row;
-      const int64_t output = paired == 0 ? at : at / kTile * kPanel + (paired - 1) * kTile + at % kTile;
-      places[row] = packed + (output / kPanel * steps * 2 + output % kPanel / kTile) * kTileElements +
-                    output % kTile * 2;
-    }
-    for (int64_t step = 0; step < steps; ++step)
-      for (int64_t pair = 0; pair < kTile; ++pair) {
-        const int64_t input = step * 32 + pair * 2;
-        if (input >= inputs) break;
-        const int64_t width = std::min<int64_t>(2, inputs - input);
-        for (int64_t row = 0; row < count; ++row)
-          memcpy(places[row] + step * 2 * kTileElements + pair * 2 * kTile, source + (begin + row) * stride + input,
-                 width * sizeof(bf16));
+  // Tasks are groups of rows that share their tiles, the first one up to the next border.
+  const int64_t head = std::min(rows, (kTile - first % kTile) % kTile);
+  const int64_t groups = (rows - head + kTile - 1) / kTile + (head > 0 ? 1 : 0);
+  parallel_for(groups, [&](int64_t task, int) {
+    const int64_t begin = head == 0 ? task * kTile : task == 0 ? 0 : head + (task - 1) * kTile;
+    const int64_t end = std::min(rows, head > 0 && task == 0 ? head : begin + kTile);
+    const int64_t at = first + begin;
+    const int64_t output = paired == 0 ? at : at / kTile * kPanel + (paired - 1) * kTile + at % kTile;
+    bf16* tile = packed + (output / kPanel * steps * 2 + output % kPanel / kTile) * kTileElements + output % kTile * 2;
+    const bf16* from = source + begin * stride;
+    for (int64_t input = 0; input < inputs; input += 32, tile += 2 * kTileElements, from += 32) {
+      if (end - begin == kTile && inputs - input >= 32) {
+        for (int row = 0; row < kTile; ++row)
+          for (int pair = 0; pair < kTile; ++pair)
+            memcpy(tile + (pair * kTile + row) * 2, from + row * stride + pair * 2, 4);
+      } else {
+        for (int64_t row = 0; row < end - begin; ++row)
+          for (int64_t i = 0; i < std::min<int64_t>(32, inputs - input); ++i)
+            tile[(i / 2 * kTile + row) * 2 + i % 2] = from[row * stride + i];
       }
+    }
   });
 }
 

@@ -1,11 +1,11 @@
 // y = x @ W.T for weights packed once, in bfloat16 with float32 accumulation.
 //
-// Packed layout: panels of 32 outputs; in a panel, blocks of 32 inputs; in a block, two tiles of 16 outputs; a tile is 16
-// rows, one per pair of inputs, of 16 outputs times 2 inputs. That is what AMX's TDPBF16PS wants as its second operand,
-// AVX512's VDPBF16PS reads the same rows as vectors, and a panel is one run of memory, so threads stream.
+// Packed layout: panels of 32 outputs; in a panel, blocks of 32 inputs; in a block, two tiles of 16 outputs; a tile is
+// 16 rows, one per pair of inputs, of 16 outputs times 2 inputs. That is what AMX's TDPBF16PS wants as its second
+// operand, AVX512's VDPBF16PS reads the same rows as vectors, and a panel is one run of memory, so threads stream.
 //
-// Every output is the sum over all inputs in ascending order by one thread, whatever the number of rows: a row's results
-// do not depend on the rows beside it.
+// Every output is the sum over all inputs in ascending order by one thread, whatever the number of rows: a row's
+// results do not depend on the rows beside it.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +26,12 @@ struct PackedMatrix {
   const float* bias;  // [panels * 32] in the order of the packed outputs, or null
   int32_t inputs;
   int32_t outputs;    // packed outputs: for gate and up, both
+};
+
+// Weights that will be wanted soon: `lines` cache lines more with every block of inputs.
+struct Prefetch {
+  const char* next;
+  int lines;
 };
 
 inline int64_t blocks(int64_t inputs) { return (inputs + 31) / 32; }

@@ -22,13 +22,14 @@ inline void configure_tiles(int rows) {
     config.rows[tile] = static_cast<uint8_t>(tile_rows[tile]);
     config.column_bytes[tile] = tile_rows[tile] ? 64 : 0;
   }
-  _tile_loadconfig(&config);
+  // not _tile_loadconfig: g++ 12 believes that it reads 8 bytes, and may leave out the stores to the rest
+  asm volatile("ldtilecfg %0" : : "m"(config));
 }
 
 // See `block` in linear.cpp. Tiles are configured for `rows`.
 template <bool kTwo>
 inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums,
-                      bool accumulate) {
+                      bool accumulate, Prefetch ahead) {
   constexpr int64_t kSumStride = kPanel * sizeof(float);
   float* const lower = sums + kTile * kPanel;
   if (accumulate) {
@@ -50,6 +51,8 @@ inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int6
   const bf16* const x_lower = x + kTile * x_stride;
   for (int64_t step = 0; step < steps; ++step) {
     const bf16* const tile = weights + step * 2 * kTileElements;
+    for (int line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.next + line * 64, _MM_HINT_T1);
+    ahead.next += ahead.lines * 64;
     _tile_loadd(6, tile, 64);
     _tile_loadd(4, x + step * 32, stride);
     _tile_dpbf16ps(0, 4, 6);

@@ -15,10 +15,10 @@ using TaskFunction = void (*)(void* context, int64_t task, int thread);
 // Threads of the pool, the caller included.
 int num_threads();
 
-// Calls function(context, task, thread) once for every task in 0 .. num_tasks - 1, in increasing order as threads become
-// free; `thread` in 0 .. num_threads() - 1 is never in two tasks at once. Returns when all are done. All writes made
-// before are seen by the tasks, and theirs by the caller afterwards. From inside a task, or while another thread is in
-// the pool, it runs the tasks one after another as thread 0 of the caller's own: never with per-thread state then.
+// Calls function(context, task, thread) once for every task in 0 .. num_tasks - 1, handed out in ascending order;
+// `thread` in 0 .. num_threads() - 1 is never in two tasks at once. Returns when all are done. All writes made before
+// are seen by the tasks, and theirs by the caller afterwards. From inside a task, or while another thread is in the
+// pool, it runs the tasks one after another as thread 0 of the caller's own: never with per-thread state then.
 void run_tasks(int64_t num_tasks, void* context, TaskFunction function);
 
 // parallel_for(n, [&](int64_t task, int thread) { ... })

@@ -1,0 +1,113 @@
+"""How near the native CPU kernels come to what the machine can do, measured in the same run.
+
+    python -m bench.cpu_kernels                    # the reference shape, all threads
+    python -m bench.cpu_kernels --level avx512 --threads 1
+
+Weights are streamed from more memory than the caches hold: `copies` of each matrix are used in turn.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import click
+import torch
+
+from worker_proc.cpu.features import LEVELS, Level, cpu_features
+from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
+from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
+from worker_proc.cpu.memory import HugePages
+
+_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# outputs, inputs, paired: the projections of the reference shape
+_SHAPES = {
+    "qkv": (4096, 1024, False),
+    "o": (1024, 2048, False),
+    "gate_up": (6144, 1024, True),
+    "down": (1024, 3072, False),
+    "head": (151936, 1024, False),
+}
+_MEMORY = 2**29  # bytes of weights per shape
+_SECONDS = 0.3
+
+
+def seconds(run: Callable[[], object], least: float = _SECONDS) -> float:
+    """Median time of a call, over as many calls as fit in `least` seconds, at least three."""
+    times, begin = [], time.thread_time()
+    while len(times) < 3 or time.thread_time() - begin < least:
+        start = time.thread_time()
+        run()
+        times.append(time.thread_time() - start)
+    return statistics.median(times)
+
+
+def matrices(native: NativeLibrary, outputs: int, inputs: int, paired: bool) -> list[PackedMatrix]:
+    size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
+    copies = max(1, _MEMORY // (2 * size))
+    memory = HugePages(copies * (2 * size + 64))
+    made = []
+    weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+    for _ in range(copies):
+        matrix = PackedMatrix(native, memory.take(size, torch.bfloat16), outputs, inputs, paired=paired)
+        if paired:
+            gate, up = weight.chunk(2)
+            matrix.pack(gate, 0, Pairing.GATE)
+            matrix.pack(up, 0, Pairing.UP)
+        else:
+            matrix.pack(weight, 0)
+        made.append(matrix)
+    return made
+
+
+def limits(native: NativeLibrary) -> tuple[float, float]:
+    """Bytes per second that all threads read together, and floating-point operations per second."""
+    block = HugePages(2**29).take(2**29, torch.uint8)
+    block.fill_(1)
+    reading = seconds(lambda: native.functions.rhizome_read(block.data_ptr(), len(block)))
+    rounds = 1000
+    operations = native.functions.rhizome_multiply(rounds)
+    return len(block) / reading, operations / seconds(lambda: native.functions.rhizome_multiply(rounds))
+
+
+@click.command()
+@click.option("--level", type=click.Choice(LEVELS), default=cpu_features().levels()[0])
+@click.option("--threads", type=int, default=num_cpus())
+@click.option("--rows", default=",".join(map(str, _ROWS)), help="Batch sizes, separated by commas.")
+@click.option("--shapes", default=",".join(_SHAPES), help="Of the projections of the reference shape.")
+def main(level: Level, threads: int, rows: str, shapes: str) -> None:
+    native = load_library(level)
+    native.set_threads(threads)
+    bandwidth, rate = limits(native)
+    print(f"{level}, {threads} threads: {bandwidth / 1e9:.1f} GB/s read, {rate / 1e9:.0f} GFLOP/s")
+    print("shape     rows        ms    GB/s  GFLOP/s  of the floor")
+    for name in shapes.split(","):
+        outputs, inputs, paired = _SHAPES[name]
+        stack = matrices(native, outputs, inputs, paired)
+        for count in map(int, rows.split(",")):
+            if name == "head" and count > 256:
+                continue
+            took = seconds(product(stack, count))
+            size, operations = 2 * outputs * inputs, 2 * outputs * inputs * count
+            floor = max(size / bandwidth, operations / rate)
+            print(
+                f"{name:8} {count:5} {took * 1e3:9.3f} {size / took / 1e9:7.1f} {operations / took / 1e9:8.0f}"
+                f"  {floor / took:7.0%}"
+            )
+        del stack
+
+
+def product(stack: list[PackedMatrix], rows: int) -> Callable[[], object]:
+    """The product of `rows` rows with the next matrix of the stack at every call; the likeliest token of a head."""
+    turns = itertools.cycle(stack)
+    first = stack[0]
+    x = torch.randn(rows, first.inputs).to(torch.bfloat16)
+    if first.outputs == _SHAPES["head"][0]:
+        return lambda: next(turns).argmax(x)
+    finish = Finish.SILU_MUL if first.paired else Finish.STORE
+    out = torch.empty(rows, first.outputs // 2 if first.paired else first.outputs, dtype=torch.bfloat16)
+    return lambda: next(turns).linear(x, finish, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The served application on real sockets: what is too slow, too large or gone in the middle."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.messages import Abort, Finish, Generate
+from gateway_proc import http, protocol
+from tests.helpers_http import dial, head, post, until, until_closed
+from tests.unit.fake_frontend import FakeFrontend, rows, silent_after_one_row
+from tests.unit.gateway_world import answering, serve, words
+
+HELLO = answering(words("He", "llo"))
+
+
+def flooding(msg: Any) -> Iterable[Any]:
+    """Answer with more than any socket buffers hold, and end when told to."""
+    if isinstance(msg, Generate):
+        for _ in range(300):
+            yield rows(msg.rid, "x" * 100_000, 1)
+    elif isinstance(msg, Abort):
+        yield rows(msg.rid, "", finish=Finish.ABORT)
+    else:
+        yield from HELLO(msg)
+
+
+def silent(msg: Any) -> Iterable[Any]:
+    yield from silent_after_one_row(msg) if isinstance(msg, Generate | Abort) else HELLO(msg)
+
+
+def generated(cluster: FakeFrontend) -> int:
+    """The id of the next Generate that the cluster gets."""
+    while not isinstance(msg := cluster.received.get(timeout=20), Generate):
+        pass
+    return msg.rid
+
+
+def aborted(cluster: FakeFrontend) -> int:
+    """The id of the next Abort."""
+    while not isinstance(msg := cluster.received.get(timeout=20), Abort):
+        pass
+    return msg.rid
+
+
+def test_a_slow_head_is_cut_off(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        for sent in (b"", b"GET /health HTTP/1.1\r\nX: "):
+            with dial(url) as connection:
+                connection.sendall(sent)
+                assert b"408" in until_closed(connection)
+        with dial(url) as connection:  # a head that comes in time may have a slow body
+            body = b'{"prompt": "x"}'
+            connection.sendall(head("/v1/completions", len(body)))
+            time.sleep(0.3)
+            connection.sendall(body)
+            assert b"Hello" in until(connection, b"Hello")
+
+    serve(short_dir, HELLO, test)
+
+
+def test_a_slow_body_is_refused(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_S", 0.1)
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url) as connection:
+            connection.sendall(head("/v1/completions", 100) + b'{"prompt"')
+            assert until(connection, b"}}").startswith(b"HTTP/1.1 408")
+
+    serve(short_dir, HELLO, test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_noticed_at_once(short_dir: Path, stream: bool) -> None:
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url) as connection:
+            connection.sendall(post("/v1/completions", {"prompt": "x", "stream": stream}))
+            rid = generated(cluster)
+            if stream:
+                until(connection, b"begun")
+        assert aborted(cluster) == rid
+
+    serve(short_dir, silent, test)
+
+
+def test_a_reader_that_takes_nothing_is_cut_off(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "STALL_S", 0.3)
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url, receive_buffer=4096) as connection:
+            connection.sendall(post("/v1/completions", {"prompt": "x", "stream": True}))
+            assert aborted(cluster) == 1  # 0 was the question who is there
+            assert not until_closed(connection).rstrip().endswith(b"[DONE]")
+
+    serve(short_dir, flooding, test)
+
+
+def test_a_reader_that_is_slow_gets_everything(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Generate):
+            for i in range(40):
+                yield rows(msg.rid, "x" * 100_000, 1, finish=Finish.STOP if i == 39 else Finish.NONE)
+        else:
+            yield from HELLO(msg)
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url, receive_buffer=4096) as connection:
+            connection.sendall(post("/v1/completions", {"prompt": "x", "stream": True}))
+            found = 0
+            while True:
+                data = connection.recv(65536)
+                found += data.count(b"x")
+                if b"[DONE]" in data:
+                    break
+            assert found >= 40 * 100_000
+
+    serve(short_dir, answer, test)

@@ -1,0 +1,139 @@
+// Small parts of the AMX attention kernel: vectors of bfloat16 and float32 in AVX512, and configurations of the tiles.
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own headers do it on purpose
+#endif
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace rhizome {
+
+// 16 rows of 16 words become columns.
+inline void transpose(__m512i rows[16]) {
+  __m512i a[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    rows[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    rows[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    rows[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    rows[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    rows[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+    rows[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+  }
+}
+
+// For all tiles in full, or for up to 1, 2 or 4 queries: the part of the tiles that those need.
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+};
+
+constexpr TileConfig few_queries(uint8_t n) {
+  const uint16_t bytes = static_cast<uint16_t>(4 * n);
+  return {1, 0, {}, {bytes, bytes, 64, 64, 64, 64, bytes, 64}, {16, 16, n, n, 16, n, 16, 16}};
+}
+
+// Static, as the compiler does not know that all of it is read when it is loaded.
+alignas(64) static constexpr TileConfig kTileConfigs[] = {
+    {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}},
+    few_queries(1),
+    few_queries(2),
+    {},
+    few_queries(4),
+};
+
+// 32 numbers from `d` on of a head of `dim`, with zeros behind it.
+inline __m512i load_numbers(const char* head, int d, int dim) {
+  const char* from = head + 2 * d;
+  if (d + 32 <= dim) return _mm512_loadu_si512(from);
+  const int left = std::max(0, dim - d);
+  return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << left) - 1), from);
+}
+
+// Takes the first 16 numbers of two vectors in turn.
+inline __m512i first_of_both() {
+  alignas(64) static constexpr uint16_t kIndices[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  return _mm512_load_si512(kIndices);
+}
+
+// 2^x, relative error 3e-6.
+inline __m512 exp2_accurate(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  __m512 p = _mm512_set1_ps(0x1.bb7cd2p-7f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.aa13f2p-5f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ee798ap-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62d166p-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.00002cp+0f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// 2^x, relative error 8e-5: what is left of it in bfloat16 is its rounding.
+inline __m512 exp2_short(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  __m512 p = _mm512_set1_ps(0x1.3f96a2p-4f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.cefc4ep-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.64444cp-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.fff632p-1f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// Numbers [16][kColumns], 2 or 4 columns, become rows of 16 that are `stride` apart.
+template <int kColumns>
+inline void turn(const float* from, float* to, int stride) {
+  const __m512i step = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(step, _mm512_set1_epi32(1));
+  const __m512 a = _mm512_load_ps(from), b = _mm512_load_ps(from + 16);
+  const __m512 even0 = _mm512_permutex2var_ps(a, step, b), odd0 = _mm512_permutex2var_ps(a, odd, b);
+  if constexpr (kColumns == 2) {
+    _mm512_store_ps(to, even0);
+    _mm512_store_ps(to + stride, odd0);
+  } else {
+    const __m512 c = _mm512_load_ps(from + 32), d = _mm512_load_ps(from + 48);
+    const __m512 even1 = _mm512_permutex2var_ps(c, step, d), odd1 = _mm512_permutex2var_ps(c, odd, d);
+    _mm512_store_ps(to, _mm512_permutex2var_ps(even0, step, even1));
+    _mm512_store_ps(to + stride, _mm512_permutex2var_ps(odd0, step, odd1));
+    _mm512_store_ps(to + 2 * stride, _mm512_permutex2var_ps(even0, odd, even1));
+    _mm512_store_ps(to + 3 * stride, _mm512_permutex2var_ps(odd0, odd, odd1));
+  }
+}
+
+// count (a multiple of 16) numbers x become cap * tanh(scale * x), by tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1).
+inline void squash(float* numbers, int count, float scale, float cap) {
+  const __m512 factor = _mm512_set1_ps(2.88539008178f * scale), one = _mm512_set1_ps(1.0f);
+  const __m512 whole = _mm512_set1_ps(cap), minus = _mm512_set1_ps(-2 * cap);
+  for (int i = 0; i < count; i += 16) {
+    const __m512 x = _mm512_mul_ps(_mm512_load_ps(numbers + i), factor);
+    const __m512 bounded = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-40.0f)), _mm512_set1_ps(40.0f));
+    const __m512 e = _mm512_add_ps(exp2_accurate(bounded), one);
+    _mm512_store_ps(numbers + i, _mm512_add_ps(_mm512_div_ps(minus, e), whole));
+  }
+}
+
+// The lanes of tokens t .. t + 15 that are in [first, stop).
+inline __mmask16 lanes(int t, int first, int stop) {
+  const uint32_t below = stop <= t ? 0 : stop - t >= 16 ? 0xffff : (1u << (stop - t)) - 1;
+  const uint32_t above = first <= t ? 0 : first - t >= 16 ? 0xffff : (1u << (first - t)) - 1;
+  return static_cast<__mmask16>(below & ~above);
+}
+
+}  // namespace rhizome
+
+#endif
