@@ -130,14 +130,6 @@ class PaperWorker:
             problems=("a reason",) * len(failed),
         )
 
-    def follow(self, state: Slot, context: list[int]) -> bool:
-        """Whether the slot's grammar, if it has one, cannot be followed any more."""
-        if state.answer is None:
-            return False
-        assert context[len(context) - len(state.answer) :] == state.answer, "a grammar has seen another answer"
-        state.answer.append(state.last)
-        return len(state.answer) == state.fails_after
-
     def check_history(self, state: Slot, context: list[int]) -> None:
         """What a worker knows of a slot's tokens must be all of them."""
         if state.draw.needs_history:

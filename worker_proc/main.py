@@ -105,7 +105,7 @@ class WorkerLoop:
                     plan.step_id,
                     plan.epoch,
                     plan.group,
-                    tokens,
+                    array("i", output.tokens),
                     times,
                     output.logprobs,
                     output.prompt_logprobs,
