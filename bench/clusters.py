@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from common.connection import Connection
 from common.run_dir import RunDirError, find_cluster
@@ -19,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextmanager
-def cluster(*flags: str, deadline_s: float = 120.0) -> Iterator[tuple[Connection, float]]:
-    """A connection to a fresh cluster, and the seconds from its process start until it was ready."""
+def started(*flags: str, deadline_s: float = 120.0) -> Iterator[dict[str, Any]]:
+    """A fresh cluster, ready: what its cluster.json says."""
     with tempfile.TemporaryDirectory(prefix="rhz-") as home:
         run_dir = Path(home) / "run"
-        started = time.monotonic()
-        command = [sys.executable, str(ROOT / "launch.py"), "--run-dir", str(run_dir), "--no-http", *flags]
+        deadline = time.monotonic() + deadline_s
+        command = [sys.executable, str(ROOT / "launch.py"), "--run-dir", str(run_dir), *flags]
         launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             while True:
@@ -32,15 +33,23 @@ def cluster(*flags: str, deadline_s: float = 120.0) -> Iterator[tuple[Connection
                     info = find_cluster(run_dir)
                     break
                 except RunDirError:
-                    if launcher.poll() is not None or time.monotonic() > started + deadline_s:
+                    if launcher.poll() is not None or time.monotonic() > deadline:
                         raise
                 time.sleep(0.01)
-            ready_s = time.monotonic() - started
-            with Connection(info["addresses"]["frontend"]) as connection:
-                yield connection, ready_s
+            yield info
         finally:
             launcher.terminate()
             launcher.wait(30)
+
+
+@contextmanager
+def cluster(*flags: str, deadline_s: float = 120.0) -> Iterator[tuple[Connection, float]]:
+    """A connection to a fresh cluster without HTTP, and the seconds from its process start until it was ready."""
+    begin = time.monotonic()
+    with started("--no-http", *flags, deadline_s=deadline_s) as info:
+        ready_s = time.monotonic() - begin
+        with Connection(info["addresses"]["frontend"]) as connection:
+            yield connection, ready_s
 
 
 def machine() -> str:

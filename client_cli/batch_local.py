@@ -23,7 +23,7 @@ _STATUS = {
     ErrorCode.OVERLOADED: 429,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.INTERNAL: 500,
-    ErrorCode.DEADLINE: 408,
+    ErrorCode.DEADLINE: 504,
 }
 _NAMES = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
 

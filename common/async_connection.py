@@ -214,6 +214,10 @@ class AsyncConnection:
         cache_salt: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
+        tools: str = "",
+        template_args: str = "",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> Stream:
         """Send a request and return its stream. The prompt is text, token ids (used as they are) or chat messages;
         the rest is as in `Generate`.
@@ -229,7 +233,9 @@ class AsyncConnection:
             chat = tuple(cast(Sequence[ChatMessage], prompt))
         else:
             token_ids = array("i", cast(Sequence[int], prompt))
-        self._send(Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms))
+        options = (tools, template_args, add_generation_prompt, continue_final_message)
+        msg = Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, *options)
+        self._send(msg)
         opened = Stream(self, rid, min(n, MAX_CHOICES))
         self._streams[rid] = opened
         return opened

@@ -90,6 +90,10 @@ class Connection:
         self.close()
 
     @property
+    def address(self) -> str:
+        return self._address
+
+    @property
     def live(self) -> int:
         """How many submitted requests have not ended."""
         return len(self._live)
@@ -109,10 +113,14 @@ class Connection:
         cache_salt: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
+        tools: str = "",
+        template_args: str = "",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> int:
         """Send a request and return its id. The prompt is text, token ids (used as they are) or chat messages.
 
-        `n` to `deadline_ms` are as in `Generate`. The request is live until all its choices have ended, each with a
+        `n` and what follows are as in `Generate`. The request is live until all its choices have ended, each with a
         row of its own or together by a RequestError.
 
         Raises FrameError when it is too large for a frame, PeerStalled when the cluster takes no messages.
@@ -125,7 +133,9 @@ class Connection:
             chat = tuple(cast(Sequence[ChatMessage], prompt))
         else:
             token_ids = array("i", cast(Sequence[int], prompt))
-        self._outbox.send(Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms))
+        options = (tools, template_args, add_generation_prompt, continue_final_message)
+        msg = Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, *options)
+        self._outbox.send(msg)
         if not self._live:
             self._silent_s = 0.0
         self._live[rid] = set(range(min(n, MAX_CHOICES)))

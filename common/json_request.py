@@ -1,5 +1,6 @@
 """Requests as JSON-like values, as the client's files and flags give them: checked against the wire schema."""
 
+import json
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from common.codec import schema_of
 from common.fields import FieldError, Ints
 from common.messages import ChatMessage, Generate
-from common.sampling_params import MAX_TOKEN_ID, Grammar, SamplingParams
+from common.sampling_params import MAX_TOKEN_ID, SamplingParams
 
 PROMPT_FIELDS = ("prompt", "token_ids", "messages")
 REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms")
@@ -58,8 +59,8 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
                 value = _int_bytes(value, name)
             elif name == "logit_bias":
                 value = _int_map(value, name)
-            elif name == "grammar" and value is not None:
-                value = _struct_wire(value, name, Grammar)
+            elif name == "grammar":
+                value = _grammar_wire(value)
             params[name] = checker.unpack(value, name)
     options = {name: generate[name].unpack(values[name], name) for name in REQUEST_FIELDS if name in values}
     return JsonRequest(prompt, SamplingParams(**params), **options)
@@ -86,21 +87,26 @@ def _int_map(value: Any, field: str) -> list[Any]:
     return [_int_bytes(keys, field), list(value.values())]
 
 
-def _struct_wire(value: Any, field: str, cls: type) -> list[Any]:
-    """A JSON object with the fields of a dataclass as the wire carries it; a field that is not given is empty text."""
-    names = [name for name, _ in schema_of(cls)]
-    if type(value) is not dict or not set(value) <= set(names):
-        raise FieldError(field, f"must be an object with some of {', '.join(names)}")
-    return [value.get(name, "") for name in names]
+def _grammar_wire(value: Any) -> list[Any] | None:
+    """A JSON object with the fields of Grammar as the wire carries it. A schema or choices may be JSON themselves."""
+    if value is None:
+        return None
+    if type(value) is not dict or not {"kind"} <= set(value) <= {"kind", "text", "opening", "closing"}:
+        raise FieldError("grammar", "must be an object with kind, and text, opening and closing where they are needed")
+    text = value.get("text", "")
+    if type(text) in (dict, list):
+        text = json.dumps(text, ensure_ascii=False)
+    return [value["kind"], text, value.get("opening", ""), value.get("closing", "")]
 
 
 def _chat_wire(value: Any) -> list[list[Any]]:
-    """JSON chat messages as the wire carries them."""
+    """JSON chat messages as the wire carries them. What is more than role and content is checked by the receiver."""
     if type(value) is not list:
         raise FieldError("messages", "must be a list")
     wire = []
     for i, item in enumerate(value):
-        if type(item) is not dict or set(item) != {"role", "content"}:
-            raise FieldError(f"messages[{i}]", "must be an object with role and content and nothing else")
-        wire.append([item["role"], item["content"]])
+        if type(item) is not dict or not {"role", "content"} <= set(item):
+            raise FieldError(f"messages[{i}]", "must be an object with role and content")
+        extra = {name: value for name, value in item.items() if name not in ("role", "content")}
+        wire.append([item["role"], item["content"], json.dumps(extra, ensure_ascii=False) if extra else ""])
     return wire

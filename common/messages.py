@@ -24,11 +24,13 @@ from common.fields import Bool, Bytes, FieldError, Float, Int, IntArray, IntMap,
 from common.logprobs import LOGPROB_ROWS, LogprobRows
 from common.sampling_params import (
     DRAW_PARAMS,
+    GRAMMAR,
     MAX_STOP_CHARS,
     MAX_TOKEN_ID,
     MAX_TOKENS,
     SAMPLING_PARAMS,
     DrawParams,
+    Grammar,
     SamplingParams,
 )
 
@@ -40,6 +42,8 @@ MAX_CHAT_MESSAGES = 4096
 MAX_CHOICES = 64
 MAX_TEMPLATE_CHARS = 2**20
 MAX_TOKEN_BYTES = 2**12
+MAX_TOOLS_CHARS = 2**20
+MAX_TEMPLATE_ARGS_CHARS = 2**16
 _COUNT = 2**62
 
 Rid = Annotated[int, Int(0, MAX_RID)]
@@ -82,8 +86,12 @@ def ints(*values: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """`extra` is the rest of OpenAI's message, a JSON object with any of `name`, `tool_calls`, `tool_call_id` and
+    `reasoning_content`, or empty."""
+
     role: Annotated[str, Str(64, 1)]
     content: Annotated[str, Str(MAX_PROMPT_CHARS)]
+    extra: Annotated[str, Str(MAX_PROMPT_CHARS)] = ""
 
 
 @message
@@ -97,6 +105,11 @@ class Generate:
     several rows even without `stream`.
     Requests with different `cache_salt` never share cached prefixes. Higher `priority` goes first. What has not ended
     `deadline_ms` after its arrival ends with RequestError(DEADLINE); 0 is no deadline.
+
+    From `tools` on it is for chats. `tools` (a JSON list in OpenAI's form) and `template_args` (a JSON object, such as
+    {"enable_thinking": false}) go to the chat template, or are empty. `add_generation_prompt` ends the prompt where the
+    assistant begins to speak, `continue_final_message` in the middle of the last message, so that the answer goes on
+    with it.
     """
 
     TAG: ClassVar[int] = 1
@@ -110,10 +123,15 @@ class Generate:
     cache_salt: CacheSalt = ""
     priority: Priority = 0
     deadline_ms: Milliseconds = 0
+    tools: Annotated[str, Str(MAX_TOOLS_CHARS)] = ""
+    template_args: Annotated[str, Str(MAX_TEMPLATE_ARGS_CHARS)] = ""
+    add_generation_prompt: Annotated[bool, Bool()] = True
+    continue_final_message: Annotated[bool, Bool()] = False
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.text, self.token_ids, self.chat)) != 1:
             raise FieldError("prompt", "exactly one of text, token_ids and chat must be given")
+        _check_chat_fields(self)
 
 
 @message
@@ -141,7 +159,8 @@ class Tokenize:
     context window.
 
     `rid` is one of the client's numbers, as in Generate, of which a refusal speaks. `add_special_tokens` lets the
-    tokenizer add its own to a text; `with_pieces` asks for the tokenizer's name of each token too.
+    tokenizer add its own to a text; `with_pieces` asks for the tokenizer's name of each token too. The rest is as in
+    Generate.
     """
 
     TAG: ClassVar[int] = 20
@@ -150,10 +169,15 @@ class Tokenize:
     chat: Annotated[tuple[ChatMessage, ...] | None, Maybe(ListOf(Struct(ChatMessage), MAX_CHAT_MESSAGES, 1))]
     add_special_tokens: Annotated[bool, Bool()] = True
     with_pieces: Annotated[bool, Bool()] = False
+    tools: Annotated[str, Str(MAX_TOOLS_CHARS)] = ""
+    template_args: Annotated[str, Str(MAX_TEMPLATE_ARGS_CHARS)] = ""
+    add_generation_prompt: Annotated[bool, Bool()] = True
+    continue_final_message: Annotated[bool, Bool()] = False
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.chat is None):
             raise FieldError("prompt", "exactly one of text and chat must be given")
+        _check_chat_fields(self)
 
 
 @message
@@ -235,8 +259,8 @@ class AddRequest:
     """A tokenized, checked request. `stop_token_ids` holds every token that ends it (the model's own included).
 
     The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
-    `max_tokens` counts them too. So has it the `prompt_logprobs` that the first `scored` tokens predict. `again`: it
-    was handed to an earlier scheduler, or in an earlier term, so no limit of the queue refuses it.
+    `max_tokens` counts them too. The client also has the `prompt_logprobs` that the first `scored` tokens predict.
+    `again`: it was handed in before, in an earlier term, so no limit of the queue refuses it.
     """
 
     TAG: ClassVar[int] = 4
@@ -251,6 +275,8 @@ class AddRequest:
     generated: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
     scored: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
     again: Annotated[bool, Bool()] = False
+    grammar: Annotated[Grammar | None, Maybe(GRAMMAR)] = None
+    ignore_eos: Annotated[bool, Bool()] = False  # the grammar's answer ends only where it cannot go on
 
     def __post_init__(self) -> None:
         if self.generated and not self.generated < min(len(self.prompt), self.max_tokens):
@@ -293,6 +319,16 @@ class Scoring:
     targets: TokenIds
 
 
+@dataclass(frozen=True, slots=True)
+class EnterGrammar:
+    """The grammar of the request that enters `slot`, and what it has generated so far."""
+
+    slot: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    grammar: Annotated[Grammar, GRAMMAR]
+    ignore_eos: Annotated[bool, Bool()]
+    generated: TokenIds
+
+
 @message
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -306,6 +342,7 @@ class StepPlan:
                      one is sampled; `chunk_tokens` are all their tokens, one after another
     `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
     `histories`      of entering slots that need one (DrawParams.needs_history)
+    `enter_grammars` of entering slots that have one
     `scorings`       prompt tokens to score, of slots with `prompt_logprobs`
     """
 
@@ -328,6 +365,7 @@ class StepPlan:
     decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)]
     histories: Annotated[tuple[History, ...], ListOf(Struct(History), MAX_SLOTS)] = ()
     scorings: Annotated[tuple[Scoring, ...], ListOf(Struct(Scoring), MAX_SLOTS)] = ()
+    enter_grammars: Annotated[tuple[EnterGrammar, ...], ListOf(Struct(EnterGrammar), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         _same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
@@ -347,7 +385,8 @@ class StepResult:
     """The sampled tokens of a step: first the sampling chunks in plan order, then the decoding slots in slot order.
 
     `times`: plan received, forward started, tokens ready. `logprobs` are of the tokens (by number) whose request asked
-    for them, `prompt_logprobs` of the plan's scorings (by number).
+    for them, `prompt_logprobs` of the plan's scorings (by number). `failed` are tokens (by number) that are not to be
+    used, because the request's grammar cannot be followed any more; `problems` say why.
     """
 
     TAG: ClassVar[int] = 7
@@ -358,6 +397,11 @@ class StepResult:
     times: Times
     logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
     prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    failed: Annotated[IntArray, Ints(MAX_SLOTS)] = field(default_factory=ints)
+    problems: Annotated[tuple[str, ...], ListOf(Str(1024), MAX_SLOTS)] = ()
+
+    def __post_init__(self) -> None:
+        _same_length("failed", self.failed, self.problems)
 
 
 # ---- scheduler -> detokenizer -> tokenizer -> client ---------------------------------------------------------------
@@ -561,6 +605,15 @@ class Progress:
     name: Annotated[str, Str(64, 1)]
     done: Annotated[int, Int(0, _COUNT)]
     total: Annotated[int, Int(0, _COUNT)]
+
+
+def _check_chat_fields(msg: Generate | Tokenize) -> None:
+    if msg.chat is None:
+        for name in ("tools", "template_args", "continue_final_message"):
+            if getattr(msg, name):
+                raise FieldError(name, "is for chats")
+    elif msg.continue_final_message and msg.add_generation_prompt:
+        raise FieldError("continue_final_message", "cannot be together with add_generation_prompt")
 
 
 def _known_finish(codes: bytes) -> None:

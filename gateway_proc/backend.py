@@ -44,7 +44,7 @@ class Backend:
                     self.changed.set()
                     while connection.lost is None:
                         await asyncio.sleep(RETRY_S / 5)
-                    log.warning("the cluster is lost: %s", connection.lost)
+                    log.info("the cluster is lost: %s", connection.lost)  # the launcher says what died
             except (ConnectionLost, RequestFailed) as error:
                 log.warning("the cluster cannot be reached: %s", error)
             finally:

@@ -71,6 +71,8 @@ def conversation_of(request: ChatRequest, info: Info) -> Conversation:
     tool_format = None
     if choice != "none":
         tool_format = formats.tools
+        if tool_format is None and "tools" not in info.chat_template:
+            tool_format = ToolFormat.HERMES  # in which the tokenizer describes tools to a template that knows none
         if forced:
             if tool_format is None:
                 problem = "cannot be enforced: this model's chat template has no tool format that is known here"

@@ -22,7 +22,7 @@ _pipes: "weakref.WeakSet[ChildCluster]" = weakref.WeakSet()
 
 
 class ChildCluster:
-    """A cluster of our own in a private run directory, without HTTP.
+    """A cluster of our own in a private run directory, without HTTP unless `port` or `host` ask for it.
 
     Its launcher watches a pipe of which only this process holds the writing end, and ends when that closes: nothing is
     left behind even after SIGKILL. It has a session of its own, so that Ctrl-C in a terminal reaches the program, which

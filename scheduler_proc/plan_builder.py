@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.fields import IntArray
-from common.messages import History, Scoring, StepPlan, ints
+from common.messages import EnterGrammar, History, Scoring, StepPlan, ints
 from common.sampling_params import DrawParams
 from scheduler_proc.request import Request
 
@@ -25,6 +25,7 @@ class PlanBuilder:
         self._leave = ints()
         self._enter_slots, self._enter_lens = ints(), ints()
         self._enter_draw: list[DrawParams] = []
+        self._enter_grammars: list[EnterGrammar] = []
         self._page_slots, self._page_counts, self._pages = ints(), ints(), ints()
         self._copies = ints()
         self._chunk_slots, self._chunk_lens, self._chunk_samples, self._chunk_tokens = ints(), ints(), ints(), ints()
@@ -38,6 +39,7 @@ class PlanBuilder:
         self.num_tokens = 0
         self.num_history_tokens = 0
         self.num_scored_tokens = 0
+        self.grammar_chars = 0
 
     @property
     def rows(self) -> list[Request]:
@@ -57,6 +59,9 @@ class PlanBuilder:
         self._enter_slots.append(request.slot)
         self._enter_lens.append(request.cached_len)
         self._enter_draw.append(request.draw)
+        if request.grammar is not None:
+            self._enter_grammars.append(EnterGrammar(request.slot, request.grammar, request.ignore_eos, request.answer))
+            self.grammar_chars += len(request.grammar.text)
         self.append_pages(request, request.pages)
         if request.draw.needs_history:
             self._histories.append(History(request.slot, request.prompt_len, request.tokens[:]))
@@ -104,6 +109,7 @@ class PlanBuilder:
             enter_slots=self._enter_slots,
             enter_lens=self._enter_lens,
             enter_draw=tuple(self._enter_draw),
+            enter_grammars=tuple(self._enter_grammars),
             page_slots=self._page_slots,
             page_counts=self._page_counts,
             pages=self._pages,

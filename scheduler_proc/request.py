@@ -5,7 +5,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from common.fields import IntArray
-from common.sampling_params import DrawParams
+from common.sampling_params import DrawParams, Grammar
 
 if TYPE_CHECKING:
     from scheduler_proc.radix_tree import Node
@@ -73,6 +73,8 @@ class Request:
     salt: str = ""  # namespace of the prefix cache
     priority: int = 0  # higher goes first
     deadline: int = 0  # ns; 0 is none
+    grammar: Grammar | None = None
+    ignore_eos: bool = False
     arrival: int = 0  # ns
     seq: int = 0  # order of arrival, unique
     status: Status = Status.WAITING
@@ -117,6 +119,11 @@ class Request:
     def generated(self) -> int:
         """Output tokens, those in flight included."""
         return len(self.tokens) + self.pending - self.prompt_len
+
+    @property
+    def answer(self) -> IntArray:
+        """The committed output tokens."""
+        return self.tokens[self.prompt_len :]
 
     @property
     def remaining(self) -> int:

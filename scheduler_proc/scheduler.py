@@ -52,8 +52,9 @@ GROUP = "0"
 SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
 HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
 LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
+MAX_GRAMMAR_CHARS_PER_STEP = 2**21  # so that the plan fits in a frame
 COUNTERS = (
-    "steps", "requests", "finished", "aborted", "refused", "expired", "preempted",
+    "steps", "requests", "finished", "aborted", "refused", "expired", "failed", "preempted",
     "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
 )  # fmt: skip
 
@@ -130,6 +131,8 @@ class Scheduler:
             salt=msg.salt,
             priority=msg.priority,
             deadline=now + msg.deadline_ms * 10**6 if msg.deadline_ms else 0,
+            grammar=msg.grammar,
+            ignore_eos=msg.ignore_eos,
             arrival=now,
             seq=self._next_seq,
             scored=msg.scored,
@@ -275,6 +278,8 @@ class Scheduler:
             several = self.waiting.concurrent_prefills and len(self._prefilling) < MAX_PREFILLS
             if budget <= 0 or not self._free_slots or (planned >= budget and not several) or looked > LOOK_AHEAD:
                 break
+            if step.grammar_chars > MAX_GRAMMAR_CHARS_PER_STEP:
+                break
             if self._shares_soon(request):
                 looked += 1
                 continue
@@ -347,6 +352,8 @@ class Scheduler:
             self.measures.step(step.shape.tokens, seconds)
         for request in step.rows:
             request.steps_in_flight -= 1
+        failed = dict(zip(result.failed, result.problems, strict=True))
+        errors: list[Message] = []
         rows = TokenRows()
         for scored, entries in zip(step.scored, scores, strict=True):
             if not scored.request.ended:
@@ -357,11 +364,20 @@ class Scheduler:
             if request.ended:
                 self._counters["discarded_tokens"] += 1
                 continue  # it ended while this step ran: nobody may see the token
-            self._take_token(rows, request, token, logprobs.get(row), now)
+            if row in failed:
+                errors.append(self._fail(request, failed[row]))
+            else:
+                self._take_token(rows, request, token, logprobs.get(row), now)
         for request in step.rows:
             self._settle(request)
         self._counters["output_tokens"] += rows.num_tokens
-        return [*rows.batch(step.planned, *result.times, now)]
+        return [*rows.batch(step.planned, *result.times, now), *errors]
+
+    def _fail(self, request: Request, problem: str) -> RequestError:
+        """The grammar of a request could not be followed: its token is for nobody."""
+        self._counters["failed"] += 1
+        self._end(request, Event.ABORT)
+        return RequestError(request.rid, ErrorCode.INVALID, problem, "params.grammar")
 
     def _take_token(self, rows: TokenRows, request: Request, token: int, logprobs: Logprobs | None, now: int) -> None:
         request.tokens.append(token)

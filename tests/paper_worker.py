@@ -55,6 +55,8 @@ class Slot:
     draw: DrawParams = field(default_factory=DrawParams)
     history: History | None = None
     drawn: list[int] = field(default_factory=list)
+    answer: list[int] | None = None  # what a grammar has seen of the answer, where there is one
+    fails_after: int = -1  # tokens of the answer
 
 
 class PaperWorker:
@@ -79,6 +81,9 @@ class PaperWorker:
         for history in plan.histories:
             assert history.slot in plan.enter_slots
             self.slots[history.slot].history = history
+        for entered in plan.enter_grammars:  # the "grammar" is how many tokens it can be followed
+            state = self.slots[entered.slot]
+            state.answer, state.fails_after = list(entered.generated), int(entered.grammar.text or -1)
         at = 0
         for slot, count in zip(plan.page_slots, plan.page_counts, strict=True):
             self.slots[slot].pages += plan.pages[at : at + count]
@@ -102,7 +107,7 @@ class PaperWorker:
                 written.add(cell)
                 self.cells[cell] = token
                 state.length += 1
-        sampled = ints()
+        sampled, failed = ints(), ints()
         logprobs: dict[int, Logprobs] = {}
         for slot, _, samples in rows:
             if samples:
@@ -111,6 +116,7 @@ class PaperWorker:
                 if state.draw.logprobs is not None:
                     logprobs[len(sampled)] = entry(context, state.last, state.draw.logprobs)
                 self.check_history(state, context)
+                failed.extend([len(sampled)] * self.follow(state, context))
                 sampled.append(state.last)
         return StepResult(
             plan.step_id,
@@ -120,6 +126,8 @@ class PaperWorker:
             array("q", (1, 2, 3)),
             LogprobRows.of(logprobs),
             LogprobRows.of(self.score(plan)),
+            failed=failed,
+            problems=("a reason",) * len(failed),
         )
 
     def check_history(self, state: Slot, context: list[int]) -> None:
@@ -131,6 +139,14 @@ class PaperWorker:
             state.drawn.append(state.last)
         else:
             assert state.history is None
+
+    def follow(self, state: Slot, context: list[int]) -> bool:
+        """A slot's next token is drawn; whether its grammar cannot be followed any more."""
+        if state.answer is None:
+            return False
+        assert context[len(context) - len(state.answer) :] == state.answer, "a grammar has seen another answer"
+        state.answer.append(state.last)
+        return len(state.answer) == state.fails_after
 
     def score(self, plan: StepPlan) -> dict[int, Logprobs]:
         found = {}

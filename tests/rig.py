@@ -3,7 +3,7 @@
 from collections import deque
 
 from common.config import SchedulerConfig
-from common.messages import Abort, AddRequest, Finish, StepPlan, ints
+from common.messages import Abort, AddRequest, Finish, RequestError, StepPlan, ints
 from common.sampling_params import DrawParams
 from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
@@ -23,16 +23,25 @@ class Rig:
         self.out: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finish: dict[int, Finish] = {}
+        self.errors: dict[int, RequestError] = {}
 
     def add(self, rid, prompt, max_tokens=5, stop=(), **more):
         msg = AddRequest(rid, ints(*prompt), max_tokens, ints(*stop), DrawParams(), **more)
         return self.scheduler.handle(msg, self.now)
+
+    def restart_worker(self):
+        """Plans on their way are lost with the worker."""
+        self._waiting.clear()
+        self.worker = PaperWorker(self.worker.page_size)
 
     def abort(self, rid):
         self.take(self.scheduler.handle(Abort(rid), self.now))
 
     def take(self, messages):
         for batch in messages:
+            if isinstance(batch, RequestError):
+                self.errors[batch.rid] = batch
+                continue
             at = 0
             for i, rid in enumerate(batch.rids):
                 self.out.setdefault(rid, []).extend(batch.token_ids[at : at + batch.counts[i]])

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -24,6 +24,8 @@ MAX_STEPS = 2_000_000  # of one rendering: a few seconds at most; a loop iterati
 CALL_STEPS = 10  # a call takes about as long as ten iterations
 MAX_PRODUCT = 2**24  # characters or entries of a repeated string or list
 MAX_DIGITS = 2**10  # bits of a product or power
+_MARK = "\ue000\ue001\ue002"  # for private use: no conversation holds it
+_GLOBALS = ("raise_exception", "strftime_now", "dict", "namespace", "range", "cycler", "joiner", "lipsum")
 _BUDGET = "step budget"  # not an identifier: no template can name it
 
 
@@ -32,13 +34,17 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A compiled template. Raises ChatTemplateError when it cannot be compiled."""
+    """A compiled template. Raises ChatTemplateError when it cannot be compiled.
+
+    `variables` are those that it uses, but for special tokens.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self.source = source
         environment = _Environment()
         try:
             tree = environment.parse(source)
+            self.variables = frozenset(meta.find_undeclared_variables(tree)) - set(special_tokens) - set(_GLOBALS)
             for loop in tree.find_all(nodes.For):
                 loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
             self._template = environment.from_string(tree)
@@ -46,18 +52,28 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: list[dict[str, str]], max_chars: int) -> str:
-        """The prompt up to where the assistant speaks. May be run by several threads at once.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        max_chars: int,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt up to where the assistant speaks, or without `add_generation_prompt` to the end of the last
+        message. `arguments` are further variables. May be run by several threads at once.
 
         Rendering stops soon after `max_chars`: a longer result says that the whole would be longer. Raises
         ChatTemplateError with the template's own words where it has some.
         """
         variables = {
             **self._special_tokens,
-            "messages": messages,
-            "tools": None,
             "documents": None,
-            "add_generation_prompt": True,
+            **(arguments or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
             _BUDGET: _Budget(MAX_STEPS),
         }
         parts: list[str] = []
@@ -73,6 +89,18 @@ class ChatTemplate:
         except Exception as error:  # a template can raise whatever Python can: TypeError, RecursionError, MemoryError
             raise ChatTemplateError(f"chat template: {type(error).__name__}: {error}") from None
         return "".join(parts)
+
+    def render_open(self, messages: list[dict[str, Any]], max_chars: int, **more: Any) -> str:
+        """The prompt up to the end of the last message's content, which the answer goes on with."""
+        *before, last = messages
+        marked = [*before, {**last, "content": last["content"] + _MARK}]
+        text = self.render(marked, max_chars, add_generation_prompt=False, **more)
+        at = text.rfind(_MARK)
+        if at < 0:
+            if len(text) > max_chars:
+                return text
+            raise ChatTemplateError("chat template: it does not show the last message as it is, to be continued")
+        return text[:at]
 
 
 class _Budget:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
+from typing import TypeVar
 
 from common.codec import FrameError, Message, RefusedFrames, decode
 from common.fields import IntArray
@@ -33,6 +34,7 @@ from common.messages import (
 )
 from tokenizer_proc.beams import Beams
 from tokenizer_proc.clients import Clients, Delivery
+from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.measures import Measures
@@ -49,6 +51,7 @@ MAX_QUERIES = 1024  # Stats questions on their way
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
+_Result = TypeVar("_Result")
 
 
 class Frontend:
@@ -57,6 +60,7 @@ class Frontend:
         *,
         limits: Limits,
         encoder: PromptEncoder,
+        grammars: GrammarCheck,
         eos_token_ids: IntArray,
         ledger: Ledger,
         clients: Clients,
@@ -68,6 +72,7 @@ class Frontend:
     ):
         self._limits = limits
         self._encoder = encoder
+        self._grammars = grammars
         self._eos = eos_token_ids
         self._ledger = ledger
         self._clients = clients
@@ -144,9 +149,12 @@ class Frontend:
             raise Refused(ErrorCode.OVERLOADED, problem, field, MAX_PENDING_CHARS, RETRY_AFTER_S)
 
     async def _prepare(self, entry: Entry, msg: Generate) -> None:
-        """Tokenize, then hand over to detokenizer and scheduler, unless the request has ended in the meantime."""
+        """Tokenize and check the grammar, then hand over to detokenizer and scheduler, unless the request has ended in
+        the meantime."""
         self._pending_chars += _chars(msg)
         try:
+            if msg.params.grammar is not None:
+                await self._in_time(entry, asyncio.ensure_future(self._grammars.check(msg.params.grammar)))
             prompt = self._encoder.encode(msg) if msg.token_ids is not None else await self._encode(entry, msg)
             if self._ledger.holds(entry):
                 self._admit(entry, prompt)
@@ -159,13 +167,17 @@ class Frontend:
             self._pending_chars -= _chars(msg)
 
     async def _encode(self, entry: Entry, msg: Generate) -> IntArray:
-        """Tokenize in the pool. A request whose deadline passes meanwhile is answered at once."""
+        """Tokenize in the pool."""
         encoding = asyncio.get_running_loop().run_in_executor(self._pool, self._encoder.encode, msg)
+        return await self._in_time(entry, encoding)
+
+    async def _in_time(self, entry: Entry, work: "asyncio.Future[_Result]") -> _Result:
+        """The result of some work. A request whose deadline passes meanwhile is answered at once."""
         if entry.deadline_ms:
-            await asyncio.wait({encoding}, timeout=entry.time_left(self._clock()) / 1e9)
-            if not encoding.done():
+            await asyncio.wait({work}, timeout=entry.time_left(self._clock()) / 1e9)
+            if not work.done():
                 self._refuse(entry, _expired(entry))
-        return await encoding
+        return await work
 
     def _admit(self, entry: Entry, prompt: IntArray) -> None:
         """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
@@ -194,7 +206,8 @@ class Frontend:
         self._send_scheduler(
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
-                entry.priority, left_ms, len(emitted), choice.scored, again,
+                entry.priority, left_ms, len(emitted), choice.scored, again, params.grammar,
+                params.grammar is not None and params.ignore_eos,
             )
         )  # fmt: skip
 
@@ -461,4 +474,4 @@ def _unread() -> Refused:
 
 def _chars(msg: Generate) -> int:
     """Characters to tokenize, as far as the message itself tells."""
-    return len(msg.text or "") + sum(len(m.content) for m in msg.chat or ())
+    return len(msg.text or "") + len(msg.tools) + sum(len(m.content) + len(m.extra) for m in msg.chat or ())

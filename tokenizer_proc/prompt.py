@@ -6,9 +6,11 @@ from typing import assert_never
 from tokenizers import Tokenizer
 
 from common.fields import IntArray
-from common.messages import ChatMessage, Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
+from common.messages import Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
+from tokenizer_proc.chat_request import parse_messages, parse_template_args, parse_tools
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.limits import Limits, Refused
+from tokenizer_proc.tool_prompt import describe_tools
 
 
 class PromptEncoder:
@@ -31,16 +33,14 @@ class PromptEncoder:
             return msg.token_ids
         if msg.text is not None:
             return self._tokenize(msg.text, "text", add_special_tokens=True)
-        assert msg.chat is not None
-        return self._tokenize(self._render(msg.chat), "chat", add_special_tokens=False)
+        return self._tokenize(self._render(msg), "chat", add_special_tokens=False)
 
     def tokenize(self, msg: Tokenize) -> Tokens:
         """Answer a question about tokens, of any number. Raises Refused with the field and the limit."""
         if msg.text is not None:
             field, text, special = "text", msg.text, msg.add_special_tokens
         else:
-            assert msg.chat is not None
-            field, text, special = "chat", self._render(msg.chat), False
+            field, text, special = "chat", self._render(msg), False
         self._limits.check_chars(len(text), field)
         encoding = self._tokenizer.encode(text, add_special_tokens=special)
         return Tokens(msg.rid, array("i", encoding.ids), tuple(encoding.tokens) if msg.with_pieces else ())
@@ -60,20 +60,32 @@ class PromptEncoder:
         """The text of the template that renders chats; empty where none does."""
         return self._template.source if isinstance(self._template, ChatTemplate) else ""
 
-    def _render(self, chat: tuple[ChatMessage, ...]) -> str:
+    def _render(self, msg: Generate | Tokenize) -> str:
         match self._template:
             case None:
                 raise Refused(ErrorCode.INVALID, "chat: this model has no chat template; send text", "chat")
             case str() as problem:
                 raise Refused(ErrorCode.INVALID, problem, "chat")
             case ChatTemplate() as template:
-                messages = [{"role": m.role, "content": m.content} for m in chat]
                 try:
-                    return template.render(messages, self._limits.max_chars)
+                    return self._render_with(template, msg)
                 except ChatTemplateError as error:
                     raise Refused(ErrorCode.INVALID, str(error), "chat") from None
             case other:
                 assert_never(other)
+
+    def _render_with(self, template: ChatTemplate, msg: Generate | Tokenize) -> str:
+        assert msg.chat is not None
+        messages, tools = parse_messages(msg.chat), parse_tools(msg.tools)
+        if "tools" not in template.variables:
+            messages, tools = describe_tools(messages, tools), None
+        arguments = parse_template_args(msg.template_args, template.variables)
+        most = self._limits.max_chars
+        if msg.continue_final_message:
+            return template.render_open(messages, most, tools=tools, arguments=arguments)
+        return template.render(
+            messages, most, tools=tools, arguments=arguments, add_generation_prompt=msg.add_generation_prompt
+        )
 
     def _tokenize(self, text: str, field: str, *, add_special_tokens: bool) -> IntArray:
         self._limits.check_chars(len(text), field)

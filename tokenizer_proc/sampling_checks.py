@@ -13,7 +13,6 @@ _NOT_WITH_BEAMS = (
     "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar",
 )  # fmt: skip
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
-_NOT_BUILT = ("grammar",)
 
 
 def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
@@ -24,9 +23,6 @@ def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
     for name in () if params.use_beam_search else _ONLY_WITH_BEAMS:
         if _given(params, name):
             raise _refused(name, "goes only with use_beam_search")
-    for name in _NOT_BUILT:
-        if _given(params, name):
-            raise _refused(name, "is not supported yet")
     if params.grammar is not None and params.min_tokens:
         raise _refused("min_tokens", "does not go with grammar, which says when an answer may end")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
@@ -64,8 +60,12 @@ def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
 
 
 def ends_of(params: SamplingParams, eos: IntArray) -> IntArray:
-    """The tokens that end an answer."""
-    return ints(*sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}))
+    """The tokens that end an answer.
+
+    A complete answer under a grammar can only end, with `ignore_eos` too: the worker holds the end back until then.
+    """
+    goes_on = params.ignore_eos and params.grammar is None
+    return ints(*sorted({*params.stop_token_ids, *(() if goes_on else eos)}))
 
 
 def excluded_at_first(params: SamplingParams, eos: IntArray) -> IntArray:

@@ -29,6 +29,7 @@ from common.sockets import Inbox, Outbox, open_socket
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
 from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Ledger
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 TOKENIZING_THREADS = 4  # a long prompt keeps one busy, and short ones pass it by
+COMPILING_THREADS = 2  # for grammars
 FLUSH_S = 0.02  # how often backlogs are tried again
 BEAT_S = 0.5
 BURST = 64  # messages handled from one socket before the others have their turn
@@ -48,11 +50,12 @@ STOP_S = 0.5  # how long the last answers may take at the end
 class Links:
     """The sockets to and from scheduler and detokenizer, which live as long as a term (see Go, common/messages.py)."""
 
-    def __init__(self, child: Child, refused: RefusedFrames):
+    def __init__(self, child: Child, refused: RefusedFrames, term: int):
         self._child = child
         self._refused = refused
         queue = child.config.scheduler
         self._most = 4 * (queue.max_waiting + queue.max_running) + 1024  # beginnings and ends of all live requests
+        self.open(term)
 
     def open(self, term: int) -> None:
         endpoints, context = self._child.endpoints, self._child.context
@@ -90,22 +93,32 @@ def main(child: Child) -> None:
     limits = Limits.of_cluster(go, child.config.scheduler, longest_token(tokenizer))
     encoder = PromptEncoder(tokenizer, template, limits)
     pool = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenize")
+    grammar_pool = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
+    grammars = GrammarCheck(tokenizer, go.eos_token_ids, grammar_pool)
     try:
-        uvloop.run(_serve(child, go, limits, encoder, router, pool))
+        uvloop.run(_serve(child, go, limits, encoder, grammars, router, pool))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        grammar_pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def _serve(
-    child: Child, go: Go, limits: Limits, encoder: PromptEncoder, router: Socket, pool: ThreadPoolExecutor
+    child: Child,
+    go: Go,
+    limits: Limits,
+    encoder: PromptEncoder,
+    grammars: GrammarCheck,
+    router: Socket,
+    pool: ThreadPoolExecutor,
 ) -> None:
     clients = zmq.asyncio.Socket.from_socket(router)
     refused = RefusedFrames()
 
-    links = Links(child, refused)
+    links = Links(child, refused, go.term)
     frontend = Frontend(
         limits=limits,
         encoder=encoder,
+        grammars=grammars,
         eos_token_ids=go.eos_token_ids,
         ledger=Ledger(lambda: secrets.randbits(63)),
         clients=Clients(lambda owner, frame: _send_now(clients, [owner, frame])),
@@ -149,8 +162,6 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
     drained = False
     while True:
         term = go.term
-        links.open(term)
-        frontend.resume()
         receiving = asyncio.create_task(_receive(links.answers, from_detokenizer))
         try:
             while go.term == term:
@@ -169,6 +180,8 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
         finally:
             receiving.cancel()
         links.close()
+        links.open(go.term)
+        frontend.resume()
 
 
 def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder) -> Info:

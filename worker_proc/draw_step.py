@@ -1,5 +1,6 @@
-"""A step's way from logits to tokens: log probabilities of the model's own distribution, edits, then the draw."""
+"""A step's way from logits to tokens: log probabilities of the model's own distribution, edits, grammars, the draw."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from common.messages import StepPlan
 from common.sampling_params import DrawParams
 from worker_proc import logprobs
 from worker_proc.errors import PlanError
+from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
 from worker_proc.input_batch import SampledRows
 from worker_proc.logit_edits import LogitEditor
 from worker_proc.sampler import Sampler
@@ -26,14 +28,28 @@ class Scored:
 
 
 class DrawStep:
-    """The draw parameters of every slot and what they ask for. The draw itself is for rank 0."""
+    """The draw parameters of every slot and what they ask for. The draw itself is for rank 0, which has `grammars`."""
 
-    def __init__(self, max_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        max_slots: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        grammars: GrammarMatchers | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._sampler = Sampler(max_slots, device)
         self._editor = LogitEditor(max_slots, vocab_size, device)
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
+        self._grammars = grammars
+        self._with_grammar: set[int] = set()  # slots; every rank knows them
+
+    def reset(self) -> None:
+        """Every slot is free."""
+        self._with_grammar.clear()
+        if self._grammars is not None:
+            self._grammars.reset()
 
     def apply(self, plan: StepPlan) -> None:
         """Slots leave and enter."""
@@ -44,27 +60,45 @@ class DrawStep:
             self._draws.pop(slot, None)
             if draw.logprobs is not None or draw.prompt_logprobs is not None:
                 self._draws[slot] = draw
+        self._with_grammar.difference_update(plan.leave)
+        self._with_grammar.update(entered.slot for entered in plan.enter_grammars)
+        if self._grammars is not None:
+            self._grammars.leave(plan.leave)
+            self._grammars.enter(plan.enter_grammars)
 
     def is_greedy(self, sampled: SampledRows) -> bool:
         """Whether all these rows want is the likeliest token, as the model sees it."""
-        if self._draws and not self._draws.keys().isdisjoint(sampled.slots.tolist()):
+        slots = sampled.slots.tolist() if self._draws or self._with_grammar else []
+        if not self._draws.keys().isdisjoint(slots) or not self._with_grammar.isdisjoint(slots):
             return False
         return self._sampler.is_greedy(sampled.slots) and not self._editor.touches(sampled.slots)
 
-    def draw(self, logits: Tensor, sampled: SampledRows) -> tuple[Tensor, LogprobRows | None]:
+    def start(self, sampled: SampledRows) -> Masks | None:
+        """Start on the grammars' masks for these rows, beside the forward pass; None where there is nothing to mask."""
+        return self._grammars.start(sampled.slots) if self._grammars is not None else None
+
+    def draw(
+        self, logits: Tensor, sampled: SampledRows, masks: Masks | None = None
+    ) -> tuple[Tensor, LogprobRows | None]:
         """One token per row, int64 `[S]` on the device, and the log probabilities of those that asked for them.
 
-        `logits` (float32 `[S, vocab]`, device) are changed.
+        `logits` (float32 `[S, vocab]`, device) are changed. `masks` are from `start`.
         """
         rows, tops = self._logprob_rows(sampled.slots)
         raw = (logits[rows] if len(rows) < len(logits) else logits).log_softmax(-1) if rows else None
         self._editor.apply(logits, sampled.slots, sampled.positions)
+        if masks is not None and self._grammars is not None:
+            self._grammars.apply(masks, logits)
         tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
         self._editor.append(sampled.slots, sampled.positions, sampled.slots_on_device, tokens)
         if raw is None:
             return tokens, None
         entries = logprobs.of_tokens(raw, tokens[rows], tops)
         return tokens, LogprobRows.of(dict(zip(rows, entries.split([1] * len(rows)), strict=True)))
+
+    def follow(self, masks: Masks, tokens: Sequence[int]) -> list[Failure]:
+        """The grammars go on with the tokens that were drawn (host, one per row); the rows in which one cannot."""
+        return self._grammars.advance(masks, tokens) if self._grammars is not None else []
 
     def scored(self, plan: StepPlan) -> Scored:
         """The rows of the plan's scorings. Raises PlanError when they are not in their chunk."""

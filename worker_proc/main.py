@@ -109,6 +109,8 @@ class WorkerLoop:
                     times,
                     output.logprobs,
                     output.prompt_logprobs,
+                    array("i", [failure.row for failure in output.failures]),
+                    tuple(failure.problem for failure in output.failures),
                 )
             )
 

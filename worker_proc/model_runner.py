@@ -1,7 +1,7 @@
 """Executes StepPlans: slots, cache, model and sampler in the order that a plan prescribes."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.draw_step import DrawStep
 from worker_proc.errors import PlanError
+from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
 from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
@@ -19,18 +20,22 @@ from worker_proc.parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`tokens` and log probabilities as in StepResult (only rank 0 knows them on the host); times are CLOCK_MONOTONIC
-    nanoseconds."""
+    """`tokens`, log probabilities and `failures` as in StepResult (only rank 0 knows them on the host); times are
+    CLOCK_MONOTONIC nanoseconds."""
 
     tokens: list[int]
     forward_started: int
     tokens_ready: int
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
+    failures: list[Failure] = field(default_factory=list)
 
 
 class ModelRunner:
-    """One rank's model and the state of its requests. Every rank must execute the same plans in the same order."""
+    """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
+
+    `grammars` are those of rank 0; the other ranks have none.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class ModelRunner:
         group: str,
         tp: TensorParallel,
         device: torch.device | str,
+        grammars: GrammarMatchers | None = None,
     ) -> None:
         self._model = model
         self._greedy = model if isinstance(model, GreedyModel) else None
@@ -51,7 +57,7 @@ class ModelRunner:
         self._group = group
         self._epoch = -1  # before the first plan
         self._next_step = 0
-        self._draw_step = DrawStep(max_slots, model.vocab_size, device)
+        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars)
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -92,6 +98,7 @@ class ModelRunner:
             now = time.monotonic_ns()
             return StepOutput([], now, now)
         batch, sampled = self._slots.build(plan)
+        masks = self._draw_step.start(sampled)
         scored = None
         if plan.scorings:
             scored = self._draw_step.scored(plan)
@@ -105,8 +112,12 @@ class ModelRunner:
         prompt_logprobs = None
         if scored is not None and self._tp.rank == 0:
             prompt_logprobs = self._draw_step.score(logits[len(sampled.slots) :], scored)
-        tokens, logprobs = self._draw(logits[: len(sampled.slots)], sampled) if len(sampled.slots) else ([], None)
-        return StepOutput(tokens, forward_started, time.monotonic_ns(), logprobs, prompt_logprobs)
+        if not len(sampled.slots):
+            return StepOutput([], forward_started, time.monotonic_ns(), None, prompt_logprobs)
+        tokens, logprobs = self._draw(logits[: len(sampled.slots)], sampled, masks)
+        tokens_ready = time.monotonic_ns()
+        failures = self._draw_step.follow(masks, tokens) if masks is not None else []
+        return StepOutput(tokens, forward_started, tokens_ready, logprobs, prompt_logprobs, failures)
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:
@@ -115,16 +126,17 @@ class ModelRunner:
             self._epoch = plan.epoch
             self._next_step = plan.step_id
             self._slots.reset()
+            self._draw_step.reset()
         if plan.epoch < self._epoch:
             raise PlanError(f"epoch: the plan is of {plan.epoch}, this worker is in {self._epoch}")
         if plan.step_id != self._next_step:
             raise PlanError(f"step_id: expected {self._next_step}, got {plan.step_id}")
         self._next_step += 1
 
-    def _draw(self, logits: Tensor, sampled: SampledRows) -> tuple[list[int], LogprobRows | None]:
+    def _draw(self, logits: Tensor, sampled: SampledRows, masks: Masks | None) -> tuple[list[int], LogprobRows | None]:
         if self._tp.rank:
             return self._share(torch.empty(0, dtype=torch.int64), sampled), None
-        tokens, logprobs = self._draw_step.draw(logits, sampled)
+        tokens, logprobs = self._draw_step.draw(logits, sampled, masks)
         return self._share(tokens, sampled), logprobs
 
     def _share(self, tokens: Tensor, sampled: SampledRows) -> list[int]:

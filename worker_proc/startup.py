@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.attention import DTYPES
 from worker_proc.cpu.features import LEVELS, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library
+from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.kv_cache import KVCache
 from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
@@ -58,6 +60,10 @@ def load_worker(
         torch.cuda.set_device(device)
     dtype = choose_dtype(model_config, info)
     context_len = choose_context_len(model_config, info)
+    grammars = None
+    if rank == 0:
+        load = partial(load_vocabulary, Path(model_config.path), info.vocab_size, info.eos_token_ids)
+        grammars = GrammarMatchers(load, info.vocab_size, device)  # loads while the weights are read
     tp = TensorParallel.connect(rank, model_config.tp, store, device, timeout=config.start_timeout_s)
     library = choose_kernels(model_config, device)
     if library is not None:
@@ -85,8 +91,11 @@ def load_worker(
         group=group,
         tp=tp,
         device=device,
+        grammars=grammars,
     )
     runner.warm_up()
+    if grammars is not None:
+        grammars.wait_ready()
     if rank == 0:
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from common.grammars import JSON_OPTIONS
 from common.sampling_params import Grammar
 from gateway_proc.parsers.formats import Reasoning, ToolFormat
 from gateway_proc.parsers.reasoning import CLOSE, OPEN
@@ -47,7 +48,7 @@ def force_call(
         case ToolFormat.LLAMA3_JSON:
             around, between = ("object", '"; "')
     several = f" ({between} call)*" if parallel else ""
-    body = json.dumps({**call, "$defs": definitions}, ensure_ascii=False)
+    body = json.dumps({**call, "$defs": definitions, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
     return Grammar("lark", f"start: call{several}\ncall: {around}\nobject: %json {body}\n")
 
 

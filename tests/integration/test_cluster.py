@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -353,30 +355,58 @@ def test_a_second_cluster_does_not_take_a_living_ones_directory(llama):
 
 
 def test_a_start_that_fails_names_process_and_cause(llama, tmp_path):
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(llama, broken)
     shard = next(broken.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:1000])
-    for model, flags, words in [
-        (broken, (), ("worker-0", "safetensors")),
-        (tmp_path / "nowhere", (), ("no config.json",)),
-        (llama, ("--start-timeout", "0.01"), ("not ready after", "--start-timeout", "worker-0")),
-        (llama, ("--context-len", "100000000",), ("context",)),
-        (llama, ("--page-size", "0"), ("page-size must be between 1 and 4096",)),
-        (llama, ("--listen", "tcp://0.0.0.0:5555"), ("loopback",)),
-        (llama, ("--tp", "3"), ("worker-", "3")),
-    ]:  # fmt: skip
-        cluster = Cluster(model, *flags)
-        try:
-            assert cluster.process.wait(60) == 1, (flags, cluster.log)
-            for word in words:
-                assert word in cluster.log, (flags, cluster.log)
-            assert "Traceback" not in cluster.log
-            cluster.check_gone()
-        finally:
-            cluster.destroy()
+    incomplete = make_checkpoint("llama", tmp_path / "incomplete", max_shard_size="50KB")
+    missing = sorted(incomplete.glob("model-*.safetensors"))[1]
+    missing.unlink()
+    mamba = make_checkpoint("mamba", tmp_path / "mamba")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for model, flags, words in [
+            (broken, (), ("worker-0", "safetensors")),
+            (incomplete, (), ("worker-0", missing.name)),
+            (mamba, (), ("worker-0", "mamba")),
+            (tmp_path / "nowhere", (), ("no config.json",)),
+            (llama, ("--start-timeout", "0.01"), ("not ready after", "--start-timeout", "worker-0")),
+            (llama, ("--context-len", "100000000",), ("context",)),
+            (llama, ("--page-size", "0"), ("page-size must be between 1 and 4096",)),
+            (llama, ("--kv-memory", "100"), ("worker-0", "kv_memory", "do not hold one page")),
+            (llama, ("--listen", "tcp://0.0.0.0:5555"), ("loopback",)),
+            (llama, ("--listen", f"tcp://127.0.0.1:{port}"), ("tokenizer", "in use", str(port))),
+            (llama, ("--port", str(port)), ("gateway", "in use", str(port))),
+            (llama, ("--tp", "3"), ("worker-", "3")),
+        ]:  # fmt: skip
+            cluster = Cluster(model, *flags)
+            try:
+                assert cluster.process.wait(60) == 1, (flags, cluster.log)
+                for word in words:
+                    assert word in cluster.log, (flags, cluster.log)
+                assert "Traceback" not in cluster.log
+                cluster.check_gone()
+            finally:
+                cluster.destroy()
+
+
+def test_a_silent_child_is_named(llama):
+    """A rank that is stopped while it loads."""
+    cluster = Cluster(llama, "--tp", "2", "--start-timeout", "5")
+    try:
+        launcher = psutil.Process(cluster.process.pid)
+
+        def ranks():
+            return [p for p in launcher.children() if "--rank 1" in " ".join(p.cmdline())]
+
+        wait_until(ranks, 20)
+        ranks()[0].suspend()
+        cluster.remember()
+        assert cluster.process.wait(30) == 1
+        assert "not ready after 5 s (--start-timeout): worker-0, worker-1" in cluster.log
+        cluster.check_gone()
+    finally:
+        cluster.destroy()
 
 
 def test_sockets_are_private_and_no_port_is_open_beyond_loopback(llama):

@@ -1,18 +1,26 @@
 """Every process of a real cluster is killed and frozen while 32 streams run, and nothing is lost."""
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import zmq
 
+from common.codec import encode
 from common.connection import Answer, Connection, ConnectionLost
-from common.messages import ErrorCode, Finish, RequestError
+from common.messages import ErrorCode, Finish, RequestError, ints
+from common.rows import Row
 from common.sampling_params import SamplingParams
+from common.sockets import Endpoints, open_socket
+from tests.helpers_http import dial, head, post, until, until_closed
 from tests.helpers_models import make_checkpoint
+from tests.helpers_plans import empty_plan
 from tests.integration.cluster import Cluster, running, wait_until
 
 STREAMS = 32
@@ -20,13 +28,21 @@ TOKENS = 100
 PATIENCE_S = 90.0
 FLAGS = ("--tp", "2", "--dtype", "float32", "--kv-tokens", "8192", "--chunk-tokens", "16")
 MANY = ("--restarts", "1000")  # how they are bounded has a test of its own
-# greedy and seeded; some share a prefix; some have stop strings that never come, but hold text back
-PROMPTS = [[5, 6, 7, 8] * (i % 5) + [9 + i] for i in range(STREAMS)]
+PROMPTS = [[5, 6, 7, 8] * (i % 5) + [9 + i] for i in range(STREAMS)]  # some share a prefix
+VARIANTS: list[dict[str, Any]] = [  # what depends on more than the last tokens, or is told about them
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"min_tokens": TOKENS // 2, "stop_token_ids": ints(7, 31, 101)},
+    {"stop": ("never comes",)},
+]
 PARAMS = [
-    SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, max_tokens=TOKENS, ignore_eos=True)
+    SamplingParams(temperature=i % 2 * 0.9, seed=i, max_tokens=TOKENS, ignore_eos=True, **VARIANTS[i % len(VARIANTS)])
     for i in range(STREAMS)
 ]
-Output = tuple[list[int], str, Finish]
+Output = tuple[list[int], str, Finish, list[int], list[int]]  # tokens, text, end; those with log probabilities
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +95,13 @@ class Streams:
     def finish(self) -> list[Output]:
         self.until(STREAMS * TOKENS + 1)
         assert not self.left and not self.errors, self.errors
-        return [(a.token_ids, "".join(a.texts), a.finish) for a in self.answers.values()]
+        return [output_of(answer) for answer in self.answers.values()]
+
+
+def output_of(answer: Answer) -> Output:
+    scored = [entry.token_id for entry in answer.logprobs or ()]
+    prompt = [entry.token_id if entry else -1 for entry in answer.prompt_logprobs or ()]
+    return answer.token_ids, "".join(answer.texts), answer.finish, scored, prompt
 
 
 def hurt(cluster: Cluster, victim: str, number: signal.Signals) -> None:
@@ -162,6 +184,7 @@ def test_hang_up_restarts_the_workers(cluster: Cluster, undisturbed: list[Output
 def test_without_tokenizer_clients_hear_it_and_it_serves_again(
     cluster: Cluster, undisturbed: list[Output], number: signal.Signals
 ) -> None:
+    restarts = cluster.info["restarts"]["tokenizer"]
     with cluster.connect() as connection:
         streams = Streams(connection)
         streams.until(STREAMS * TOKENS // 4)
@@ -171,7 +194,36 @@ def test_without_tokenizer_clients_hear_it_and_it_serves_again(
     wait_until(lambda: serves(cluster), PATIENCE_S)
     with cluster.connect() as connection:
         assert Streams(connection).finish() == undisturbed
+    assert cluster.info["restarts"]["tokenizer"] == restarts + 1, cluster.log
     cluster.check_idle()
+
+
+def test_without_gateway_others_go_on_and_it_serves_again_at_its_port(checkpoint: Path) -> None:
+    with running(checkpoint, *FLAGS, "--port", "0") as cluster, cluster.connect() as connection:
+        expected = Streams(connection, count=4).finish()
+        address = cluster.info["addresses"]["http"]
+        streams = Streams(connection, count=4)
+        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with dial(address) as http:
+            http.sendall(post("/v1/completions", body))
+            until(http, b"data:")
+            hurt(cluster, "gateway", signal.SIGKILL)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"[DONE]" not in until_closed(http)
+        assert streams.finish() == expected
+        wait_until(lambda: cluster.info["addresses"]["http"] == address and healthy(address), PATIENCE_S)
+        with dial(address) as http:
+            http.sendall(post("/v1/completions", body))
+            until(http, b"[DONE]")
+
+
+def healthy(address: str) -> bool:
+    try:
+        with dial(address) as http:
+            http.sendall(head("/health", None, method="GET", extra="Connection: close\r\n"))
+            return b" 200 " in until_closed(http)
+    except OSError:
+        return False
 
 
 def test_aborts_and_departures_count_during_a_loss(cluster: Cluster) -> None:
@@ -190,7 +242,7 @@ def test_aborts_and_departures_count_during_a_loss(cluster: Cluster) -> None:
         streams.until(STREAMS * TOKENS + 1)
         assert not streams.errors
         for rid, answer in streams.answers.items():
-            assert answer.finish is (Finish.ABORT if rid in aborted else Finish.LENGTH)
+            assert (answer.finish is Finish.ABORT) == (rid in aborted)
         assert cluster.pid("scheduler") != pid
         cluster.remember()
     cluster.check_idle()
@@ -224,3 +276,38 @@ def test_a_process_that_keeps_dying_ends_the_cluster_with_the_cause(checkpoint: 
         cluster.check_gone()
     finally:
         cluster.destroy()
+
+
+def test_ranks_that_are_out_of_step_are_replaced(checkpoint: Path) -> None:
+    """A plan reaches one rank only, as when its scheduler dies between two sends. The scheduler cannot make sense of
+    the result and is replaced; the ranks that then join the new epoch have not done the same."""
+    with running(checkpoint, *FLAGS) as cluster, cluster.connect() as connection:
+        expected = Streams(connection, count=4).finish()
+        steps = cluster.check_idle()["scheduler.steps"]
+        with (
+            zmq.Context() as context,
+            open_socket(context, zmq.PUSH, connect=Endpoints(cluster.run_dir).plan(0, 0)) as socket,
+        ):
+            socket.send(encode(empty_plan(steps)))
+            wait_until(lambda: "out of step" in cluster.log, PATIENCE_S, lambda: cluster.log)
+        assert "ProtocolError: result of step" in cluster.log
+        assert Streams(connection, count=4).finish() == expected
+        cluster.remember()
+
+
+def test_a_step_may_take_longer_than_a_freeze(tmp_path: Path) -> None:
+    """One step of a long prefill, by both ranks, with the shortest timeout: however long it takes, it is no freeze."""
+    size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "max_position_embeddings": 8192}
+    path = make_checkpoint("llama", tmp_path / "larger", **size)
+    flags = ("--tp", "2", "--dtype", "float32", "--max-batch-tokens", "16384", "--kv-tokens", "32768")
+    with running(path, *flags, "--freeze-timeout", "1") as cluster, cluster.connect() as connection:
+        prompt = [5 + i % 200 for i in range(6000)]
+        connection.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        rows = []
+        while not rows or rows[-1].finish is Finish.NONE:  # type: ignore[union-attr]
+            rows += connection.poll(1)
+        assert isinstance(rows[-1], Row) and rows[-1].finish is Finish.LENGTH
+        row = rows[0]
+        assert isinstance(row, Row)
+        print(f"the step took {(row.times[3] - row.times[2]) / 1e9:.1f} s")
+        assert not any(cluster.info["restarts"].values()), cluster.log

@@ -24,6 +24,7 @@ from tests.helpers_tokenizers import byte_level
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.clients import Clients, Sent
 from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Ledger
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
@@ -71,6 +72,7 @@ class World:
         self.frontend = Frontend(
             limits=limits,
             encoder=self.encoder,
+            grammars=GrammarCheck(tokenizer(), ints(0), self.pool),
             eos_token_ids=ints(0),
             ledger=Ledger(lambda: 77),
             clients=Clients(self.send),

@@ -34,6 +34,7 @@ def plan(**changes: Any) -> StepPlan:
     """A StepPlan with nothing in it, but for the changes."""
     empty: dict[str, Any] = {f.name: NONE for f in fields(StepPlan)}
     empty |= {"step_id": 0, "epoch": 0, "group": "0", "enter_draw": (), "decode": b"", "histories": (), "scorings": ()}
+    empty |= {"enter_grammars": ()}
     return StepPlan(**{**empty, **changes})
 
 

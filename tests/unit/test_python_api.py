@@ -91,6 +91,7 @@ def test_options_become_flags_of_launch() -> None:
     assert command[1].endswith("launch.py")
     flags = command[2:]
     assert flags[:6] == ["--model", "m", "--run-dir", "/r", "--parent-fd", "7"]
+    assert flags[6] == "--no-http" and "--no-http" not in _command("m", {"port": 0}, Path("/r"), 7)
     assert flags[flags.index("--tp") :] == ["--tp", "2", "--kv-memory", "1GiB", "--no-prefix-cache"]
     with pytest.raises(ValueError, match="run_dir: is set by LLM itself"):
         _command("m", {"run_dir": "x"}, Path("/r"), 7)

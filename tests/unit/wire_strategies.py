@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.codec import Struct, schema_of
 from common.fields import Bool, Bytes, Checker, Float, Floats, Int, IntMap, Ints, ListOf, MapOf, Maybe, OneOf, Str
 from common.logprobs import LogprobRows, Logprobs
-from common.messages import AddRequest, Finish, Generate, StepPlan, TextBatch, TokenBatch, Tokenize
+from common.messages import AddRequest, Finish, Generate, StepPlan, StepResult, TextBatch, TokenBatch, Tokenize
 
 FEW = 6
 
@@ -40,6 +40,7 @@ COLUMNS = {
         groups=(("token_ids", "logprobs", "ranks", "top_counts"),),
         sums={"top_ids": "top_counts", "top_logprobs": "top_counts"},
     ),
+    StepResult: Rules(groups=(("failed", "problems"),), sums={}),
     TokenBatch: Rules(groups=(("rids", "counts", "finish", "cached"),), sums={"token_ids": "counts"}),
     TextBatch: Rules(
         groups=(("rids", "choices", "counts", "texts", "finish", "prompt_tokens", "cached"),),
@@ -72,6 +73,8 @@ def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[An
         case IntMap(key, value):
             keys = st.integers(key.lo, key.hi)
             return st.dictionaries(keys, values_of(value), min_size=least, max_size=min(key.most, most))
+        case OneOf(names):
+            return st.sampled_from(names)
         case ListOf():
             items = st.lists(
                 values_of(checker.item), min_size=max(least, checker.least), max_size=min(checker.most, most)
@@ -133,7 +136,13 @@ def _generates(draw: st.DrawFn) -> Generate:
     assert isinstance(maybe, Maybe)
     prompt[chosen] = draw(values_of(maybe.inner))
     rest = {name: draw(values_of(checker)) for name, checker in checkers.items() if name not in prompt}
-    return Generate(**prompt, **rest)
+    return Generate(**_chat_fields(prompt | rest))
+
+
+def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
+    if values["chat"] is None:
+        return values | {"tools": "", "template_args": "", "continue_final_message": False}
+    return values | {"add_generation_prompt": values["add_generation_prompt"] and not values["continue_final_message"]}
 
 
 @st.composite
@@ -142,7 +151,7 @@ def _tokenizes(draw: st.DrawFn) -> Tokenize:
     prompt = draw(st.sampled_from(("text", "chat")))
     maybe = dict(schema_of(Tokenize))[prompt]
     assert isinstance(maybe, Maybe)
-    return Tokenize(**values | {"text": None, "chat": None, prompt: draw(values_of(maybe.inner))})
+    return Tokenize(**_chat_fields(values | {"text": None, "chat": None, prompt: draw(values_of(maybe.inner))}))
 
 
 @st.composite

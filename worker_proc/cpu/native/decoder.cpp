@@ -12,25 +12,26 @@ namespace {
 
 // Elements from row to row: whole blocks of 32 inputs, and an odd number of cache lines, so that the rows of a tile do
 // not share the few places of a cache where addresses 4096 apart go.
-int64_t row_stride(int64_t size) {
-  const int64_t lines = blocks(size);
-  return (lines + (lines % 2 == 0 ? 1 : 0)) * 32;
-}
+int64_t row_stride(int64_t size) { return (blocks(size) | 1) * 32; }
+
+// The same for float32.
+int64_t float_stride(int64_t size) { return ((size + 15) / 16 | 1) * 16; }
 
 // The buffers of a step, one after another in its workspace.
 struct Buffers {
   float* partial;   // [tokens, hidden], contiguous
-  float* x;         // [tokens, hidden]: the hidden states
+  float* x;         // [tokens, hidden]: the hidden states, `x_stride` apart
   float* cos;       // [tokens, head_dim / 2]
   float* sin;
   bf16* normed;     // [tokens, hidden]
   bf16* qkv;        // [tokens, (heads + 2 kv_heads) * head_dim]
   bf16* attended;   // [tokens, heads * head_dim]
   bf16* inner;      // [tokens, inner]
-  int64_t normed_stride, qkv_stride, attended_stride, inner_stride;
+  int64_t x_stride, normed_stride, qkv_stride, attended_stride, inner_stride;
   int64_t bytes;
 
   Buffers(const DecoderModel& model, int64_t tokens, void* workspace) {
+    x_stride = float_stride(model.hidden);
     normed_stride = row_stride(model.hidden);
     qkv_stride = row_stride((model.heads + 2 * model.kv_heads) * model.head_dim);
     attended_stride = row_stride(model.heads * model.head_dim);
@@ -41,7 +42,7 @@ struct Buffers {
       next += (count * static_cast<int64_t>(sizeof(Element)) + 63) / 64 * 64;
     };
     take(partial, model.several ? tokens * model.hidden : 0);
-    take(x, tokens * model.hidden);
+    take(x, tokens * x_stride);
     take(cos, tokens * model.head_dim / 2);
     take(sin, tokens * model.head_dim / 2);
     take(normed, tokens * normed_stride);
@@ -78,7 +79,7 @@ void clear_padding(const DecoderModel& model, const DecoderStep& step, const Buf
 void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
   const int64_t hidden = model.hidden, half = model.head_dim / 2;
   for_rows(step.tokens, 4 * hidden, [&](int64_t token) {
-    float* const x = buffers.x + token * hidden;
+    float* const x = buffers.x + token * buffers.x_stride;
     float* const to = model.several ? buffers.partial + token * hidden : x;
     if (model.several) std::fill(x, x + hidden, 0.0f);
     const int64_t local = step.token_ids[token] - model.vocab_first;
@@ -106,7 +107,7 @@ void add_partial(const DecoderModel& model, const DecoderStep& step, const Buffe
   if (!model.several) return;
   for_rows(step.tokens, model.hidden, [&](int64_t token) {
     const float* const partial = buffers.partial + token * model.hidden;
-    float* const x = buffers.x + token * model.hidden;
+    float* const x = buffers.x + token * buffers.x_stride;
     for (int64_t i = 0; i < model.hidden; ++i) x[i] += partial[i];
   });
 }
@@ -114,7 +115,7 @@ void add_partial(const DecoderModel& model, const DecoderStep& step, const Buffe
 void norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const float* weight) {
   add_partial(model, step, buffers);
   for_rows(step.tokens, model.hidden, [&](int64_t token) {
-    rms_norm(buffers.x + token * model.hidden, weight, model.hidden, model.norm_eps,
+    rms_norm(buffers.x + token * buffers.x_stride, weight, model.hidden, model.norm_eps,
              buffers.normed + token * buffers.normed_stride);
   });
 }
@@ -125,7 +126,7 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
   if (model.several)
     linear(weights, x, x_stride, tokens, buffers.partial, model.hidden, Finish::kStoreFloat);
   else
-    linear(weights, x, x_stride, tokens, buffers.x, model.hidden, Finish::kAdd);
+    linear(weights, x, x_stride, tokens, buffers.x, buffers.x_stride, Finish::kAdd);
 }
 
 // Queries are rotated in place, keys and values go to their pages.
@@ -173,7 +174,7 @@ void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers
 void final_norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
   add_partial(model, step, buffers);
   for_rows(step.num_logits, model.hidden, [&](int64_t row) {
-    rms_norm(buffers.x + step.logit_rows[row] * model.hidden, model.norm, model.hidden, model.norm_eps,
+    rms_norm(buffers.x + step.logit_rows[row] * buffers.x_stride, model.norm, model.hidden, model.norm_eps,
              buffers.normed + row * buffers.normed_stride);
   });
 }

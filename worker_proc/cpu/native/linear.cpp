@@ -50,11 +50,12 @@ float* sums_of_thread() {
   return sums;
 }
 
-// All sums of one panel for the rows of a range, in sums_of_thread() [rows, 32]. With many rows, the inputs are cut, so
-// that a part of the panel stays in the L1 cache while the rows go by.
-// `prepared` is how many rows the micro-kernel is prepared for, see `prepare`.
+// Calls then(row, count, sums) with the sums [count, 32] of one panel for all rows of a range, up to kBlockRows at once.
+// With many rows, the inputs are cut, so that a part of the panel stays in the L1 cache while the rows go by. `prepared`
+// is how many rows the micro-kernel is prepared for, see `prepare`.
+template <class Then>
 void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
-              int& prepared) {
+              int& prepared, Then&& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
   const int64_t at_once = rows <= kBlockRows ? steps : kSteps;
@@ -73,11 +74,19 @@ void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, cons
       if (count != prepared) prepare(prepared = count);
       block(x + row * x_stride + step * 32, x_stride, count, part, now, sums + row * kPanel, step > 0, ahead);
       ahead.next += now * lines * 64;
+      if (step + now == steps) then(range.row_begin + row, count, sums + row * kPanel);
     }
   }
 }
 
-// Cuts the work and calls finish(range, panel, thread) for every panel of every range, its sums at hand.
+inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
+  if (weights.bias == nullptr) return;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int i = 0; i < kPanel; i += kLanes)
+      store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
+}
+
+// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows.
 template <class Then>
 void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then) {
   const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
@@ -92,17 +101,12 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};
     int prepared = 0;
     for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
-      multiply(weights, x, x_stride, range, panel, prepared);
-      then(range, panel, thread);
+      multiply(weights, x, x_stride, range, panel, prepared, [&](int64_t row, int count, float* sums) {
+        add_bias(weights, panel, sums, count);
+        then(panel, row, count, sums, thread);
+      });
     }
   });
-}
-
-inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
-  if (weights.bias == nullptr) return;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int i = 0; i < kPanel; i += kLanes)
-      store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
 }
 
 template <class Element, bool kAdding>
@@ -142,16 +146,13 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
             Finish finish) {
   // Calls put(sums of a row, how many of them there are, where they go) for all rows of all panels of `width` outputs.
   auto run = [&]<class Element>(Element* to, int width, int64_t outputs, auto put) {
-    for_panels(weights, x, x_stride, rows, [&](const Range& range, int64_t panel, int) {
-      float* sums = sums_of_thread();
-      const int64_t count = range.row_end - range.row_begin;
-      add_bias(weights, panel, sums, count);
+    for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
       const int columns = static_cast<int>(std::min<int64_t>(width, outputs - panel * width));
-      Element* place = to + range.row_begin * out_stride + panel * width;
+      Element* place = to + row * out_stride + panel * width;
       if (columns == width)
-        for (int64_t row = 0; row < count; ++row, sums += kPanel, place += out_stride) put(sums, width, place);
+        for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) put(sums, width, place);
       else
-        for (int64_t row = 0; row < count; ++row, sums += kPanel, place += out_stride) put(sums, columns, place);
+        for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) put(sums, columns, place);
     });
   };
   bf16* const half = static_cast<bf16*>(out);
@@ -177,15 +178,12 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
     for (int v = 0; v < kVectors; ++v) one.value[v] = splat(-__builtin_inff()), one.index[v] = ints{};
   ints lanes[kVectors];
   for (int i = 0; i < kPanel; ++i) lanes[i / kLanes][i % kLanes] = i;
-  for_panels(weights, x, x_stride, rows, [&](const Range& range, int64_t panel, int thread) {
-    float* const sums = sums_of_thread();
-    const int64_t count = range.row_end - range.row_begin;
-    add_bias(weights, panel, sums, count);
+  for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int thread) {
     const int32_t first = static_cast<int32_t>(panel * kPanel);
-    for (int64_t row = 0; row < count; ++row) {
-      Best& one = found[thread * rows + range.row_begin + row];
+    for (int i = 0; i < count; ++i) {
+      Best& one = found[thread * rows + row + i];
       for (int v = 0; v < kVectors; ++v) {
-        const floats value = load(sums + row * kPanel + v * kLanes);
+        const floats value = load(sums + i * kPanel + v * kLanes);
         const ints at = lanes[v] + first;
         const ints better = (value > one.value[v]) & (at < weights.outputs);
         one.value[v] = select(better, value, one.value[v]);

@@ -1,0 +1,151 @@
+"""Structured output on real clusters: every answer validates, and who has no grammar notices nothing."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from common.messages import ErrorCode, Finish, RequestError
+from common.sampling_params import Grammar, SamplingParams
+from tests.helpers_models import make_checkpoint
+from tests.integration.cluster import ROOT, running
+from tests.integration.test_parallel_sampling import ask, collect
+
+DEMO = ROOT / "demo_model"
+FLOAT32 = ("--dtype", "float32", "--kv-tokens", "8192")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 16},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "é🙂"]}, "minItems": 1, "maxItems": 3},
+        "boss": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/boss"}]},
+    },
+    "required": ["name", "age", "tags", "boss"],
+    "additionalProperties": False,
+    "$defs": {
+        "boss": {
+            "type": "object",
+            "properties": {"id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}, "since": {"format": "date"}},
+            "required": ["id"],
+            "additionalProperties": False,
+        }
+    },
+}
+PERSON["$defs"]["boss"]["properties"]["since"]["type"] = "string"
+SCHEMA = Grammar("json_schema", json.dumps(PERSON))
+DATE = Grammar("regex", r"(19|20)\d\d-(0[1-9]|1[0-2])-\d\d")
+YES = Grammar("choice", '["yes", "yes, please", "no"]')
+HARD = Grammar("regex", "(.*[abc].{0,30}){10}")
+PROMPT = "def main():"
+
+
+def sampled(seed, grammar=None, max_tokens=300, **more):
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=max_tokens, grammar=grammar, **more)
+
+
+def text(answer):
+    return "".join(answer.texts)
+
+
+def check(answers):
+    """Every answer that was not cut off validates; returns how many those are."""
+    complete = [answer for answer in answers if answer.finish is Finish.STOP]
+    for answer in complete:
+        jsonschema.validate(json.loads(text(answer)), PERSON, format_checker=jsonschema.FormatChecker())
+    assert {answer.finish for answer in answers} <= {Finish.STOP, Finish.LENGTH}
+    return len(complete)
+
+
+def test_answers_validate_at_any_seed_and_depth_of_the_pipeline():
+    """With `n` > 1, chunked prefill, greedy and drawn; one or two steps in flight give the same tokens."""
+    seen = []
+    for in_flight in ("1", "2"):
+        flags = ("--steps-in-flight", in_flight, "--chunk-tokens", "4", *FLOAT32)
+        with running(DEMO, *flags) as cluster, cluster.connect() as connection:
+            rids = {connection.submit(PROMPT * 8, sampled(seed, SCHEMA), n=3): 3 for seed in range(6)}
+            greedy = SamplingParams(temperature=0.0, max_tokens=300, grammar=SCHEMA)
+            rids[connection.submit(PROMPT, greedy)] = 1
+            plain = {connection.submit(PROMPT, sampled(seed, max_tokens=60)): 1 for seed in range(2)}
+            answers = collect(connection, rids | plain)
+            assert check([answer for rid in rids for answer in answers[rid]]) >= 15
+            seen.append([[answer.token_ids for answer in answers[rid]] for rid in rids | plain])
+    assert seen[0] == seen[1]
+    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
+        alone = [ask(connection, PROMPT, sampled(seed, max_tokens=60))[0].token_ids for seed in range(2)]
+    assert [tokens for (tokens,) in seen[0][-2:]] == alone, "neighbours draw what they would draw without grammars"
+
+
+def test_kinds_ends_and_refusals():
+    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
+        dates = ask(connection, PROMPT, sampled(1, DATE), n=4)
+        assert all(re.fullmatch(r"(19|20)\d\d-(0[1-9]|1[0-2])-\d\d", text(answer)) for answer in dates)
+        assert {answer.finish for answer in dates} == {Finish.STOP}
+        assert {text(answer) for answer in ask(connection, PROMPT, sampled(2, YES), n=12)} <= {
+            "yes",
+            "yes, please",
+            "no",
+        }
+        (longest,) = ask(connection, PROMPT, sampled(3, Grammar("regex", "(ab){0,20}"), ignore_eos=True))
+        assert (text(longest), longest.finish) == ("ab" * 20, Finish.STOP)
+        (cut,) = ask(connection, PROMPT, sampled(4, SCHEMA, max_tokens=5))
+        assert cut.finish is Finish.LENGTH and len(cut.token_ids) == 5 and text(cut).startswith("{")
+        (stopped,) = ask(connection, PROMPT, sampled(5, SCHEMA, stop=("age",)))
+        assert stopped.finish is Finish.STOP and "age" not in text(stopped)
+        (thought,) = ask(connection, PROMPT, sampled(6, Grammar("choice", '["x"]', "", ".")))
+        assert thought.finish is Finish.LENGTH or re.fullmatch(r"[^.]*\.[ \n]*x", text(thought))
+        for grammar, words in (
+            (Grammar("json_schema", '{"type": "strnig"}'), "strnig"),
+            (Grammar("json_schema", "{"), "not JSON"),
+            (Grammar("lark", "start: <no>"), "<no>"),
+        ):
+            error = ask(connection, PROMPT, sampled(1, grammar), n=2)
+            assert isinstance(error, RequestError)
+            assert (error.code, error.field) == (ErrorCode.INVALID, "params.grammar") and words in error.problem
+
+
+def test_a_grammar_that_fails_on_the_way_ends_its_request_alone():
+    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
+        doomed = connection.submit(PROMPT, sampled(1, HARD), n=2)
+        others = {connection.submit(PROMPT, sampled(seed, SCHEMA), n=2): 2 for seed in range(3)}
+        ended = collect(connection, others | {doomed: 2})
+        error = ended.pop(doomed)
+        assert isinstance(error, RequestError) and "cannot be followed" in error.problem
+        assert (error.code, error.field) == (ErrorCode.INVALID, "params.grammar")
+        assert check([answer for rid in others for answer in ended[rid]]) >= 4
+        assert connection.stats()["scheduler.failed"] >= 1
+
+
+def test_preemption_changes_nothing():
+    expected = None
+    for kv_tokens in ("16384", "416"):
+        flags = ("--dtype", "float32", "--kv-tokens", kv_tokens, "--page-size", "4", "--context-len", "256")
+        with running(DEMO, *flags) as cluster, cluster.connect() as connection:
+            rids = {connection.submit(PROMPT, sampled(seed, SCHEMA, 120)): 1 for seed in range(12)}
+            answers = collect(connection, rids)
+            tokens = [answers[rid][0].token_ids for rid in rids]
+            preempted = connection.stats()["scheduler.preempted"]
+        expected = expected or tokens
+        assert tokens == expected and check([answers[rid][0] for rid in rids]) >= 4
+    assert preempted > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_random_models_and_tensor_parallel_ranks(kind, tmp_path):
+    """An odd vocabulary, which two ranks must pad; both write the same answers, which validate."""
+    model = make_checkpoint(kind, tmp_path / kind)
+    grammars = [DATE, YES, Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": [1, "a", None]},
+                                                               "maxItems": 4}))]  # fmt: skip
+    seen = []
+    for tp in ("1", "2"):
+        with running(model, *FLOAT32, "--tp", tp) as cluster, cluster.connect() as connection:
+            rids = [connection.submit([5, 6, 7], sampled(seed, g, 60), n=2) for seed, g in enumerate(grammars * 3)]
+            ended = collect(connection, dict.fromkeys(rids, 2))
+        seen.append([[answer.token_ids for answer in ended[rid]] for rid in rids])
+        for rid, grammar in zip(rids, grammars * 3, strict=True):
+            for answer in ended[rid]:
+                assert answer.finish is Finish.STOP, text(answer)
+                if grammar.kind == "json_schema":
+                    jsonschema.validate(json.loads(text(answer)), json.loads(grammar.text))
+    assert seen[0] == seen[1]

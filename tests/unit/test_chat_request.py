@@ -1,0 +1,218 @@
+"""Chats with tools, calls, reasoning and template arguments: rendered as transformers does, and refused by name."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from common.codec import FrameError, decode, encode
+from common.messages import ChatMessage, ErrorCode, Generate, RequestError, Tokenize, Tokens
+from gateway_proc.parsers import Reasoning, ToolFormat, detect_formats, make_parser
+from tests.helpers_templates import HERMES, LLAMA31, QWEN3, TEMPLATES
+from tests.helpers_tokenizers import CHATML, byte_level
+from tests.unit.frontend_world import GREEDY, World, request, run
+from tokenizer_proc.chat_template import ChatTemplate
+from tokenizer_proc.limits import Limits, Refused
+from tokenizer_proc.prompt import PromptEncoder
+
+SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather, <now> & “later”",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CALL = {"id": "abc123def", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Köln"}'}}
+DECODED = {**CALL, "function": {"name": "get_weather", "arguments": {"city": "Köln"}}}
+SYSTEM = {"role": "system", "content": "Be kind."}
+USER = {"role": "user", "content": "Grüße 🙂, how is it?"}
+ANSWER = {"role": "assistant", "content": "Fine.", "reasoning_content": "hm\n"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": '{"t": 21}', "tool_call_id": "abc123def", "name": "get_weather"}
+
+
+@cache
+def reference() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level(), **SPECIAL)
+
+
+def wire(messages: list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
+    extras = [{name: m[name] for name in m if name not in ("role", "content")} for m in messages]
+    return tuple(
+        ChatMessage(m["role"], m["content"], json.dumps(extra) if extra else "")
+        for m, extra in zip(messages, extras, strict=True)
+    )
+
+
+def rendered(template: str, messages: list[dict[str, Any]], **fields: Any) -> str:
+    """The prompt, by way of the wire and the tokenizer."""
+    encoder = PromptEncoder(byte_level(), ChatTemplate(template, SPECIAL), Limits(10_000, 10_000, 1000, 9, 9))
+    msg = Generate(1, None, None, wire(messages), GREEDY, **fields)
+    tokens = encoder.encode(decode(encode(msg), {Generate}))
+    return byte_level().decode(list(tokens), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no-tools", "tools"])
+@pytest.mark.parametrize(
+    "messages",
+    [[USER], [SYSTEM, USER], [USER, ANSWER, USER], [USER, CALLS, RESULT], [USER, CALLS, RESULT, ANSWER, USER]],
+    ids=["user", "system", "reasoned", "called", "long"],
+)
+@pytest.mark.parametrize("prompted", [True, False])
+def test_equal_to_transformers(
+    name: str, tools: list[dict[str, Any]] | None, messages: list[dict[str, Any]], prompted: bool
+) -> None:
+    template = TEMPLATES[name]
+    decoded = [{**m, "tool_calls": [DECODED]} if "tool_calls" in m else m for m in messages]
+    theirs = reference().apply_chat_template(
+        decoded, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompted
+    )
+    sent = "" if tools is None else json.dumps(tools)
+    assert rendered(template, messages, tools=sent, add_generation_prompt=prompted) == theirs
+
+
+@pytest.mark.parametrize("arguments", [{"enable_thinking": False}, {"enable_thinking": True}, {}])
+def test_template_arguments(arguments: dict[str, Any]) -> None:
+    theirs = reference().apply_chat_template(
+        [USER], chat_template=QWEN3, tokenize=False, add_generation_prompt=True, **arguments
+    )
+    assert rendered(QWEN3, [USER], template_args=json.dumps(arguments) if arguments else "") == theirs
+    other = rendered(LLAMA31, [USER], template_args='{"date_string": "today"}')
+    assert "Today: today" in other
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("begun", ["Sure, it is", "a  b\n\nc", "ends. "])
+def test_the_answer_goes_on_with_the_last_message(name: str, begun: str) -> None:
+    messages = [USER, {"role": "assistant", "content": begun}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    ours = rendered(TEMPLATES[name], messages, **options)
+    theirs = reference().apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False, **options)
+    assert ours.endswith(begun) and ours.rstrip() == theirs.rstrip()
+
+
+def test_a_template_that_does_not_show_the_last_message() -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    with pytest.raises(Refused, match="does not show the last message"):
+        rendered("{{ messages[0].content }}", [USER, ANSWER], **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"tools": "{"}, "tools", "not JSON"),
+        ({"tools": "[" * 100_000}, "tools", "nested too deeply"),
+        ({"tools": "{}"}, "tools", "a list"),
+        ({"tools": "[1]"}, "tools[0]", "an object"),
+        ({"tools": '[{"type": "function"}]'}, "tools[0].function", "missing"),
+        ({"tools": '[{"function": {}}]'}, "tools[0].function.name", "missing"),
+        ({"tools": '[{"function": {"name": "f", "parameters": 3}}]'}, "tools[0].function.parameters", "an object"),
+        ({"tools": json.dumps(TOOLS * 2000)}, "tools", "1024"),
+        ({"template_args": "[]"}, "template_args", "an object"),
+        ({"template_args": '{"enable_thinking": "no"}'}, "template_args.enable_thinking", "true or false"),
+        ({"template_args": '{"thinking": true}'}, "template_args.thinking", "enable_thinking"),
+        ({"template_args": '{"messages": []}'}, "template_args.messages", "other fields"),
+        ({"template_args": '{"bos_token": "x"}'}, "template_args.bos_token", "does not use"),
+        ({"template_args": '{"step budget": 1}'}, "template_args.step budget", "does not use"),
+    ],
+)  # fmt: skip
+def test_bad_fields_are_refused_by_name(fields: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(Refused, match=words) as refused:
+        rendered(QWEN3, [USER], **fields)
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID, field)
+    assert len(refused.value.problem) < 300
+
+
+@pytest.mark.parametrize(
+    ("extra", "field", "words"),
+    [
+        ("[", "chat[1]", "not JSON"),
+        ("[]", "chat[1]", "an object"),
+        ('{"weight": 1}', "chat[1].weight", "not known"),
+        ('{"name": 1}', "chat[1].name", "text"),
+        ('{"role": "system"}', "chat[1].role", "not known"),
+        ('{"tool_calls": {}}', "chat[1].tool_calls", "a list"),
+        ('{"tool_calls": [{}]}', "chat[1].tool_calls[0].function", "missing"),
+        ('{"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}', "chat[1].tool_calls[0].function.arguments",
+         "not JSON"),
+        ('{"tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}', "chat[1].tool_calls[0].function.arguments",
+         "an object"),
+    ],
+)  # fmt: skip
+def test_bad_messages_are_refused_by_place(extra: str, field: str, words: str) -> None:
+    async def test() -> None:
+        world = World(QWEN3)
+        world.receive(request(chat=(ChatMessage("user", "a"), ChatMessage("assistant", "", extra))))
+        await world.settle()
+        (error,) = world.answers[b"a"]
+        assert isinstance(error, RequestError) and not world.added
+        assert (error.code, error.field) == (ErrorCode.INVALID, field) and words in error.problem
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"text": "a", "tools": "[]"}, "tools"),
+        ({"text": "a", "template_args": "{}"}, "template_args"),
+        ({"text": "a", "continue_final_message": True}, "continue_final_message"),
+        ({"chat": (ChatMessage("user", "a"),), "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_fields_that_do_not_go_together(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        request(**fields)
+    good = encode(request(text="a"))
+    assert decode(good, {Generate})
+    bad = good[:-1] + b"\xc3"  # continue_final_message: true
+    with pytest.raises(FrameError) as refused:
+        decode(bad, {Generate})
+    assert refused.value.field == "continue_final_message" and refused.value.rid == 5
+
+
+def test_a_question_about_tokens_sees_the_same_chat() -> None:
+    async def test() -> None:
+        world = World(QWEN3)
+        chat = (ChatMessage("user", "a"),)
+        world.receive(Tokenize(2, None, chat, template_args='{"enable_thinking": false}'))
+        world.receive(Tokenize(3, None, chat, template_args="{"))
+        await world.settle()
+        (tokens, error) = sorted(world.answers[b"a"], key=lambda m: m.rid)
+        assert isinstance(tokens, Tokens) and isinstance(error, RequestError) and error.field == "template_args"
+        text = rendered(QWEN3, [{"role": "user", "content": "a"}], template_args='{"enable_thinking": false}')
+        assert byte_level().decode(list(tokens.token_ids), skip_special_tokens=False) == text
+
+    run(test)
+
+
+def test_a_template_without_tools_gets_them_described() -> None:
+    text = rendered(CHATML, [SYSTEM, USER, CALLS, RESULT, ANSWER], tools=json.dumps(TOOLS))
+    system, user, calls, result, answer, _ = text.split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe kind.") and json.dumps(TOOLS[0]["function"], ensure_ascii=False) in system
+    assert user == f"user\n{USER['content']}<|im_end|>\n" and answer == "assistant\nFine.<|im_end|>\n"
+    assert result == 'user\n<tool_response>\n{"t": 21}\n</tool_response><|im_end|>\n'
+    deltas = make_parser(tools=ToolFormat.HERMES).feed(calls.removeprefix("assistant\n").removesuffix("<|im_end|>\n"))
+    assert [getattr(delta, "name", getattr(delta, "text", "")) for delta in deltas] == [
+        "get_weather", '{"city": "Köln"}',
+    ]  # fmt: skip
+    assert rendered(CHATML, [USER], tools=json.dumps(TOOLS)).startswith("<|im_start|>system\nYou can call")
+    assert "tool" not in rendered(CHATML, [USER, ANSWER])
+
+
+def test_formats_of_the_templates() -> None:
+    formats = {name: detect_formats(template) for name, template in TEMPLATES.items()}
+    assert [formats[name].tools for name in ("qwen3", "llama3.1", "mistral", "hermes")] == [
+        ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.HERMES,
+    ]  # fmt: skip
+    assert formats["qwen3"].reasoning is Reasoning.TAGS
+    assert detect_formats(QWEN3, thinking=False).reasoning is Reasoning.NONE
+    assert detect_formats(HERMES).reasoning is Reasoning.NONE

@@ -1,0 +1,147 @@
+"""Chats with tools and reasoning: what is asked of the cluster, and how its answers are read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.messages import Finish
+from common.rows import Row
+from gateway_proc.chat_reader import ChoiceReader
+from gateway_proc.conversation import Conversation, conversation_of
+from gateway_proc.errors import ApiError
+from gateway_proc.parsers import Reasoning, ToolFormat
+from gateway_proc.schemas.chat import ChatRequest
+from tests.unit.frontend_world import INFO
+from tests.unit.gateway_world import World, answering, events, play, words
+
+HERMES = "{% if tools %}<tool_call>{% endif %}"
+THINKING = "{{ messages }}<think></think>{% if add_generation_prompt %}{% endif %}"
+UNKNOWN = "{% if tools %}<function={% endif %}"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+
+
+def conversation(template: str = HERMES, **fields: Any) -> Conversation:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return conversation_of(ChatRequest.model_validate_json(json.dumps(body)), replace(INFO, chat_template=template))
+
+
+def row(text: str, finish: Finish = Finish.NONE, tokens: int = 1) -> Row:
+    return Row(1, 0, text, [7] * tokens, finish, 3, 0, (), 0)
+
+
+def test_tools_go_to_the_template() -> None:
+    found = conversation(tools=TOOLS)
+    assert json.loads(found.template["tools"]) == TOOLS
+    assert found.tool_format is ToolFormat.HERMES and found.tool_names == {"weather", "clock"} and not found.forced
+    hidden = conversation(tools=TOOLS, tool_choice="none")
+    assert hidden.template == {} and hidden.tool_format is None and not hidden.is_read
+    assert conversation("{{ messages }}", tools=TOOLS).tool_format is ToolFormat.HERMES  # the tokenizer describes them
+    assert conversation(UNKNOWN, tools=TOOLS).tool_format is None
+
+
+def test_forced_calls_have_a_grammar() -> None:
+    required = conversation(tools=TOOLS, tool_choice="required").grammar
+    named = conversation(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "clock"}}).grammar
+    assert required is not None and '"weather"' in required.text and '"clock"' in required.text
+    assert named is not None and '"clock"' in named.text and '"weather"' not in named.text
+    one = conversation(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).grammar
+    assert one is not None and one != required
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "template": UNKNOWN}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        conversation(**fields)
+    assert caught.value.param == param and caught.value.status == 400
+
+
+def test_template_arguments() -> None:
+    found = conversation(THINKING, chat_template_kwargs={"a": 1}, reasoning_effort="low", continue_final_message=True)
+    assert json.loads(found.template["template_args"]) == {"a": 1, "reasoning_effort": "low"}
+    assert found.template["continue_final_message"] is True and found.template["add_generation_prompt"] is False
+    assert found.reasoning is Reasoning.TAGS
+    assert conversation(THINKING, separate_reasoning=False).reasoning is Reasoning.NONE
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("width", [1, 3, 1000])
+def test_calls_are_read_alike_at_once_and_streamed(width: int) -> None:
+    whole, streamed = (ChoiceReader(conversation(tools=TOOLS)) for _ in range(2))
+    text = "Let me see. " + CALL
+    parts = [text[i : i + width] for i in range(0, len(text), width)]
+    rows = [row(part, Finish.STOP if i == len(parts) - 1 else Finish.NONE) for i, part in enumerate(parts)]
+    content, arguments, names = "", "", []
+    for each in rows:
+        whole.collect(each)
+        for piece in streamed.feed(each):
+            content += piece.delta.get("content", "")
+            for call in piece.delta.get("tool_calls", ()):
+                names += [call["function"]["name"]] if "name" in call["function"] else []
+                arguments += call["function"]["arguments"]
+    message = whole.message()
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function" and call["id"] and call["function"]["name"] == "weather" and names == ["weather"]
+    assert json.loads(call["function"]["arguments"]) == json.loads(arguments) == {"city": "Rome"}
+    assert message["content"].strip() == content.strip() == "Let me see."
+    assert whole.finish_reason(Finish.STOP) == streamed.finish_reason(Finish.STOP) == "tool_calls"
+    assert whole.finish_reason(Finish.LENGTH) == "length"
+
+
+def test_an_answer_without_a_call_is_content() -> None:
+    reader = ChoiceReader(conversation(tools=TOOLS))
+    reader.collect(row("just words", Finish.STOP))
+    assert reader.message() == {"role": "assistant", "content": "just words", "refusal": None}
+    assert reader.finish_reason(Finish.STOP) == "stop"
+
+
+THOUGHT = answering(words("<think>", "a", " b", "</think>", "\n\n", "c"), replace(INFO, chat_template=THINKING))
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def test_reasoning_is_told_apart(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        answer = (await world.post("/v1/chat/completions", CHAT)).json()
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("a b", "c")
+        assert answer["usage"]["completion_tokens"] == 6
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}  # with the tag that opens it
+        hidden = (await world.post("/v1/chat/completions", CHAT | {"include_reasoning": False})).json()
+        assert "reasoning_content" not in hidden["choices"][0]["message"]
+        assert hidden["choices"][0]["message"]["content"] == "c"
+        together = (await world.post("/v1/chat/completions", CHAT | {"separate_reasoning": False})).json()
+        assert together["choices"][0]["message"]["content"] == "<think>a b</think>\n\nc"
+        assert "completion_tokens_details" not in together["usage"]
+
+    play(short_dir, THOUGHT, test)
+
+
+def test_streamed_reasoning(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        found = events(await world.post("/v1/chat/completions", CHAT | options))
+        deltas = [chunk["choices"][0]["delta"] for chunk in found[:-1]]
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == "a b"
+        assert "".join(d.get("content", "") for d in deltas) == "c"
+        assert found[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+    play(short_dir, THOUGHT, test)

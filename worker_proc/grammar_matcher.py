@@ -1,0 +1,247 @@
+"""Grammars on the worker's side: which tokens may come next, request by request, and that the others do not.
+
+One matcher per slot with a grammar, on rank 0 alone. Their masks are computed in a thread of their own (the library
+lets go of Python's lock) while the model computes the logits. A batch without grammars costs one look at a dictionary.
+
+A matcher that cannot go on, because its grammar needs more work than LIMITS allow, fails by itself: its row is drawn
+without a mask and reported, and everybody else goes on.
+"""
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from common.grammars import LIMITS, GrammarError, to_llguidance
+from common.messages import EnterGrammar
+from common.sampling_params import Grammar
+
+log = logging.getLogger(__name__)
+
+MAX_COMPILED = 64  # grammars kept for requests to come
+_MAX_THREADS = 8
+_MAX_PROBLEM_CHARS = 1000
+
+
+class GrammarFailure(Exception):
+    """A grammar cannot be followed. The text says why."""
+
+
+def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The bytes of every token of a model. Raises an exception whose text says why that cannot be had."""
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise GrammarFailure("the model has no tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    size = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+    return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=list(eos_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The token of row `row` is not to be used."""
+
+    row: int
+    problem: str
+
+
+class SlotMatcher:
+    """The state of one answer. Used by the masks' thread while a step is computed, by the worker's own before and
+    after."""
+
+    def __init__(self, entered: EnterGrammar) -> None:
+        self._entered = entered
+        self._matcher: LLMatcher | None = None
+        self.problem = ""
+        self.over = False  # the end was drawn, or the problem reported: what comes is for nobody
+
+    @property
+    def ends_late(self) -> bool:
+        """The end-of-sequence token may come only where nothing else can."""
+        return self._entered.ignore_eos and not self.matcher.is_stopped()
+
+    @property
+    def matcher(self) -> LLMatcher:
+        assert self._matcher is not None
+        return self._matcher
+
+    def begin(self, compile: Callable[[Grammar], LLMatcher]) -> None:
+        """Before the first mask: the grammar's beginning, then what was generated before this slot was entered."""
+        if self._matcher is not None:
+            return
+        try:
+            self._matcher = compile(self._entered.grammar)
+        except GrammarFailure as failure:
+            self.problem = str(failure)
+            return
+        generated = self._entered.generated.tolist()
+        if generated and not self._matcher.consume_tokens(generated):
+            self.fail()
+
+    def fail(self) -> None:
+        problem = self.matcher.get_error() if self._matcher is not None else ""
+        words = " ".join(problem.split())[:_MAX_PROBLEM_CHARS]
+        self.problem = f"the grammar cannot be followed any further: {words or 'no reason given'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The masks of a step, perhaps still being computed. Bit t of `bits[i]` says that row `rows[i]` may get token t."""
+
+    rows: list[int]
+    matchers: list[SlotMatcher]
+    bits: Tensor  # int32 [R, words], host
+    computed: "Future[None]"
+
+
+class GrammarMatchers:
+    """The matchers of all slots. `load` makes the library's vocabulary; when it fails, so does every grammar."""
+
+    def __init__(self, load: Callable[[], LLTokenizer], vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._slots: dict[int, SlotMatcher] = {}
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._executor = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 2) // 2)))
+        self._vocabulary = self._thread.submit(load)
+        octets = torch.arange(256, dtype=torch.uint8, device=self._device)
+        self._unpacked = (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device=self._device)) & 1 == 1
+
+    def wait_ready(self) -> None:
+        """Until the vocabulary is loaded, or cannot be."""
+        error = self._vocabulary.exception()
+        if error is not None:
+            log.warning("grammars cannot be used with this model: %s", error)
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self._slots.clear()
+
+    def leave(self, slots: Iterable[int]) -> None:
+        if self._slots:
+            for slot in slots:
+                self._slots.pop(slot, None)
+
+    def enter(self, entered: Sequence[EnterGrammar]) -> None:
+        """Slots are taken by requests with a grammar. Compiling begins now, beside the prompt's forward pass."""
+        for entry in entered:
+            slot = SlotMatcher(entry)
+            self._slots[entry.slot] = slot
+            self._thread.submit(self._begin, slot)
+
+    def start(self, slots: Tensor) -> Masks | None:
+        """Start on the masks of the rows of `slots` (int64 `[S]`, host) that are about to be drawn; None where no row
+        has a grammar to follow."""
+        if not self._slots:
+            return None
+        found = [(row, self._slots.get(slot)) for row, slot in enumerate(slots.tolist())]
+        active = [(row, matcher) for row, matcher in found if matcher is not None and not matcher.over]
+        if not active:
+            return None
+        rows, matchers = [row for row, _ in active], [matcher for _, matcher in active]
+        bits = torch.empty(len(rows), self._words, dtype=torch.int32)
+        return Masks(rows, matchers, bits, self._thread.submit(self._compute, matchers, bits))
+
+    def apply(self, masks: Masks, logits: Tensor) -> None:
+        """Exclude all other tokens in `logits` (float32 `[S, vocab]`, device): to be done last before the draw.
+
+        A row in which everything that may come was excluded before gets one of those tokens all the same: the grammar
+        has the last word.
+        """
+        masks.computed.result()
+        octets = masks.bits.view(torch.uint8).to(self._device, torch.int64)
+        allowed = self._unpacked[octets].view(len(masks.rows), -1)[:, : logits.shape[1]]
+        rows = torch.tensor(masks.rows, device=self._device)
+        part = logits.index_select(0, rows).masked_fill_(~allowed, -torch.inf)
+        nothing_left = part.amax(1, keepdim=True) == -torch.inf
+        logits.index_copy_(0, rows, part.masked_fill_(allowed & nothing_left, 0.0))
+
+    def advance(self, masks: Masks, tokens: Sequence[int]) -> list[Failure]:
+        """Follow the drawn tokens, one per row of the step; the rows whose grammar failed, now or before the draw."""
+        failures = []
+        for row, slot in zip(masks.rows, masks.matchers, strict=True):
+            if not slot.problem:
+                slot.over = tokens[row] in self._eos
+                if not slot.over and not slot.matcher.consume_token(tokens[row]):
+                    slot.fail()
+            if slot.problem:
+                slot.over = True
+                failures.append(Failure(row, slot.problem))
+        return failures
+
+    @property
+    def _words(self) -> int:
+        """Of a mask. A tokenizer may have more tokens than the model."""
+        failed = self._vocabulary.exception() is not None
+        tokens = self._vocab_size if failed else max(self._vocab_size, self._vocabulary.result().vocab_size)
+        return -(-tokens // 32)
+
+    @property
+    def _eos(self) -> list[int]:
+        tokens: list[int] = self._vocabulary.result().eos_tokens
+        return tokens
+
+    def _begin(self, slot: SlotMatcher) -> None:
+        try:
+            slot.begin(self._copy_of)
+        except Exception as error:  # nobody waits for this future: what is not noted here would be lost
+            log.exception("a grammar cannot be used")
+            slot.problem = f"the grammar cannot be used: {type(error).__name__}"
+
+    def _copy_of(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the grammar's beginning. Raises GrammarFailure."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return compiled.deep_copy()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        try:
+            vocabulary = self._vocabulary.result()
+            compiled = LLMatcher(vocabulary, to_llguidance(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+        except GrammarError as error:
+            raise GrammarFailure(str(error)) from None
+        except Exception as error:  # the vocabulary could not be loaded
+            raise GrammarFailure(f"grammars cannot be used with this model: {error}") from None
+        if compiled.is_error():
+            raise GrammarFailure(" ".join(compiled.get_error().split())[:_MAX_PROBLEM_CHARS])
+        compiled.compute_bitmask()  # what it learns of its beginning, its copies know
+        return compiled
+
+    @torch.inference_mode()  # of this thread: the tensor is from a step's
+    def _compute(self, matchers: list[SlotMatcher], bits: Tensor) -> None:
+        ready = [(slot.matcher, row) for row, slot in enumerate(matchers) if not slot.problem]
+        if len(ready) < len(matchers):
+            bits.fill_(-1)
+        if ready:
+            self._executor.unsafe_compute_mask_ptr(ready, bits.data_ptr(), bits.shape[1] * 4, len(matchers))
+        for row, slot in enumerate(matchers):
+            if not slot.problem and slot.matcher.is_error():
+                slot.fail()
+            if slot.problem:
+                bits[row] = -1
+            elif slot.ends_late:
+                self._without_eos(bits[row])
+
+    def _without_eos(self, mask: Tensor) -> None:
+        """Exclude the ends of a sequence from a mask (int32 `[words]`) that allows something else."""
+        without = mask.clone()
+        for token in self._eos:
+            without[token // 32] &= ~(1 << (token % 32)) if token % 32 < 31 else 2**31 - 1
+        if bool(without.any()):
+            mask.copy_(without)
