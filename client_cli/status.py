@@ -64,7 +64,7 @@ def _look(target: Target, timeout_s: float) -> tuple[dict[str, Any], int]:
 def _local(watcher: Any, state: dict[str, Any], timeout_s: float) -> str | None:
     """Fill in what a local cluster says; the problem, if there is one."""
     model = watcher.info.get("model", {})
-    processes = watcher.processes.look()
+    processes = watcher.look()
     state |= {"model": model.get("path"), "context_len": model.get("context_len"), "kv_tokens": model.get("kv_tokens")}
     state |= {"server": state["server"] or watcher.info.get("addresses", {}).get("frontend")}
     state["processes"] = [asdict(row) for row in processes]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from client_cli.errors import EXIT_INTERRUPTED
+from client_cli.errors import EXIT_INTERRUPTED, NoClusterError
 from client_cli.runs import named_failures
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
     from client_cli.snapshot import Snapshot
     from client_cli.watch import ProcessRow, Watcher
@@ -48,9 +48,9 @@ def _once(watcher: "Watcher", interval: float, as_json: bool) -> None:
     from rich.console import Console
 
     before = watcher.snapshot()
-    watcher.processes.look()  # CPU is counted between two looks
+    watcher.look()  # CPU is counted between two looks
     time.sleep(interval)
-    now, processes = watcher.snapshot(), watcher.processes.look()
+    now, processes = watcher.snapshot(), watcher.look()
     if as_json:
         values = {name: value for name, value in asdict(now).items() if name != "at_s"}
         rates = {f"{name}_per_s": now.rate(before, name) for name in ("prompt_tokens", "output_tokens", "finished")}
@@ -61,15 +61,23 @@ def _once(watcher: "Watcher", interval: float, as_json: bool) -> None:
 
 
 def _live(watcher: "Watcher", interval: float) -> None:
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
+
+    from common.connection import ConnectionLost
 
     before, now = None, watcher.snapshot()
-    first = view(watcher.info, now, before, watcher.processes.look())
+    first = view(watcher.info, now, before, watcher.look())
     with Live(first, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval)
-            before, now = now, watcher.snapshot()
-            live.update(view(watcher.info, now, before, watcher.processes.look()), refresh=True)
+            try:
+                before, now = now, watcher.snapshot()
+                shown: RenderableType = view(watcher.info, now, before, watcher.look())
+            except (ConnectionLost, NoClusterError) as error:  # it may be restarting
+                shown = Group(Text(str(error), style="red"), view(watcher.info, now, None, watcher.look()))
+            live.update(shown, refresh=True)
 
 
 def view(info: dict[str, Any], now: "Snapshot", before: "Snapshot | None", processes: "list[ProcessRow]") -> "Group":

@@ -1,5 +1,6 @@
 """Ask a server what it is doing, again and again: snapshots, processes, health. Used by `top` and `status`."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from client_cli.target import Target
 
 if TYPE_CHECKING:
     import psutil
+
+    from client_cli.http_loop import HttpLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +28,14 @@ class ProcessRow:
 class Processes:
     """The processes that cluster.json names."""
 
-    def __init__(self, pids: dict[str, int]):
-        self._pids = pids
+    def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}
 
-    def look(self) -> list[ProcessRow]:
+    def look(self, pids: dict[str, int]) -> list[ProcessRow]:
         import psutil
 
         rows = []
-        for name, pid in self._pids.items():
+        for name, pid in pids.items():
             try:
                 process = self._known.get(pid) or psutil.Process(pid)
                 self._known[pid] = process
@@ -53,22 +55,43 @@ class Watcher:
     def __init__(self, target: Target):
         from common.connection import Connection
 
+        self._target = target
         self.info: dict[str, Any] = {}
         self._connection: Connection | None = None
+        self._http: HttpLoop[None] | None = None
         if target.url is None:
             if target.address is None:
                 self.info = target.cluster()
             self._connection = Connection(target.frontend())
         else:
-            from client_cli.http_loop import HttpLoop
+            from client_cli import http_loop
 
-            self._http: HttpLoop[None] = HttpLoop(target.server())
-        self.processes = Processes(self.info.get("pids", {}))
+            self._http = http_loop.HttpLoop(target.server())
+        self.processes = Processes()
+
+    def look(self) -> list[ProcessRow]:
+        """The processes as they are; restarted ones have other pids than before."""
+        from client_cli.errors import NoClusterError
+
+        if self._target.url is None and self._target.address is None:
+            with contextlib.suppress(NoClusterError):
+                self.info = self._target.cluster()
+        return self.processes.look(self.info.get("pids", {}))
 
     def snapshot(self, timeout_s: float = 10.0) -> Snapshot:
-        if self._connection is not None:
+        """Raises ConnectionLost; the next call tries a new connection."""
+        from common.connection import Connection, ConnectionLost
+
+        if self._http is not None:
+            return from_metrics(self.page("/metrics", timeout_s), time.monotonic())
+        if self._connection is None:
+            self._connection = Connection(self._target.frontend())
+        try:
             return from_stats(self._connection.stats(timeout_s), time.monotonic())
-        return from_metrics(self.page("/metrics", timeout_s), time.monotonic())
+        except ConnectionLost:
+            self._connection.close()
+            self._connection = None
+            raise
 
     def page(self, path: str, timeout_s: float = 10.0) -> str:
         """A page of the HTTP server. Raises Unreachable or ConnectionLost."""
@@ -77,6 +100,7 @@ class Watcher:
         from client_cli.http_loop import failure_text
         from common.connection import ConnectionLost, Unreachable
 
+        assert self._http is not None
         url = self._http.server.root + path
         try:
             status, text = self._http.get(path, timeout_s)
@@ -93,5 +117,5 @@ class Watcher:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        else:
+        if self._http is not None:
             self._http.close()

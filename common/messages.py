@@ -276,7 +276,7 @@ class AddRequest:
     scored: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
     again: Annotated[bool, Bool()] = False
     grammar: Annotated[Grammar | None, Maybe(GRAMMAR)] = None
-    ignore_eos: Annotated[bool, Bool()] = False  # with a grammar: its answer ends only where it cannot go on
+    ignore_eos: Annotated[bool, Bool()] = False  # the grammar's answer ends only where it cannot go on
 
     def __post_init__(self) -> None:
         if self.generated and not self.generated < min(len(self.prompt), self.max_tokens):
@@ -579,7 +579,7 @@ class Pulse:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A worker rank takes plans of `epoch`, and of no earlier one. It has executed `steps` plans in its life: ranks
-    whose numbers differ have diverged."""
+    whose numbers differ have diverged. From the gateway: it is connected to the tokenizer (both numbers are 0)."""
 
     TAG: ClassVar[int] = 41
     name: Annotated[str, Str(64, 1)]

@@ -120,8 +120,8 @@ class SamplingParams:
     by; with `early_stopping` the search ends as soon as n sequences have ended. Their rows come at the end, best first.
     It takes the model's own distribution (`temperature` 1 or 0), so nothing that changes or draws from it goes with it.
 
-    `grammar` allows only tokens that keep the answer in it; the answer ends when it is complete, whatever the others
-    say.
+    `grammar` allows only tokens that keep the answer in it, and ends the answer when it is complete, whatever the
+    others say.
     """
 
     temperature: Annotated[float, Float(0.0, 100.0)] = 1.0

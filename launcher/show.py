@@ -19,21 +19,22 @@ def describe(
     endpoints: Endpoints,
     procs: Iterable[Proc],
     go: Go,
+    http_port: int | None,
     restarts: dict[str, int],
     start_up_s: float,
 ) -> dict[str, object]:
     """What cluster.json says. `pids` are those that live now."""
-    procs = list(procs)
+    http = None if http_port is None else _http_address(config.http.host, http_port)
     pids = {"launcher": os.getpid()} | {proc.name: proc.popen.pid for proc in procs if proc.alive}
     return {
         "version": 1,
         "launcher_pid": os.getpid(),
         "pids": pids,
         "restarts": restarts,
-        "addresses": {"frontend": endpoints.frontend, "listen": config.listen, "http": _http_address(config, procs)},
+        "addresses": {"frontend": endpoints.frontend, "listen": config.listen, "http": http},
         "model": {
             "path": config.model.path,
-            **next((p.ready.labels for p in procs if p.ready and p.ready.labels), {}),
+            **{name: value for name, value in go.labels.items() if name != "version"},
             "tp": config.model.tp,
             "context_len": go.context_len,
             "kv_tokens": go.num_pages * go.page_size,
@@ -43,14 +44,8 @@ def describe(
     }
 
 
-def http_port(procs: Iterable[Proc]) -> int | None:
-    """Where the gateway among `procs` listens."""
-    return next((p.ready.info["http_port"] for p in procs if p.ready and "http_port" in p.ready.info), None)
-
-
-def _http_address(config: ClusterConfig, procs: Iterable[Proc]) -> str | None:
-    port, host = http_port(procs), config.http.host
-    return None if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def _http_address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def panel(info: dict[str, object], go: Go) -> str:

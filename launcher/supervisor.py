@@ -22,8 +22,8 @@ from launcher.control import Control
 from launcher.liveness import Liveness
 from launcher.process import Proc, Spawner, State, Unit
 from launcher.restarts import Restarts
-from launcher.show import VERSION, describe, http_port
-from launcher.table import WORKERS, process_table
+from launcher.show import VERSION, describe
+from launcher.table import GATEWAY, WORKERS, process_table
 
 log = logging.getLogger(__name__)
 STOP_GRACE_S = 1.5  # from SIGTERM to SIGKILL for a child
@@ -53,6 +53,7 @@ class Supervisor:
         self._announced = False  # to everybody
         self._term_due = self._epoch_due = False
         self._groups = 0
+        self._http_port: int | None = None
         self._drained = False
         self._began = time.monotonic()
         self._start_up_s = 0.0
@@ -64,18 +65,23 @@ class Supervisor:
         for unit in self._units.values():
             self._spawn(unit)
         deadline = self._began + self._config.start_timeout_s
-        while not self._announced:
+        while not (self._announced and self._gateway_serves()):
             self._poll()
             if self._control.stops:
                 return None
             self._check_start()
             show(self._procs())
             if time.monotonic() > deadline:
-                late = ", ".join(p.name for p in self._procs() if p.ready is None) or "the worker ranks"
+                late = ", ".join(p.name for p in self._procs() if p.ready is None) or "the worker ranks or the gateway"
                 raise ClusterError(f"not ready after {self._config.start_timeout_s:g} s (--start-timeout): {late}")
             self._announce()
         self._start_up_s = time.monotonic() - self._began
         return self._write_cluster()
+
+    def _gateway_serves(self) -> bool:
+        """Whether the first HTTP request would be answered, if there is to be one."""
+        unit = self._units.get(GATEWAY)
+        return unit is None or all(p.joined for p in unit.procs.values())
 
     def _check_start(self) -> None:
         if not any(unit.first_failure() for unit in self._units.values()):
@@ -94,8 +100,8 @@ class Supervisor:
             self._groups += 1
             if self._go is not None:
                 more += ("--num-pages", str(self._go.num_pages))
-        elif (port := http_port(unit.procs.values())) is not None:
-            more = ("--port", str(port))  # clients know it
+        elif unit.spec.name == GATEWAY and self._http_port is not None:
+            more = ("--port", str(self._http_port))  # clients know it
         unit.procs = {spec.name: self._spawner.start(spec, *more) for spec in unit.spec.processes}
         unit.state = State.LOADING
         unit.due = time.monotonic() + self._config.start_timeout_s
@@ -243,6 +249,7 @@ class Supervisor:
         match msg:
             case Ready(pid=pid) if pid == proc.popen.pid:
                 proc.ready, proc.identity = msg, identity
+                self._http_port = msg.info.get("http_port", self._http_port)
             case Fatal(problem=problem):
                 proc.fatal = proc.fatal or problem
             case Progress(done=done, total=total):
@@ -258,7 +265,9 @@ class Supervisor:
         return {name: unit.restarts.total for name, unit in self._units.items()}
 
     def _write_cluster(self) -> dict[str, object]:
-        info = describe(self._config, self._endpoints, self._procs(), self.go, self._restarts(), self._start_up_s)
+        info = describe(
+            self._config, self._endpoints, self._procs(), self.go, self._http_port, self._restarts(), self._start_up_s
+        )
         self._run_dir.write_cluster(info)
         return info
 

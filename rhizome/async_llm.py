@@ -63,6 +63,7 @@ class AsyncLLM:
                 starting.add_done_callback(_close_started)
                 raise
             address = self._own.address
+        self._address = address
         self._connection = await AsyncConnection(address).__aenter__()
         return self
 
@@ -113,6 +114,7 @@ class AsyncLLM:
         """As LLM.stream: `async for piece in llm.stream("..."): ...`."""
         kind = "prompt" if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else "messages"
         (request,) = make_requests(kind, [prompt], params, Options(cache_salt, priority, deadline_ms))
+        await self._reconnect()
         progress = Progress(0, request)
         stream = self._submit(request, stream=True)
         try:
@@ -126,6 +128,7 @@ class AsyncLLM:
 
     async def stats(self) -> dict[str, int]:
         """The cluster's counters and gauges by name."""
+        await self._reconnect()
         try:
             return await self._open.stats()
         except ConnectionLost as error:
@@ -137,6 +140,13 @@ class AsyncLLM:
             raise ClusterError("use AsyncLLM in an `async with` block")
         return self._connection
 
+    async def _reconnect(self) -> None:
+        """A new connection for one that broke, as when the cluster restarts the process at its other end."""
+        if self._open.lost is not None:
+            broken, self._connection = self._open, AsyncConnection(self._address)
+            await self._connection.__aenter__()
+            await broken.aclose()
+
     def _submit(self, request: JsonRequest, *, stream: bool) -> Stream:
         try:
             return self._open.submit(request.prompt, request.params, stream=stream, **keywords(request))
@@ -145,6 +155,7 @@ class AsyncLLM:
 
     async def _run(self, requests: list[JsonRequest]) -> list[RequestOutput]:
         """At most MAX_LIVE at once; the first failure aborts the others."""
+        await self._reconnect()
         room = asyncio.Semaphore(MAX_LIVE)
         try:
             async with asyncio.TaskGroup() as group:

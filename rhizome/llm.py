@@ -158,6 +158,9 @@ class LLM:
                 raise ClusterError("this LLM is closed")
             connection = self._idle.pop() if self._idle else None
         try:
+            if connection is not None and _broken(connection):
+                connection.close()
+                connection = None
             if connection is None:
                 connection = Connection(self._address)
             yield connection
@@ -178,6 +181,15 @@ class LLM:
                 self._idle.append(connection)
                 return
         connection.close()
+
+
+def _broken(connection: Connection) -> bool:
+    """Whether an idle connection's other end has gone: the cluster restarts processes that die."""
+    try:
+        connection.poll(0.0)
+    except ConnectionLost:
+        return True
+    return False
 
 
 def run_all(

@@ -37,9 +37,9 @@ class PlanBuilder:
         self._scorings: list[Scoring] = []
         self.scored: list[Scored] = []  # in the order of the scorings
         self.num_tokens = 0
-        self.grammar_chars = 0
         self.num_history_tokens = 0
         self.num_scored_tokens = 0
+        self.grammar_chars = 0
 
     @property
     def rows(self) -> list[Request]:

@@ -352,9 +352,9 @@ class Scheduler:
             self.measures.step(step.shape.tokens, seconds)
         for request in step.rows:
             request.steps_in_flight -= 1
-        rows = TokenRows()
         failed = dict(zip(result.failed, result.problems, strict=True))
         errors: list[Message] = []
+        rows = TokenRows()
         for scored, entries in zip(step.scored, scores, strict=True):
             if not scored.request.ended:
                 scored.request.scored = scored.end
@@ -365,15 +365,19 @@ class Scheduler:
                 self._counters["discarded_tokens"] += 1
                 continue  # it ended while this step ran: nobody may see the token
             if row in failed:
-                self._counters["failed"] += 1
-                self._end(request, Event.ABORT)
-                errors.append(RequestError(request.rid, ErrorCode.INVALID, failed[row], "params.grammar"))
-                continue
-            self._take_token(rows, request, token, logprobs.get(row), now)
+                errors.append(self._fail(request, failed[row]))
+            else:
+                self._take_token(rows, request, token, logprobs.get(row), now)
         for request in step.rows:
             self._settle(request)
         self._counters["output_tokens"] += rows.num_tokens
         return [*rows.batch(step.planned, *result.times, now), *errors]
+
+    def _fail(self, request: Request, problem: str) -> RequestError:
+        """The grammar of a request could not be followed: its token is for nobody."""
+        self._counters["failed"] += 1
+        self._end(request, Event.ABORT)
+        return RequestError(request.rid, ErrorCode.INVALID, problem, "params.grammar")
 
     def _take_token(self, rows: TokenRows, request: Request, token: int, logprobs: Logprobs | None, now: int) -> None:
         request.tokens.append(token)

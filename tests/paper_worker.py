@@ -52,11 +52,11 @@ class Slot:
     length: int
     pages: list[int] = field(default_factory=list)
     last: int = -1
-    answer: list[int] | None = None  # what a grammar has seen of the answer, where there is one
-    fails_after: int = -1  # tokens of the answer
     draw: DrawParams = field(default_factory=DrawParams)
     history: History | None = None
     drawn: list[int] = field(default_factory=list)
+    answer: list[int] | None = None  # what a grammar has seen of the answer, where there is one
+    fails_after: int = -1  # tokens of the answer
 
 
 class PaperWorker:
@@ -126,17 +126,9 @@ class PaperWorker:
             array("q", (1, 2, 3)),
             LogprobRows.of(logprobs),
             LogprobRows.of(self.score(plan)),
-            failed,
-            ("a reason",) * len(failed),
+            failed=failed,
+            problems=("a reason",) * len(failed),
         )
-
-    def follow(self, state: Slot, context: list[int]) -> bool:
-        """Whether the slot's grammar, if it has one, cannot be followed any more."""
-        if state.answer is None:
-            return False
-        assert context[len(context) - len(state.answer) :] == state.answer, "a grammar has seen another answer"
-        state.answer.append(state.last)
-        return len(state.answer) == state.fails_after
 
     def check_history(self, state: Slot, context: list[int]) -> None:
         """What a worker knows of a slot's tokens must be all of them."""
@@ -147,6 +139,14 @@ class PaperWorker:
             state.drawn.append(state.last)
         else:
             assert state.history is None
+
+    def follow(self, state: Slot, context: list[int]) -> bool:
+        """A slot's next token is drawn; whether its grammar cannot be followed any more."""
+        if state.answer is None:
+            return False
+        assert context[len(context) - len(state.answer) :] == state.answer, "a grammar has seen another answer"
+        state.answer.append(state.last)
+        return len(state.answer) == state.fails_after
 
     def score(self, plan: StepPlan) -> dict[int, Logprobs]:
         found = {}

@@ -29,6 +29,11 @@ class Rig:
         msg = AddRequest(rid, ints(*prompt), max_tokens, ints(*stop), DrawParams(), **more)
         return self.scheduler.handle(msg, self.now)
 
+    def restart_worker(self):
+        """Plans on their way are lost with the worker."""
+        self._waiting.clear()
+        self.worker = PaperWorker(self.worker.page_size)
+
     def abort(self, rid):
         self.take(self.scheduler.handle(Abort(rid), self.now))
 

@@ -206,7 +206,8 @@ class Frontend:
         self._send_scheduler(
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
-                entry.priority, left_ms, len(emitted), choice.scored, again, params.grammar, params.ignore_eos,
+                entry.priority, left_ms, len(emitted), choice.scored, again, params.grammar,
+                params.grammar is not None and params.ignore_eos,
             )
         )  # fmt: skip
 

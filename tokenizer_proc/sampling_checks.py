@@ -58,8 +58,10 @@ def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
 
 
 def ends_of(params: SamplingParams, eos: IntArray) -> IntArray:
-    """The tokens that end an answer. Under a grammar the model's own do with `ignore_eos` too, held back by the worker
-    until the answer is complete."""
+    """The tokens that end an answer.
+
+    A complete answer under a grammar can only end, with `ignore_eos` too: the worker holds the end back until then.
+    """
     goes_on = params.ignore_eos and params.grammar is None
     return ints(*sorted({*params.stop_token_ids, *(() if goes_on else eos)}))
 

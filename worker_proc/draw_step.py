@@ -42,11 +42,11 @@ class DrawStep:
         self._sampler = Sampler(max_slots, device)
         self._editor = LogitEditor(max_slots, vocab_size, device)
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
-        self._with_grammar: set[int] = set()  # slots, on every rank
         self._grammars = grammars
+        self._with_grammar: set[int] = set()  # slots; every rank knows them
 
     def reset(self) -> None:
-        """Free every slot."""
+        """Every slot is free."""
         self._with_grammar.clear()
         if self._grammars is not None:
             self._grammars.reset()
@@ -68,13 +68,13 @@ class DrawStep:
 
     def is_greedy(self, sampled: SampledRows) -> bool:
         """Whether all these rows want is the likeliest token, as the model sees it."""
-        special = self._draws.keys() | self._with_grammar
-        if special and not special.isdisjoint(sampled.slots.tolist()):
+        slots = sampled.slots.tolist() if self._draws or self._with_grammar else []
+        if not self._draws.keys().isdisjoint(slots) or not self._with_grammar.isdisjoint(slots):
             return False
         return self._sampler.is_greedy(sampled.slots) and not self._editor.touches(sampled.slots)
 
     def start(self, sampled: SampledRows) -> Masks | None:
-        """Start on the masks of the rows with a grammar, to be ready when the logits are."""
+        """Start on the grammars' masks for these rows, beside the forward pass; None where there is nothing to mask."""
         return self._grammars.start(sampled.slots) if self._grammars is not None else None
 
     def draw(
@@ -82,7 +82,7 @@ class DrawStep:
     ) -> tuple[Tensor, LogprobRows | None]:
         """One token per row, int64 `[S]` on the device, and the log probabilities of those that asked for them.
 
-        `logits` (float32 `[S, vocab]`, device) are changed. `masks` are those of `start`.
+        `logits` (float32 `[S, vocab]`, device) are changed. `masks` are from `start`.
         """
         rows, tops = self._logprob_rows(sampled.slots)
         raw = (logits[rows] if len(rows) < len(logits) else logits).log_softmax(-1) if rows else None
@@ -96,9 +96,9 @@ class DrawStep:
         entries = logprobs.of_tokens(raw, tokens[rows], tops)
         return tokens, LogprobRows.of(dict(zip(rows, entries.split([1] * len(rows)), strict=True)))
 
-    def advance(self, masks: Masks | None, tokens: Sequence[int]) -> list[Failure]:
-        """Tell the grammars the drawn tokens, one per row; the rows whose grammar failed."""
-        return [] if masks is None or self._grammars is None else self._grammars.advance(masks, tokens)
+    def follow(self, masks: Masks, tokens: Sequence[int]) -> list[Failure]:
+        """The grammars go on with the tokens that were drawn (host, one per row); the rows in which one cannot."""
+        return self._grammars.advance(masks, tokens) if self._grammars is not None else []
 
     def scored(self, plan: StepPlan) -> Scored:
         """The rows of the plan's scorings. Raises PlanError when they are not in their chunk."""

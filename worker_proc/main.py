@@ -100,20 +100,17 @@ class WorkerLoop:
         self._watch.steps += 1
         if self._outbox is not None:
             times = array("q", (received, output.forward_started, output.tokens_ready))
-            tokens = array("i", output.tokens)
-            failed = array("i", [failure.row for failure in output.failures])
-            problems = tuple(failure.problem for failure in output.failures)
             self._outbox.send(
                 StepResult(
                     plan.step_id,
                     plan.epoch,
                     plan.group,
-                    tokens,
+                    array("i", output.tokens),
                     times,
                     output.logprobs,
                     output.prompt_logprobs,
-                    failed,
-                    problems,
+                    array("i", [failure.row for failure in output.failures]),
+                    tuple(failure.problem for failure in output.failures),
                 )
             )
 

@@ -98,12 +98,12 @@ class ModelRunner:
             now = time.monotonic_ns()
             return StepOutput([], now, now)
         batch, sampled = self._slots.build(plan)
+        masks = self._draw_step.start(sampled)
         scored = None
         if plan.scorings:
             scored = self._draw_step.scored(plan)
             more = scored.rows.to(self._device)
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, more)))
-        masks = self._draw_step.start(sampled)
         forward_started = time.monotonic_ns()
         if self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled):  # on all ranks or none
             best = self._share(self._greedy.greedy(batch, self._cache), sampled)
@@ -112,12 +112,11 @@ class ModelRunner:
         prompt_logprobs = None
         if scored is not None and self._tp.rank == 0:
             prompt_logprobs = self._draw_step.score(logits[len(sampled.slots) :], scored)
-        tokens: list[int] = []
-        logprobs = None
-        if len(sampled.slots):
-            tokens, logprobs = self._draw(logits[: len(sampled.slots)], sampled, masks)
+        if not len(sampled.slots):
+            return StepOutput([], forward_started, time.monotonic_ns(), None, prompt_logprobs)
+        tokens, logprobs = self._draw(logits[: len(sampled.slots)], sampled, masks)
         tokens_ready = time.monotonic_ns()
-        failures = self._draw_step.advance(masks, tokens)
+        failures = self._draw_step.follow(masks, tokens) if masks is not None else []
         return StepOutput(tokens, forward_started, tokens_ready, logprobs, prompt_logprobs, failures)
 
     def _check_order(self, plan: StepPlan) -> None:

@@ -60,11 +60,11 @@ def load_worker(
         torch.cuda.set_device(device)
     dtype = choose_dtype(model_config, info)
     context_len = choose_context_len(model_config, info)
-    tp = TensorParallel.connect(rank, model_config.tp, store, device, timeout=config.start_timeout_s)
     grammars = None
     if rank == 0:
         load = partial(load_vocabulary, Path(model_config.path), info.vocab_size, info.eos_token_ids)
         grammars = GrammarMatchers(load, info.vocab_size, device)  # loads while the weights are read
+    tp = TensorParallel.connect(rank, model_config.tp, store, device, timeout=config.start_timeout_s)
     library = choose_kernels(model_config, device)
     if library is not None:
         library.set_threads(torch.get_num_threads())

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rhizome import LLM, AsyncLLM, ClusterError, SamplingParams
+from rhizome import LLM, AsyncLLM, ClusterError, GenerationError, SamplingParams
 from tests.helpers_models import make_checkpoint
 from tests.integration.cluster import ROOT, running, wait_until
 
@@ -143,13 +143,46 @@ def test_what_goes_wrong_is_told(llama, tmp_path):
         LLM(tmp_path)
     with pytest.raises(ClusterError, match="No such option '--frobnicate'"):
         LLM(llama, frobnicate=1)
-    with LLM(llama, kv_tokens=1024) as llm:
-        (worker,) = [p for p in processes(llm) if p.pid == llm._own.info["pids"]["worker-0"]]
-        worker.kill()
+    with LLM(llama, kv_tokens=1024, restarts=0) as llm:
+        psutil.Process(llm._own.info["pids"]["worker-0"]).kill()
         with pytest.raises(ClusterError, match="worker-0 was killed by SIGKILL"):
             llm.generate([5, 6], SamplingParams(max_tokens=500, ignore_eos=True))
     with pytest.raises(ClusterError, match="closed"):
         llm.generate([5])
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "tokenizer"])
+def test_calls_go_on_after_a_process_died_between_them(llama, victim):
+    """It may take a moment in which a call is refused or finds nobody, but the same object goes on."""
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+    def kill():
+        process = psutil.Process(json.loads((llm._own.run_dir / "cluster.json").read_text())["pids"][victim])
+        process.kill()
+        psutil.wait_procs([process], timeout=20)
+
+    def same():
+        try:
+            return llm.generate([5, 6, 7], params)[0].outputs == expected
+        except (ClusterError, GenerationError):
+            return False
+
+    async def same_async():
+        async with AsyncLLM.connect(llm._own.run_dir) as other:
+            assert (await other.generate([5, 6, 7], params))[0].outputs == expected
+            kill()
+            async with asyncio.timeout(30):
+                while True:
+                    try:
+                        return (await other.generate([5, 6, 7], params))[0].outputs == expected
+                    except (ClusterError, GenerationError):
+                        await asyncio.sleep(0.05)
+
+    with LLM(llama, kv_tokens=1024) as llm:
+        expected = llm.generate([5, 6, 7], params)[0].outputs
+        kill()
+        wait_until(same, 30)
+        assert asyncio.run(same_async())
 
 
 def test_async_llm_owns_its_cluster(llama):

@@ -224,6 +224,28 @@ def test_a_rows_bits_depend_on_that_row_alone(library: NativeLibrary, dtype: tor
         assert torch.equal(together[begin:end], step.alone(row).run(CpuAttention(library))), f"row {row}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [Shape(), Shape(14, 2, 96, 80), Shape(1, 1, page_size=5), Shape(4, 1, window=300)])
+def test_a_tokens_bits_do_not_depend_on_chunks(library: NativeLibrary, shape: Shape, dtype: torch.dtype) -> None:
+    """A prompt in one piece, in uneven pieces, and token by token, as after a prefix hit or a preemption."""
+    shape = replace(shape, dtype=dtype)
+    whole = make_step(shape, [(1100, 1100)])
+    expected = whole.run(CpuAttention(library))
+    for begin, end in ((0, 1), (0, 300), (300, 303), (255, 256), (256, 257), (303, 700), (700, 701), (701, 1100)):
+        tokens = slice(begin, end)
+        batch = replace(
+            whole.batch,
+            positions=whole.batch.positions[tokens],
+            slot_mapping=whole.batch.slot_mapping[tokens],
+            kv_lens=torch.tensor([end]),
+            q_lens=[end - begin],
+            kv_lens_host=[end],
+            num_prefill_rows=int(end - begin > 1),
+        )
+        part = replace(whole, q=whole.q[tokens], k=whole.k[tokens], v=whole.v[tokens], batch=batch)
+        assert torch.equal(part.run(CpuAttention(library)), expected[tokens]), (begin, end)
+
+
 def test_many_rows_share(library: NativeLibrary) -> None:
     """More queries than a tile, and groups within groups."""
     step = make_step(Shape(heads=8, kv_heads=1, k_dim=128, v_dim=128), [(1, 700 + i) for i in range(24)], shared=512)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,7 @@ from worker_proc.models.decoder import Decoder
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
+from worker_proc.weights import SINGLE_FILE
 
 pytestmark = needs_compiler
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,3 +206,20 @@ def test_other_models_and_precisions_stay_with_torch(tmp_path: Path) -> None:
     for path, dtype in ((gpt2, torch.bfloat16), (gelu, torch.bfloat16), (gelu, torch.float32)):
         model = load_model(path, dtype=dtype, device="cpu", tp=tp, attention=ReferenceAttention(), native=native)
         assert isinstance(model, Decoder)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_tied_head_that_is_stored_is_held_once_unless_it_differs(differs: bool, tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    tied = load_native(path, LEVELS[0])
+    weights = load_file(path / SINGLE_FILE)
+    head = weights["model.embed_tokens.weight"].clone()
+    if differs:
+        head[5] += 1
+    save_file(weights | {"lm_head.weight": head}, path / SINGLE_FILE)
+    stored = load_native(path, LEVELS[0])
+    assert (stored.weights.embedding is not None) is differs
+    got, want = logits(stored), logits(tied)
+    assert torch.equal(got, want) is not differs
+    others = [token for token in range(VOCAB_SIZE) if token != 5]
+    assert torch.equal(got[:, others], want[:, others])

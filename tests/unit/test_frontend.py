@@ -23,7 +23,7 @@ from common.messages import (
     TextBatch,
     ints,
 )
-from common.sampling_params import SamplingParams
+from common.sampling_params import Grammar, SamplingParams
 from tests.unit.frontend_world import World, request, run, text_batch, tokenizer
 from tokenizer_proc import clients as clients_module
 from tokenizer_proc.clients import Sent
@@ -108,6 +108,9 @@ def test_one_batch_per_client_however_many_rows() -> None:
     run(test)
 
 
+ANY = Grammar("regex", "a+")
+
+
 @pytest.mark.parametrize(
     ("msg", "code", "field"),
     [
@@ -118,6 +121,8 @@ def test_one_batch_per_client_however_many_rows() -> None:
         (request(token_ids=ints(1, 1000)), ErrorCode.INVALID, "token_ids[1]"),
         (request(params=SamplingParams(stop_token_ids=ints(1000))), ErrorCode.INVALID, "params.stop_token_ids[0]"),
         (request(chat=(ChatMessage("user", ""),)), ErrorCode.INVALID, "chat"),
+        (request(params=SamplingParams(grammar=ANY, min_tokens=2)), ErrorCode.INVALID, "params.min_tokens"),
+        (request(params=SamplingParams(grammar=ANY, use_beam_search=True)), ErrorCode.INVALID, "params.grammar"),
     ],
 )
 def test_refusals_before_anything_is_forwarded(msg: Generate, code: ErrorCode, field: str) -> None:

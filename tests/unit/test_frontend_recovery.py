@@ -21,7 +21,7 @@ from common.messages import (
     TokenBatch,
     ints,
 )
-from common.sampling_params import SamplingParams
+from common.sampling_params import Grammar, SamplingParams
 from tests.unit.frontend_world import World, request, rows_of, run, text_batch
 from tests.unit.test_streams import decoders
 from tokenizer_proc.streams import Streams
@@ -30,6 +30,20 @@ from tokenizer_proc.streams import Streams
 def forget(world: World) -> None:
     world.scheduler.clear()
     world.detokenizer.clear()
+
+
+def test_a_grammar_goes_along_and_its_answer_may_end() -> None:
+    async def test() -> None:
+        world, grammar = World(), Grammar("regex", "a+")
+        params = SamplingParams(temperature=0.0, seed=7, max_tokens=9, ignore_eos=True, grammar=grammar)
+        (rid,) = await world.choices(1, params=params)
+        world.frontend.on_detokenizer(text_batch(rid, "a", tokens=(8,)))
+        world.frontend.resume()
+        (again,) = world.added
+        assert (again.grammar, again.ignore_eos, again.generated) == (grammar, True, 1)
+        assert again.stop_token_ids == ints(0), "where nothing else can come, the end may, with ignore_eos too"
+
+    run(test)
 
 
 def test_choices_go_on_after_the_last_token_that_their_client_was_sent() -> None:

@@ -185,7 +185,7 @@ def test_the_frontend_passes_a_grammar_on_and_refuses_a_bad_one() -> None:
         assert isinstance(error, RequestError)
         assert (error.rid, error.code, error.field) == (1, ErrorCode.INVALID, "params.grammar")
         seen = {(m.grammar, m.ignore_eos, tuple(m.stop_token_ids)) for m in world.added}
-        assert seen == {(SCHEMA, True, (0,)), (None, True, ())}, "a complete answer ends, with ignore_eos too"
+        assert seen == {(SCHEMA, True, (0,)), (None, False, ())}, "a complete answer ends, with ignore_eos too"
         assert all(isinstance(m, AddRequest) for m in world.added) and len(world.added) == 3
 
     run(test)

@@ -27,6 +27,29 @@ def test_a_grammar_sees_the_answer_so_far_after_preemption(in_flight: int) -> No
     assert sum(len(plan.enter_slots) for plan in plans) > len(entered), "and the one without a grammar has none"
 
 
+def test_a_resumed_grammar_sees_what_the_client_has_already() -> None:
+    """As after a loss: the end of the prompt is output, and only what comes after it is sent."""
+    whole, rig = solo_output([1, 5], 9), Rig()
+    rig.add(1, [1, 5, *whole[:4]], 9, grammar=FOLLOWED, generated=4, again=True)
+    (first,) = [plan for plan in rig.run() if plan.enter_grammars]
+    assert first.enter_grammars[0].generated.tolist() == whole[:4]
+    assert rig.out[1] == whole[4:]
+
+
+def test_a_loss_of_the_workers_starts_grammars_again() -> None:
+    rig = Rig()
+    rig.add(1, [1, 5], 9, grammar=FOLLOWED)
+    for _ in range(4):
+        rig.step()
+    had = len(rig.out[1])
+    assert had
+    rig.scheduler.reset(1)
+    rig.restart_worker()
+    (plan,) = [plan for plan in rig.run() if plan.enter_grammars]
+    assert plan.enter_grammars[0].generated.tolist() == solo_output([1, 5], 9)[:had]
+    assert rig.out[1] == solo_output([1, 5], 9)
+
+
 def test_chunks_and_shared_prefixes_change_nothing_for_a_grammar() -> None:
     rig = Rig(chunk_tokens=4, max_batch_tokens=16)
     for rid in range(4):

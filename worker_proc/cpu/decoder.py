@@ -86,7 +86,7 @@ class CpuDecoder:
         self.spec = spec
         self.shard = shard
         self.tp = tp
-        self._weights = weights  # keeps alive what the structs point to
+        self.weights = weights  # keeps alive what the structs point to
         self._frequencies = inverse_frequencies(spec.rope).contiguous()
         self._heads = shard.heads[1] - shard.heads[0]
         self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
@@ -146,7 +146,7 @@ class CpuDecoder:
         step, attention = self._compute(batch, cache)
         width = self.shard.vocab[1] - self.shard.vocab[0]
         logits = torch.empty(len(batch.logit_rows), width)
-        if self._weights.head.outputs < width:
+        if self.weights.head.outputs < width:
             logits.zero_()
         self._functions.rhizome_decoder_logits(self._model, step, logits.data_ptr(), width)
         del attention

@@ -11,7 +11,7 @@ from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
-from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.models.loading import Part, WeightLoader, same_data
 from worker_proc.models.spec import DecoderSpec
 
 
@@ -55,21 +55,28 @@ class PackedWeightPlan:
         self.load = load
         self.native = native
         layout = DecoderLayout(spec, shard, load.checkpoint)
+        used, stored_head = set(), layout.head
+        if spec.tied and layout.head is not None:  # stored although it is tied: held once if it is the same
+            used.add(layout.head.name)
+            entry = load.checkpoint.entry
+            if same_data(entry(layout.head.name), entry(layout.embedding.name)):
+                stored_head = None
+        head = stored_head or layout.embedding
         self._sizes = 0
         for parts in layout.layers:
             for linear in (parts.qkv, parts.o, parts.up, parts.down):
                 self._reserve(linear.weight, paired=linear is parts.up)
-        self._reserve((layout.head or layout.embedding,))
+        self._reserve((head,))
         self.memory = HugePages(self._sizes)
         self._after: list[Callable[[], object]] = []
 
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
-        self.head = self._matrix((layout.head or layout.embedding,))
+        self.head = self._matrix((head,))
         self.embedding: Tensor | None = None
-        if layout.head is not None:
+        if stored_head is not None:
             self.embedding = load.tensor(layout.embedding)
-        load.checkpoint.refuse_unexpected(load.used(), layout.harmless)
+        load.checkpoint.refuse_unexpected(load.used() | used, layout.harmless)
 
     def finish(self) -> PackedWeights:
         for step in self._after:

@@ -137,6 +137,20 @@ class WeightLoader:
         self._reads.clear()
 
 
+def same_data(first: TensorEntry, second: TensorEntry) -> bool:
+    """Whether two stored tensors are equal, byte for byte. Raises ModelError when one cannot be read."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with _naming(first), FileIO(str(first.file)) as a, FileIO(str(second.file)) as b:
+        for at in range(0, first.nbytes, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, first.nbytes - at)
+            a.seek(first.begin + at)
+            b.seek(second.begin + at)
+            if a.read(count) != b.read(count):
+                return False
+    return True
+
+
 def _read_ahead(file: FileIO) -> None:
     """Let the system read on while pieces are copied."""
     if hasattr(os, "posix_fadvise"):

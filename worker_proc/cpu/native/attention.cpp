@@ -26,7 +26,7 @@ struct Sizes {
         queries((Kernel::query_bytes(batch) + 63) / 64 * 64), tile(queries + int64_t{4} * kTile * (v_stride + 2)),
         partial(int64_t{4} * batch.num_heads * (v_stride + 2)) {}
 
-  int64_t thread() const { return kernel + tile * (kMaxQueries / kTile); }
+  int64_t thread() const { return kernel + tile * (kMaxQueries / kTile + 1); }
 };
 
 // One layer of one step.
@@ -134,7 +134,7 @@ class Attention {
 
   State state(int thread, int n) const {
     auto* memory = reinterpret_cast<float*>(queries(thread, n) + sizes_.queries);
-    return {memory, memory + kTile * v_stride_, memory + kTile * (v_stride_ + 1), true};
+    return {memory, memory + kTile * v_stride_, memory + kTile * (v_stride_ + 1)};
   }
 
   float* partial(int number, int head) const {
@@ -153,7 +153,7 @@ class Attention {
       Tile tile;
       for (int i = first; i < std::min(count, first + kTile); ++i)
         add_queries(tile, rows[i / group_], kv_head, i % group_, 1);
-      State now = state(thread, 0);
+      const State now = state(thread, 0);
       kernel.set_queries(tile, many, queries(thread, 0));
       kernel.attend(tile, queries(thread, 0), begin, end, scores_, now);
       for (int i = 0; i < tile.count; ++i) {
@@ -171,47 +171,60 @@ class Attention {
     for (int first = 0; first < group_; first += kTile) {
       Tile tile;
       add_queries(tile, task.row, task.kv_head, first, std::min(kTile, group_ - first));
-      State total = state(thread, 0), now = state(thread, 1);
+      const State total = state(thread, 0), now = state(thread, 1);
+      bool empty = true;
       int block = tile.first[0] / kAttentionBlock;
       if (plan_ != nullptr) {
         const PlanRow& planned = plan_->rows()[task.row];
         for (; block < planned.num_partials; ++block) {
           const int number = (plan_->numbers() + planned.partials)[block];
+          const float* from = partial(number, task.kv_head * group_ + first);
           for (int i = 0; i < tile.count; ++i) {
-            const float* from = partial(number, task.kv_head * group_ + first + i);
-            merge(total, i, from, from[v_stride_], from[v_stride_ + 1]);
+            now.max[i] = from[i * (v_stride_ + 2) + v_stride_];
+            now.sum[i] = from[i * (v_stride_ + 2) + v_stride_ + 1];
           }
-          total.empty = false;
+          merge(total, from, v_stride_ + 2, now.max, now.sum, tile.count, empty);
+          empty = false;
         }
       }
       kernel.set_queries(tile, false, queries(thread, 0));
       for (; block * kAttentionBlock < tile.end[0]; ++block) {
         const int begin = block * kAttentionBlock, end = std::min(tile.end[0], begin + kAttentionBlock);
         kernel.set_block(source(task.row, task.kv_head), begin, end, false);
-        now.empty = true;
         kernel.attend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, now);
-        for (int i = 0; i < tile.count; ++i) merge(total, i, now.out + i * v_stride_, now.max[i], now.sum[i]);
-        total.empty = false;
+        merge(total, now.out, v_stride_, now.max, now.sum, tile.count, empty);
+        empty = false;
       }
       for (int i = 0; i < tile.count; ++i)
         write(task.row, task.kv_head, first + i, total.out + i * v_stride_, total.sum[i]);
     }
   }
 
-  // Adds the results of a block to those of the blocks before it.
-  void merge(State& total, int i, const float* out, float max, float sum) const {
-    float* to = total.out + i * v_stride_;
-    if (total.empty) {
-      std::memcpy(to, out, 4 * v_stride_);
-      total.max[i] = max;
-      total.sum[i] = sum;
-      return;
+  // Adds the results of a block to those of the blocks before it: `out` has rows that are `stride` apart.
+  void merge(const State& total, const float* out, int stride, const float* max, const float* sum, int count,
+             bool first) const {
+    alignas(64) float old_factors[kTile], factors[kTile];
+    for (int i = 0; i < count; ++i) {
+      const float highest = first ? max[i] : std::max(total.max[i], max[i]), shift = shift_of(highest);
+      old_factors[i] = first ? 0.0f : total.max[i] - shift;
+      factors[i] = max[i] - shift;
+      total.max[i] = highest;
     }
-    const float highest = std::max(total.max[i], max);
-    const float a = std::exp2(total.max[i] - highest), b = std::exp2(max - highest);
-    for (int d = 0; d < v_stride_; d += kLanes) store(to + d, load(to + d) * a + load(out + d) * b);
-    total.max[i] = highest;
-    total.sum[i] = total.sum[i] * a + sum * b;
+    for (int i = 0; i < count; i += kLanes) {
+      store(old_factors + i, exp2(load(old_factors + i)));
+      store(factors + i, exp2(load(factors + i)));
+    }
+    for (int i = 0; i < count; ++i, out += stride) {
+      float* to = total.out + i * v_stride_;
+      if (first) {
+        std::memcpy(to, out, 4 * v_stride_);
+        total.sum[i] = sum[i];
+        continue;
+      }
+      for (int d = 0; d < v_stride_; d += kLanes)
+        store(to + d, load(to + d) * old_factors[i] + load(out + d) * factors[i]);
+      total.sum[i] = total.sum[i] * old_factors[i] + sum[i] * factors[i];
+    }
   }
 
   void run_prefill(const Task& task, int thread) {
@@ -236,9 +249,9 @@ class Attention {
         const Tile tile = tile_of(n);
         const int from = std::max(begin, tile.first[0]), to = std::min(end, tile.end[tile.count - 1]);
         if (from >= to) continue;
-        State now = state(thread, n);
-        now.empty = empty[n];
+        const State total = state(thread, n), now = empty[n] ? total : state(thread, kMaxQueries / kTile);
         kernel.attend(tile, queries(thread, n), from, to, scores_, now);
+        if (!empty[n]) merge(total, now.out, v_stride_, now.max, now.sum, tile.count, false);
         empty[n] = false;
       }
     }

@@ -3,8 +3,8 @@
 // positions, once for all those rows (shared prefixes: Juravsky et al., 2024).
 //
 // A context is cut into blocks of kAttentionBlock tokens at fixed positions, whose partial results are merged in
-// ascending order. So the bits of a row's output depend on that row alone: neither on the other rows, nor on the number
-// of threads, nor on whether its blocks were shared or split over threads.
+// ascending order. So the bits of a token's output depend on its own context alone: neither on the other rows, nor on
+// how a prompt was cut into chunks, nor on the number of threads, nor on whether blocks were shared or split over them.
 //
 // Plain C types only: attention.py mirrors both structs with ctypes.
 #pragma once

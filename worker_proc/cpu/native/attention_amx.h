@@ -90,7 +90,7 @@ class AmxKernel {
   }
 
   // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
-  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, State& state) {
+  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& state) {
     const auto* q = reinterpret_cast<const uint16_t*>(queries);
     begin = (begin - first_) & ~31;
     end = round_up(end - first_, 32);
@@ -121,7 +121,6 @@ class AmxKernel {
       add_values<2>(begin, end, state);
     else
       add_values<1>(begin, end, state);
-    state.empty = false;
   }
 
  private:
@@ -273,7 +272,7 @@ class AmxKernel {
 
   // Scores of a row become weights in bfloat16; those outside of [first, stop) become 0.
   template <bool kMasked>
-  void softmax(int i, int begin, int end, int first, int stop, const Scores& how, State& state) {
+  void softmax(int i, int begin, int end, int first, int stop, const Scores& how, const State& state) {
     const float* scores = scores_ + i * kScoreStride;
     uint16_t* weights = weights_ + i * kWeightStride;
     const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -289,8 +288,8 @@ class AmxKernel {
       high1 = _mm512_max_ps(high1, read(t + 16));
     }
     const float factor = how.softcap > 0 ? 1.0f : how.scale;
-    const Rescale rescale(state.max[i], _mm512_reduce_max_ps(_mm512_max_ps(high0, high1)) * factor, state.empty);
-    const __m512 shift = _mm512_set1_ps(rescale.shift()), scale = _mm512_set1_ps(factor);
+    state.max[i] = _mm512_reduce_max_ps(_mm512_max_ps(high0, high1)) * factor;
+    const __m512 shift = _mm512_set1_ps(shift_of(state.max[i])), scale = _mm512_set1_ps(factor);
     __m512 sum0 = _mm512_setzero_ps(), sum1 = sum0;
     for (int t = begin; t < end; t += 32) {
       const __m512 low = exp2_short(_mm512_fmsub_ps(read(t), scale, shift));
@@ -299,34 +298,18 @@ class AmxKernel {
       sum1 = _mm512_add_ps(sum1, high);
       _mm512_store_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh(high, low));
     }
-    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1));
-    state.max[i] = rescale.max;
-    state.sum[i] = state.empty ? sum : state.sum[i] * rescale.old_factor + sum;
-    if (!state.empty && rescale.old_factor != 1) {
-      const __m512 by = _mm512_set1_ps(rescale.old_factor);
-      float* out = state.out + i * v_width_;
-      for (int d = 0; d < v_width_; d += 16) _mm512_store_ps(out + d, _mm512_mul_ps(_mm512_load_ps(out + d), by));
-    }
+    state.sum[i] = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1));
   }
 
   template <int kTiles>
-  void add_values(int begin, int end, State& state) {
+  void add_values(int begin, int end, const State& state) {
     const int out_bytes = 4 * v_width_;
     for (int d = 0; d < v_width_; d += 32) {
       float *out0 = state.out + d, *out1 = out0 + 16 * v_width_;
-      if (state.empty) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      } else {
-        _tile_loadd(0, out0, out_bytes);
-        _tile_loadd(1, out0 + 16, out_bytes);
-        if constexpr (kTiles == 2) {
-          _tile_loadd(2, out1, out_bytes);
-          _tile_loadd(3, out1 + 16, out_bytes);
-        }
-      }
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
       for (int t = begin; t < end; t += 32) {
         const uint16_t* v = v_ + t * v_width_ + d * 32;
         _tile_loadd(4, weights_ + t, 2 * kWeightStride);
@@ -349,17 +332,12 @@ class AmxKernel {
     }
   }
 
-  void add_values_few(int begin, int end, State& state) {
+  void add_values_few(int begin, int end, const State& state) {
     const int out_bytes = 4 * v_width_;
     for (int d = 0; d < v_width_; d += 32) {
       float* out = state.out + d;
-      if (state.empty) {
-        _tile_zero(2);
-        _tile_zero(3);
-      } else {
-        _tile_loadd(2, out, out_bytes);
-        _tile_loadd(3, out + 16, out_bytes);
-      }
+      _tile_zero(2);
+      _tile_zero(3);
       for (int t = begin; t < end; t += 32) {
         const uint16_t* v = v_ + t * v_width_ + d * 32;
         _tile_loadd(5, weights_ + t, 2 * kWeightStride);

@@ -48,12 +48,11 @@ struct Tile {
   int end[kTile];
 };
 
-// Softmax in progress of a tile, in base 2: sum = sum of 2^(score - max), out = the same sum weighted by v.
+// Softmax over a part of the context, in base 2: sum = sum of 2^(score - max), out = the same sum weighted by v.
 struct State {
   float* out;  // [kTile, v_stride]; rows beyond the tile's count hold anything
-  float* max;  // [kTile]
+  float* max;  // [kTile]; -inf where a query sees nothing of the part
   float* sum;  // [kTile]
-  bool empty;  // nothing was added yet: the memory above holds anything
 };
 
 struct Scores {
@@ -63,18 +62,7 @@ struct Scores {
   Scores(float factor, float cap) : scale(factor * (cap > 0 ? 1.0f : kLog2E)), softcap(cap) {}
 };
 
-// The new maximum of a row and what its old sums must be multiplied with.
-struct Rescale {
-  float max;
-  float old_factor;
-
-  Rescale(float old_max, float block_max, bool empty) {
-    max = empty ? block_max : std::max(old_max, block_max);
-    old_factor = empty || max == old_max ? 1.0f : std::exp2(old_max - max);
-  }
-
-  // What is subtracted from scores: they are all -inf when the row sees nothing yet.
-  float shift() const { return max == -std::numeric_limits<float>::infinity() ? 0.0f : max; }
-};
+// What is subtracted from scores whose maximum is `max`.
+inline float shift_of(float max) { return max == -std::numeric_limits<float>::infinity() ? 0.0f : max; }
 
 }  // namespace rhizome

@@ -44,13 +44,14 @@ class VectorKernel {
   }
 
   // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
-  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, State& state) {
+  void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& state) {
     begin -= first_;
     end -= first_;
     for (int i = 0; i < tile.count; i += 4) dot_rows(reinterpret_cast<const float*>(queries), i, begin, end);
     for (int i = 0; i < tile.count; ++i) {
       const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
-      softmax(i, begin, end, first, std::max(first, stop), how, state);
+      // Over whole vectors at fixed places, so that sums have the same order whatever else is in the tile.
+      softmax(i, begin & ~15, round_up(end, 16), first, std::max(first, stop), how, state);
     }
     for (int i = tile.count; i < round_up(tile.count, 4); ++i)
       std::memset(scores_ + i * kAttentionBlock, 0, 4 * kAttentionBlock);
@@ -59,7 +60,6 @@ class VectorKernel {
       for (; column + 4 * kLanes <= v_width_; column += 4 * kLanes) add_values<4>(i, column, begin, end, state);
       for (; column < v_width_; column += kLanes) add_values<1>(i, column, begin, end, state);
     }
-    state.empty = false;
   }
 
  private:
@@ -100,7 +100,7 @@ class VectorKernel {
   }
 
   // Scores of a row become weights; those outside of [first, stop) become 0.
-  void softmax(int i, int begin, int end, int first, int stop, const Scores& how, State& state) {
+  void softmax(int i, int begin, int end, int first, int stop, const Scores& how, const State& state) {
     float* scores = scores_ + i * kAttentionBlock;
     const float infinity = std::numeric_limits<float>::infinity();
     for (int t = begin; t < first; ++t) scores[t] = -infinity;
@@ -112,34 +112,21 @@ class VectorKernel {
       scores[t] = score;
       highest = std::max(highest, score);
     }
-    const Rescale rescale(state.max[i], highest, state.empty);
-    const float shift = rescale.shift();
-    float sum = 0;
-    int t = begin;
+    state.max[i] = highest;
+    const float shift = shift_of(highest);
     Floats sums = {};
-    for (; t + kLanes <= end; t += kLanes) {
+    for (int t = begin; t < end; t += kLanes) {
       const Floats weights = exp2(load(scores + t) - shift);
       store(scores + t, weights);
       sums += weights;
     }
-    for (; t < end; ++t) {
-      scores[t] = exp2(broadcast(scores[t] - shift))[0];
-      sum += scores[t];
-    }
-    sum += reduce_add(sums);
-    state.max[i] = rescale.max;
-    state.sum[i] = state.empty ? sum : state.sum[i] * rescale.old_factor + sum;
-    if (!state.empty && rescale.old_factor != 1)
-      for (int d = 0; d < v_width_; ++d) state.out[i * v_width_ + d] *= rescale.old_factor;
+    state.sum[i] = reduce_add(sums);
   }
 
   template <int kVectors>
-  void add_values(int i, int column, int begin, int end, State& state) {
+  void add_values(int i, int column, int begin, int end, const State& state) {
     Floats sums[4][kVectors] = {};
     float* out = state.out + i * v_width_ + column;
-    if (!state.empty)
-      for (int j = 0; j < 4; ++j)
-        for (int n = 0; n < kVectors; ++n) sums[j][n] = load(out + j * v_width_ + n * kLanes);
     const float* weights = scores_ + i * kAttentionBlock;
     for (int t = begin; t < end; ++t) {
       const float* v = v_rows_[t] + column;
