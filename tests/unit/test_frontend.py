@@ -121,7 +121,7 @@ ANY = Grammar("regex", "a+")
         (request(token_ids=ints(1, 1000)), ErrorCode.INVALID, "token_ids[1]"),
         (request(params=SamplingParams(stop_token_ids=ints(1000))), ErrorCode.INVALID, "params.stop_token_ids[0]"),
         (request(chat=(ChatMessage("user", ""),)), ErrorCode.INVALID, "chat"),
-        (request(params=SamplingParams(grammar=ANY, min_tokens=2)), ErrorCode.INVALID, "params.min_tokens"),
+        (request(params=SamplingParams(grammar=ANY, use_beam_search=True)), ErrorCode.INVALID, "params.grammar"),
         (request(params=SamplingParams(grammar=ANY, use_beam_search=True)), ErrorCode.INVALID, "params.grammar"),
     ],
 )
