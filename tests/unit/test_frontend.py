@@ -122,7 +122,6 @@ ANY = Grammar("regex", "a+")
         (request(params=SamplingParams(stop_token_ids=ints(1000))), ErrorCode.INVALID, "params.stop_token_ids[0]"),
         (request(chat=(ChatMessage("user", ""),)), ErrorCode.INVALID, "chat"),
         (request(params=SamplingParams(grammar=ANY, use_beam_search=True)), ErrorCode.INVALID, "params.grammar"),
-        (request(params=SamplingParams(grammar=ANY, use_beam_search=True)), ErrorCode.INVALID, "params.grammar"),
     ],
 )
 def test_refusals_before_anything_is_forwarded(msg: Generate, code: ErrorCode, field: str) -> None:
