@@ -317,5 +317,27 @@ def optional_tools(target: Target) -> None:
         expect(choice == "auto" or not message.tool_calls, answer)
 
 
+@suite.check("responses: whole, streamed as typed events, parse() into a pydantic model")
+def responses(target: Target) -> None:
+    client = client_of(target)
+    options: dict[str, Any] = {"model": target.model, "instructions": "Be brief.", "temperature": 0}
+    whole = client.responses.create(**options, input="What does len do?", max_output_tokens=12)
+    expect(whole.status in ("completed", "incomplete") and whole.usage and whole.output_text, whole)
+    with client.responses.stream(**options, input="What does len do?", max_output_tokens=12) as stream:
+        seen = list(stream)
+    text = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+    expect(text == whole.output_text, (text, whole.output_text))
+    expect(seen[0].type == "response.created" and seen[-1].type == f"response.{whole.status}", seen[-1])
+    turns: list[Any] = [{"role": "user", "content": "Hi"}, *whole.output, {"role": "user", "content": "And sum?"}]
+    client.responses.create(**options, input=turns, max_output_tokens=4)
+
+    class Flags(BaseModel):
+        stable: bool
+        beta: bool
+
+    parsed = client.responses.parse(**options, input="Which?", text_format=Flags)
+    expect(isinstance(parsed.output_parsed, Flags), parsed)
+
+
 if __name__ == "__main__":
     suite.main()
