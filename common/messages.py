@@ -579,7 +579,7 @@ class Pulse:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A worker rank takes plans of `epoch`, and of no earlier one. It has executed `steps` plans in its life: ranks
-    whose numbers differ have diverged."""
+    whose numbers differ have diverged. From the gateway: it is connected to the tokenizer (both numbers are 0)."""
 
     TAG: ClassVar[int] = 41
     name: Annotated[str, Str(64, 1)]

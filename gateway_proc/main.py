@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from common.child import Child, child_options, run_child
 from common.config import ConfigError, HttpConfig
-from common.messages import Info
+from common.messages import Info, Joined
 from common.run_dir import CLUSTER_FILE
 from gateway_proc.app import build
 from gateway_proc.auth import Keys
@@ -106,6 +106,7 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
         return Scrape(stats, model, await loop.run_in_executor(None, _pids, Path(child.config.run_dir)))
 
     def on_info(info: Info) -> None:
+        child.tell(Joined(child.name, 0, 0))
         if http.generation_config == "auto":
             service.defaults = Defaults.of_model(Path(info.model))
         if service.defaults.given():

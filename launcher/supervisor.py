@@ -65,18 +65,23 @@ class Supervisor:
         for unit in self._units.values():
             self._spawn(unit)
         deadline = self._began + self._config.start_timeout_s
-        while not self._announced:
+        while not (self._announced and self._gateway_serves()):
             self._poll()
             if self._control.stops:
                 return None
             self._check_start()
             show(self._procs())
             if time.monotonic() > deadline:
-                late = ", ".join(p.name for p in self._procs() if p.ready is None) or "the worker ranks"
+                late = ", ".join(p.name for p in self._procs() if p.ready is None) or "the worker ranks or the gateway"
                 raise ClusterError(f"not ready after {self._config.start_timeout_s:g} s (--start-timeout): {late}")
             self._announce()
         self._start_up_s = time.monotonic() - self._began
         return self._write_cluster()
+
+    def _gateway_serves(self) -> bool:
+        """Whether the first HTTP request would be answered, if there is to be one."""
+        unit = self._units.get(GATEWAY)
+        return unit is None or all(p.joined for p in unit.procs.values())
 
     def _check_start(self) -> None:
         if not any(unit.first_failure() for unit in self._units.values()):

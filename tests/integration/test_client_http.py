@@ -34,8 +34,6 @@ def remote(cluster, *args, **options):
         ("Return a copy of", "--temperature", "0.9", "--seed", "5", "--top-k", "50", "--min-p", "0.01", "--n", "2"),
         ("What does str.join do?", "--chat", "--seed", "1", "--repetition-penalty", "1.2", "--logit-bias", "5:-100"),
         ("Say", "--chat", "--system", "Be brief.", "--seed", "2", "--ignore-eos", "--min-tokens", "5"),
-        ("Pick", "--choice", "one", "--choice", "two", "--seed", "3"),
-        ("Say", "--regex", "[ab]{3,5}", "--seed", "4"),
     ],
     ids=" ".join,
 )
@@ -51,6 +49,18 @@ def test_complete_gives_what_it_gives_over_ipc(cluster, flags):
     else:
         assert theirs["completion_tokens"] == ours["completion_tokens"]
     assert 0 < theirs["ttft_ms"] <= theirs["e2e_ms"]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--choice", "one", "--choice", "two"), ("--regex", "[ab]{3,5}"), ("--json-object",)]
+)
+def test_grammars_do_over_http_what_they_do_over_ipc(cluster, flags):
+    """The same answer, or for a model that has none, the same refusal."""
+    args = ("Say", *flags, "--seed", "4", "--max-tokens", "20")
+    over_http, over_ipc = remote(cluster, *args), cluster.client(*args)
+    assert (over_http.returncode, over_http.stdout) == (over_ipc.returncode, over_ipc.stdout), over_http.stderr
+    if over_ipc.returncode:
+        assert over_http.stderr.partition(": ")[2].partition(": ")[2].split(": ")[-1] in over_ipc.stderr
 
 
 def test_refusals_have_the_servers_words(cluster):

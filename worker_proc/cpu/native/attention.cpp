@@ -178,10 +178,12 @@ class Attention {
         const PlanRow& planned = plan_->rows()[task.row];
         for (; block < planned.num_partials; ++block) {
           const int number = (plan_->numbers() + planned.partials)[block];
+          const float* from = partial(number, task.kv_head * group_ + first);
           for (int i = 0; i < tile.count; ++i) {
-            const float* from = partial(number, task.kv_head * group_ + first + i);
-            merge(total, i, from, from[v_stride_], from[v_stride_ + 1], empty);
+            now.max[i] = from[i * (v_stride_ + 2) + v_stride_];
+            now.sum[i] = from[i * (v_stride_ + 2) + v_stride_ + 1];
           }
+          merge(total, from, v_stride_ + 2, now.max, now.sum, tile.count, empty);
           empty = false;
         }
       }
@@ -190,7 +192,7 @@ class Attention {
         const int begin = block * kAttentionBlock, end = std::min(tile.end[0], begin + kAttentionBlock);
         kernel.set_block(source(task.row, task.kv_head), begin, end, false);
         kernel.attend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, now);
-        for (int i = 0; i < tile.count; ++i) merge(total, i, now.out + i * v_stride_, now.max[i], now.sum[i], empty);
+        merge(total, now.out, v_stride_, now.max, now.sum, tile.count, empty);
         empty = false;
       }
       for (int i = 0; i < tile.count; ++i)
@@ -198,20 +200,31 @@ class Attention {
     }
   }
 
-  // Adds the results of a block to those of the blocks before it.
-  void merge(const State& total, int i, const float* out, float max, float sum, bool first) const {
-    float* to = total.out + i * v_stride_;
-    if (first) {
-      std::memcpy(to, out, 4 * v_stride_);
-      total.max[i] = max;
-      total.sum[i] = sum;
-      return;
+  // Adds the results of a block to those of the blocks before it: `out` has rows that are `stride` apart.
+  void merge(const State& total, const float* out, int stride, const float* max, const float* sum, int count,
+             bool first) const {
+    alignas(64) float old_factors[kTile], factors[kTile];
+    for (int i = 0; i < count; ++i) {
+      const float highest = first ? max[i] : std::max(total.max[i], max[i]), shift = shift_of(highest);
+      old_factors[i] = first ? 0.0f : total.max[i] - shift;
+      factors[i] = max[i] - shift;
+      total.max[i] = highest;
     }
-    const float highest = std::max(total.max[i], max);
-    const float shift = shift_of(highest), a = std::exp2(total.max[i] - shift), b = std::exp2(max - shift);
-    for (int d = 0; d < v_stride_; d += kLanes) store(to + d, load(to + d) * a + load(out + d) * b);
-    total.max[i] = highest;
-    total.sum[i] = total.sum[i] * a + sum * b;
+    for (int i = 0; i < count; i += kLanes) {
+      store(old_factors + i, exp2(load(old_factors + i)));
+      store(factors + i, exp2(load(factors + i)));
+    }
+    for (int i = 0; i < count; ++i, out += stride) {
+      float* to = total.out + i * v_stride_;
+      if (first) {
+        std::memcpy(to, out, 4 * v_stride_);
+        total.sum[i] = sum[i];
+        continue;
+      }
+      for (int d = 0; d < v_stride_; d += kLanes)
+        store(to + d, load(to + d) * old_factors[i] + load(out + d) * factors[i]);
+      total.sum[i] = total.sum[i] * old_factors[i] + sum[i] * factors[i];
+    }
   }
 
   void run_prefill(const Task& task, int thread) {
@@ -238,8 +251,7 @@ class Attention {
         if (from >= to) continue;
         const State total = state(thread, n), now = empty[n] ? total : state(thread, kMaxQueries / kTile);
         kernel.attend(tile, queries(thread, n), from, to, scores_, now);
-        if (!empty[n])
-          for (int i = 0; i < tile.count; ++i) merge(total, i, now.out + i * v_stride_, now.max[i], now.sum[i], false);
+        if (!empty[n]) merge(total, now.out, v_stride_, now.max, now.sum, tile.count, false);
         empty[n] = false;
       }
     }
