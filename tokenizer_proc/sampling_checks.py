@@ -23,8 +23,6 @@ def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
     for name in () if params.use_beam_search else _ONLY_WITH_BEAMS:
         if _given(params, name):
             raise _refused(name, "goes only with use_beam_search")
-    if params.grammar is not None and params.min_tokens:
-        raise _refused("min_tokens", "does not go with grammar, which says when an answer may end")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
     limits.check_token_ids(ints(*params.logit_bias), "params.logit_bias")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:

@@ -10,11 +10,12 @@ without a mask and reported, and everybody else goes on.
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from common.grammars import LIMITS, GrammarError, to_llguidance
 from common.messages import EnterGrammar
-from common.sampling_params import Grammar
+from common.sampling_params import MAX_ENDS, Grammar
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +95,16 @@ class SlotMatcher:
         self.problem = f"the grammar cannot be followed any further: {words or 'no reason given'}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Masks:
     """The masks of a step, perhaps still being computed. Bit t of `bits[i]` says that row `rows[i]` may get token t."""
 
-    rows: list[int]
+    rows: list[int]  # ascending
     matchers: list[SlotMatcher]
     bits: Tensor  # int32 [R, words], host
-    computed: "Future[None]"
+    computed: "Future[None]" = field(init=False)
+    forbidden: Tensor | None = None  # bool [R, 32 * words], unpacked already where the logits are on the host
+    narrow: dict[int, Tensor] = field(default_factory=dict)  # the allowed tokens of masks with few
 
 
 class GrammarMatchers:
@@ -115,8 +118,7 @@ class GrammarMatchers:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 2) // 2)))
         self._vocabulary = self._thread.submit(load)
-        octets = torch.arange(256, dtype=torch.uint8, device=self._device)
-        self._unpacked = (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device=self._device)) & 1 == 1
+        self._numbers = torch.arange(32, dtype=torch.int32, device=self._device)
 
     def wait_ready(self) -> None:
         """Until the vocabulary is loaded, or cannot be."""
@@ -150,22 +152,27 @@ class GrammarMatchers:
         if not active:
             return None
         rows, matchers = [row for row, _ in active], [matcher for _, matcher in active]
-        bits = torch.empty(len(rows), self._words, dtype=torch.int32)
-        return Masks(rows, matchers, bits, self._thread.submit(self._compute, matchers, bits))
+        masks = Masks(rows, matchers, torch.empty(len(rows), self._words, dtype=torch.int32))
+        masks.computed = self._thread.submit(self._compute, masks)
+        return masks
 
     def apply(self, masks: Masks, logits: Tensor) -> None:
         """Exclude all other tokens in `logits` (float32 `[S, vocab]`, device): to be done last before the draw.
 
-        A row in which everything that may come was excluded before gets one of those tokens all the same: the grammar
-        has the last word.
+        A row in which everything that may come was excluded before (by `min_tokens`) gets one of those tokens all the
+        same: the grammar has the last word.
         """
         masks.computed.result()
-        octets = masks.bits.view(torch.uint8).to(self._device, torch.int64)
-        allowed = self._unpacked[octets].view(len(masks.rows), -1)[:, : logits.shape[1]]
-        rows = torch.tensor(masks.rows, device=self._device)
-        part = logits.index_select(0, rows).masked_fill_(~allowed, -torch.inf)
-        nothing_left = part.amax(1, keepdim=True) == -torch.inf
-        logits.index_copy_(0, rows, part.masked_fill_(allowed & nothing_left, 0.0))
+        vocab = logits.shape[1]
+        forbidden = masks.forbidden
+        if forbidden is None:
+            bits = masks.bits.to(self._device, non_blocking=True)
+            forbidden = ((bits[:, :, None] >> self._numbers) & 1 == 0).view(len(bits), -1)
+        for i, tokens in masks.narrow.items():
+            allowed = logits[masks.rows[i], tokens]
+            logits[masks.rows[i], tokens] = allowed.masked_fill((allowed == -torch.inf).all(), 0.0)
+        for first, begin, end in _runs(masks.rows):
+            logits[first : first + end - begin].masked_fill_(forbidden[begin:end, :vocab], -torch.inf)
 
     def advance(self, masks: Masks, tokens: Sequence[int]) -> list[Failure]:
         """Follow the drawn tokens, one per row of the step; the rows whose grammar failed, now or before the draw."""
@@ -223,20 +230,26 @@ class GrammarMatchers:
         compiled.compute_bitmask()  # what it learns of its beginning, its copies know
         return compiled
 
-    @torch.inference_mode()  # of this thread: the tensor is from a step's
-    def _compute(self, matchers: list[SlotMatcher], bits: Tensor) -> None:
-        ready = [(slot.matcher, row) for row, slot in enumerate(matchers) if not slot.problem]
-        if len(ready) < len(matchers):
-            bits.fill_(-1)
+    @torch.inference_mode()  # of this thread: the tensors are from a step's
+    def _compute(self, masks: Masks) -> None:
+        ready = [(slot.matcher, row) for row, slot in enumerate(masks.matchers) if not slot.problem]
         if ready:
-            self._executor.unsafe_compute_mask_ptr(ready, bits.data_ptr(), bits.shape[1] * 4, len(matchers))
-        for row, slot in enumerate(matchers):
+            bits = masks.bits
+            self._executor.unsafe_compute_mask_ptr(ready, bits.data_ptr(), bits.shape[1] * 4, len(bits))
+        for mask, slot in zip(masks.bits, masks.matchers, strict=True):
             if not slot.problem and slot.matcher.is_error():
                 slot.fail()
             if slot.problem:
-                bits[row] = -1
+                mask.fill_(-1)
             elif slot.ends_late:
-                self._without_eos(bits[row])
+                self._without_eos(mask)
+        forbidden = np.unpackbits(~masks.bits.numpy().view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        for i, row in enumerate(forbidden):
+            if len(row) - np.count_nonzero(row) <= MAX_ENDS:  # more tokens than that cannot be excluded together
+                tokens = torch.from_numpy(np.flatnonzero(~row[: self._vocab_size]))
+                masks.narrow[i] = tokens.to(self._device)
+        if self._device.type == "cpu":
+            masks.forbidden = torch.from_numpy(forbidden)
 
     def _without_eos(self, mask: Tensor) -> None:
         """Exclude the ends of a sequence from a mask (int32 `[words]`) that allows something else."""
@@ -245,3 +258,12 @@ class GrammarMatchers:
             without[token // 32] &= ~(1 << (token % 32)) if token % 32 < 31 else 2**31 - 1
         if bool(without.any()):
             mask.copy_(without)
+
+
+def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of consecutive numbers in an ascending list: the first number, and where the run begins and ends."""
+    begin = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or rows[end] != rows[end - 1] + 1:
+            yield rows[begin], begin, end
+            begin = end

@@ -1,7 +1,9 @@
 """Structured output on real clusters: every answer validates, and who has no grammar notices nothing."""
 
 import json
+import os
 import re
+import signal
 
 import jsonschema
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from common.messages import ErrorCode, Finish, RequestError
 from common.sampling_params import Grammar, SamplingParams
 from tests.helpers_models import make_checkpoint
-from tests.integration.cluster import ROOT, running
+from tests.integration.cluster import ROOT, running, wait_until
 from tests.integration.test_parallel_sampling import ask, collect
 
 DEMO = ROOT / "demo_model"
@@ -129,6 +131,32 @@ def test_preemption_changes_nothing():
         expected = expected or tokens
         assert tokens == expected and check([answers[rid][0] for rid in rids]) >= 4
     assert preempted > 0
+
+
+def test_with_penalties_logprobs_and_min_tokens():
+    """`min_tokens` holds the end back where the answer can go on; what is complete ends."""
+    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
+        more = {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "logprobs": 2, "min_tokens": 40}
+        answers = ask(connection, PROMPT, sampled(1, SCHEMA, **more), n=4)
+        assert check(answers) >= 2
+        assert all(len(answer.logprobs) == len(answer.token_ids) for answer in answers)
+        (longer,) = ask(connection, PROMPT, sampled(2, Grammar("regex", "(ab){0,9}"), min_tokens=200))
+        assert (text(longer), longer.finish) == ("ab" * 9, Finish.STOP)
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "scheduler"])
+def test_answers_go_on_after_a_loss(victim):
+    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
+        params = [sampled(seed, SCHEMA) for seed in range(4)]
+        expected = [ask(connection, PROMPT, p)[0].token_ids for p in params]
+        rids = {connection.submit(PROMPT, p): 1 for p in params}
+        begun = connection.poll(10)
+        pid = cluster.pid(victim)
+        os.kill(pid, signal.SIGKILL)
+        answers = collect(connection, rids, rows=begun)
+        assert [answers[rid][0].token_ids for rid in rids] == expected
+        assert check([answers[rid][0] for rid in rids]) >= 2
+        wait_until(lambda: cluster.info["pids"].get(victim, pid) != pid, 60, lambda: cluster.log)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
