@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from common.config import HttpConfig
-from gateway_proc import admin, chat, completions, native, tokens
+from gateway_proc import admin, chat, completions, native, responses, tokens
 from gateway_proc.auth import Keys
 from gateway_proc.errors import ApiError
 from gateway_proc.http import error_response, story_of
@@ -23,6 +23,7 @@ from gateway_proc.schemas.base import ApiModel
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.completions import CompletionRequest
 from gateway_proc.schemas.native import DetokenizeRequest, NativeRequest, TokenizeRequest
+from gateway_proc.schemas.responses import ResponsesRequest
 from gateway_proc.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Any]]
@@ -43,6 +44,7 @@ class Route:
 ROUTES = (
     Route("/v1/chat/completions", chat.create, "Answer a conversation", ChatRequest),
     Route("/v1/completions", completions.create, "Continue prompts", CompletionRequest),
+    Route("/v1/responses", responses.create, "Answer with text, as OpenAI's Responses API", ResponsesRequest),
     Route("/v1/models", admin.models, "The models that are served"),
     Route("/v1/models/{model:path}", admin.model, "One of them"),
     Route("/generate", native.create, "Continue prompts, as SGLang's native endpoint", NativeRequest),

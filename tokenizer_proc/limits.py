@@ -103,5 +103,6 @@ class Limits:
         return room if wanted is None else min(wanted, room)
 
     def _prompt_limit(self) -> str:
-        which = "context window" if self.context_len <= self.pool_tokens else "KV cache"
-        return f"the {which} of {self.max_prompt + 1} tokens allows {self.max_prompt} and one for the answer"
+        """In the words of OpenAI and vLLM, by which clients such as litellm know a prompt that is too long."""
+        which = "" if self.context_len <= self.pool_tokens else " (the size of the KV cache)"
+        return f"this model's maximum context length is {self.max_prompt + 1} tokens{which}, one of them for the answer"

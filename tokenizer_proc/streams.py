@@ -61,7 +61,7 @@ class Streams:
             return self.fail(early.error)
         rows = Rows()
         self._add_row(rows, msg.rid, early.tokens, early.finish, early.cached, early.scores)
-        return rows.batch(early.times) if rows.rids else None
+        return rows.batch(early.times[:]) if rows.rids else None
 
     def push(self, batch: TokenBatch, received: int) -> TextBatch | None:
         """A step's text, a row for each row that is still wanted. `received` (ns) goes into `times`."""

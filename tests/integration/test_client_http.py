@@ -65,7 +65,7 @@ def test_grammars_do_over_http_what_they_do_over_ipc(cluster, flags):
 
 def test_refusals_have_the_servers_words(cluster):
     done = remote(cluster, "x " * 3000)
-    assert done.returncode == 1 and "HTTP 400" in done.stderr and "context window of 1024 tokens" in done.stderr
+    assert done.returncode == 1 and "HTTP 400" in done.stderr and "maximum context length is 1024 tokens" in done.stderr
     done = remote(cluster, "x", "--model", "gpt-4")
     assert done.returncode == 1 and "HTTP 404" in done.stderr and "gpt-4" in done.stderr
 

@@ -54,6 +54,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(checkpoint: Path) -> Iterator[Cluster]:
     with running(checkpoint, *FLAGS, *MANY) as cluster:
         yield cluster
+        refused = {name: count for name, count in cluster.check_idle().items() if name.endswith("refused_frames")}
+        assert len(refused) == 3 and not any(refused.values()), refused
 
 
 @pytest.fixture(scope="module")

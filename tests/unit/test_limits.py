@@ -24,12 +24,16 @@ def test_a_prompt_fits_when_one_more_token_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "name", "limit"), [(WINDOW, "context window of 10", 9), (POOL, "KV cache of 16", 15)]
+    ("limits", "words", "limit"),
+    [
+        (WINDOW, "this model's maximum context length is 10 tokens,", 9),  # litellm looks for these words
+        (POOL, "this model's maximum context length is 16 tokens (the size of the KV cache),", 15),
+    ],
 )
-def test_too_long_names_what_is_too_small(limits: Limits, name: str, limit: int) -> None:
+def test_too_long_names_what_is_too_small(limits: Limits, words: str, limit: int) -> None:
     error = refusal(lambda: limits.check_prompt(ints(*range(limit + 1)), "text"))
     assert (error.code, error.field, error.limit) == (ErrorCode.TOO_LONG, "text", limit)
-    assert name in error.problem and f"{limit + 1} tokens" in error.problem
+    assert words in error.problem and f"{limit + 1} tokens" in error.problem
 
 
 def test_an_empty_prompt() -> None:

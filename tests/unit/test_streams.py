@@ -137,6 +137,17 @@ def test_output_before_its_open_stream_is_held() -> None:
     assert len(streams) == streams.early == 0
 
 
+def test_early_rows_of_one_batch_leave_with_times_of_their_own() -> None:
+    """The process appends to the times of what it sends; shared ones would grow beyond what a frame may hold."""
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
+    fox = ids_of(" fox")
+    streams.push(batch(*((rid, fox, Finish.NONE) for rid in range(20))), 6)
+    for rid in range(20):
+        out = streams.open(OpenStream(rid, (), True))
+        assert isinstance(out, TextBatch) and list(out.times) == [*TIMES, 6]
+        out.times.append(7)
+
+
 def test_errors_pass_once() -> None:
     error = RequestError(1, ErrorCode.TOO_LONG, "no room")
     streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)

@@ -1,0 +1,131 @@
+"""/v1/responses against a played cluster."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError
+from common.sampling_params import Grammar
+from tests.unit.gateway_world import World, answering, play, words
+
+PATH = "/v1/responses"
+HELLO = answering(words("He", "llo"))
+
+
+def test_a_response(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        body = {"input": "hi", "instructions": "Be brief.", "max_output_tokens": 7, "metadata": {"a": "b"}, "top_k": 3}
+        answer = (await world.post(PATH, body)).json()
+        assert (answer["object"], answer["status"], answer["metadata"]) == ("response", "completed", {"a": "b"})
+        (item,) = answer["output"]
+        assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+        assert item["content"] == [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}]
+        assert answer["usage"] == {
+            "input_tokens": 3, "output_tokens": 2, "total_tokens": 5, "input_tokens_details": {"cached_tokens": 1},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }  # fmt: skip
+        asked = await world.generated()
+        assert asked.chat == (ChatMessage("system", "Be brief."), ChatMessage("user", "hi"))
+        assert (asked.params.max_tokens, asked.params.top_k, asked.stream) == (7, 3, False)
+        turns = [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            item,
+            {"role": "user", "content": "x"},
+        ]
+        assert (await world.post(PATH, {"input": turns})).status_code == 200
+        asked = await world.generated()
+        assert [(m.role, m.content) for m in asked.chat] == [("user", "hi"), ("assistant", "Hello"), ("user", "x")]
+
+    play(short_dir, HELLO, test)
+
+
+@pytest.mark.parametrize(("finish", "status"), [(Finish.STOP, "completed"), (Finish.LENGTH, "incomplete")])
+def test_a_streamed_response(short_dir: Path, finish: Finish, status: str) -> None:
+    async def test(world: World) -> None:
+        response = await world.post(PATH, {"input": "hi", "stream": True})
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *parts, done = response.text.removesuffix("\n\n").split("\n\n")
+        assert done == "data: [DONE]"
+        found = [part.split("\n") for part in parts]
+        data = [json.loads(line.removeprefix("data: ")) for _, line in found]
+        assert [name.removeprefix("event: ") for name, _ in found] == [d["type"] for d in data]
+        assert [d["sequence_number"] for d in data] == list(range(len(data)))
+        assert [d["type"].removeprefix("response.") for d in data] == [
+            "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+            "output_text.delta", "output_text.done", "content_part.done", "output_item.done", status,
+        ]  # fmt: skip
+        assert [d["delta"] for d in data if "delta" in d] == ["He", "llo"]
+        last = data[-1]["response"]
+        assert last["status"] == status and last["output"][0]["content"][0]["text"] == "Hello"
+        assert last["incomplete_details"] == (None if finish is Finish.STOP else {"reason": "max_output_tokens"})
+
+    play(short_dir, answering(words("He", "llo", finish=finish)), test)
+
+
+def test_a_format(short_dir: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": ["string", "null"], "default": None}}}
+
+    async def test(world: World) -> None:
+        form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+        answer = (await world.post(PATH, {"input": "hi", "text": {"format": form}})).json()
+        assert answer["text"]["format"] == form
+        assert (await world.generated()).params.grammar == Grammar("json_schema", json.dumps(schema))
+
+    play(short_dir, HELLO, test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_refused(short_dir: Path, fields: dict[str, Any], param: str, stream: bool) -> None:
+    async def test(world: World) -> None:
+        response = await world.post(PATH, {"input": "hi", "stream": stream} | fields)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"].startswith(param), response.text
+
+    play(short_dir, HELLO, test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_cluster_refuses(short_dir: Path, stream: bool) -> None:
+    def refuse(msg: Generate) -> list[Any]:
+        return [RequestError(msg.rid, ErrorCode.TOO_LONG, "too long", "chat")]
+
+    async def test(world: World) -> None:
+        response = await world.post(PATH, {"input": "hi", "stream": stream})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+    play(short_dir, answering(refuse), test)
+
+
+def test_the_official_sdk_understands_it(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        url = f"{world.client.base_url}".rstrip("/") + "/v1"
+        sdk = openai.AsyncOpenAI(base_url=url, api_key="none", http_client=world.client, max_retries=0)
+        options: dict[str, Any] = {"model": "tiny", "input": "hi"}
+        whole = await sdk.responses.create(**options)
+        assert whole.output_text == "Hello" and whole.usage is not None and whole.usage.output_tokens == 2
+        async with sdk.responses.stream(**options) as stream:
+            seen = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert seen[0] == "response.created" and seen[-1] == "response.completed"
+        assert final.output_text == "Hello" and final.usage == whole.usage
+
+    play(short_dir, HELLO, test)
