@@ -8,7 +8,6 @@ async with AsyncConnection(address) as connection:
 import asyncio
 import contextlib
 import time
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
@@ -40,6 +39,7 @@ from common.messages import (
     Tokens,
     ints,
 )
+from common.prompts import Prompt, prompt_fields
 from common.rows import Row, RowReader
 from common.sampling_params import SamplingParams
 from common.sockets import Inbox, PeerStalled, open_socket
@@ -206,7 +206,7 @@ class AsyncConnection:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Sequence[ChatMessage],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         stream: bool = True,
@@ -226,13 +226,7 @@ class AsyncConnection:
         ConnectionLost when the connection is broken.
         """
         rid = self._number()
-        text, token_ids, chat = None, None, None
-        if isinstance(prompt, str):
-            text = prompt
-        elif prompt and isinstance(prompt[0], ChatMessage):
-            chat = tuple(cast(Sequence[ChatMessage], prompt))
-        else:
-            token_ids = array("i", cast(Sequence[int], prompt))
+        text, token_ids, chat = prompt_fields(prompt)
         options = (tools, template_args, add_generation_prompt, continue_final_message)
         msg = Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, *options)
         self._send(msg)

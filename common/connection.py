@@ -5,12 +5,10 @@ It submits requests and hands out their rows one by one. One thread uses one con
 
 import math
 import time
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import cast
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,7 +19,6 @@ from common.messages import (
     MAX_RID,
     Abort,
     Beat,
-    ChatMessage,
     Finish,
     Generate,
     GetStats,
@@ -29,6 +26,7 @@ from common.messages import (
     Stats,
     TextBatch,
 )
+from common.prompts import Prompt, prompt_fields
 from common.rows import Row as Row
 from common.rows import RowReader
 from common.sampling_params import SamplingParams
@@ -105,7 +103,7 @@ class Connection:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Sequence[ChatMessage],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         stream: bool = True,
@@ -126,13 +124,7 @@ class Connection:
         Raises FrameError when it is too large for a frame, PeerStalled when the cluster takes no messages.
         """
         rid = next(self._numbers) & MAX_RID
-        text, token_ids, chat = None, None, None
-        if isinstance(prompt, str):
-            text = prompt
-        elif prompt and isinstance(prompt[0], ChatMessage):
-            chat = tuple(cast(Sequence[ChatMessage], prompt))
-        else:
-            token_ids = array("i", cast(Sequence[int], prompt))
+        text, token_ids, chat = prompt_fields(prompt)
         options = (tools, template_args, add_generation_prompt, continue_final_message)
         msg = Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, *options)
         self._outbox.send(msg)

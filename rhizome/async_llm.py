@@ -23,6 +23,7 @@ from rhizome.requests import (
     Prompt,
     conversations_of,
     keywords,
+    make_request,
     make_requests,
     prompts_of,
     stream_output,
@@ -112,8 +113,7 @@ class AsyncLLM:
         deadline_ms: int = 0,
     ) -> AsyncIterator[StreamOutput]:
         """As LLM.stream: `async for piece in llm.stream("..."): ...`."""
-        kind = "prompt" if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else "messages"
-        (request,) = make_requests(kind, [prompt], params, Options(cache_salt, priority, deadline_ms))
+        request = make_request(prompt, params, Options(cache_salt, priority, deadline_ms))
         await self._reconnect()
         progress = Progress(0, request)
         stream = self._submit(request, stream=True)

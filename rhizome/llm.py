@@ -24,6 +24,7 @@ from rhizome.requests import (
     Prompt,
     conversations_of,
     keywords,
+    make_request,
     make_requests,
     numbered,
     prompts_of,
@@ -124,8 +125,7 @@ class LLM:
         deadline_ms: int = 0,
     ) -> Iterator[StreamOutput]:
         """The answer to a prompt or conversation as it is generated. Leaving the loop aborts it on the cluster."""
-        kind = "prompt" if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else "messages"
-        (request,) = make_requests(kind, [prompt], params, Options(cache_salt, priority, deadline_ms))
+        request = make_request(prompt, params, Options(cache_salt, priority, deadline_ms))
         return self._stream(request)
 
     def stats(self) -> dict[str, int]:

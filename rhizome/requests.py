@@ -61,6 +61,13 @@ def make_requests(kind: str, inputs: Sequence[Any], params: Params, options: Opt
     return found
 
 
+def make_request(given: Prompt | Sequence[Message], params: SamplingParams | None, options: Options) -> JsonRequest:
+    """One checked request from a text, token ids or a conversation."""
+    kind = "prompt" if isinstance(given, str) or not given or isinstance(given[0], int) else "messages"
+    (request,) = make_requests(kind, [given], params, options)
+    return request
+
+
 def _request(kind: str, given: Any, params: SamplingParams, options: Options) -> JsonRequest:
     if kind == "messages":
         value: dict[str, Any] = {"messages": [dict(message) for message in given]}

@@ -85,20 +85,45 @@ class _Process:
         return sum(p.memory_full_info().pss for p in [root, *root.children(recursive=True)])
 
 
-class HttpSystem:
+class _Hosted:
+    """What every system does with its process, which `start` makes."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.start_s = 0.0
+        self._home = Path(tempfile.mkdtemp(prefix="rhz-compare-"))
+        self._process: _Process | None = None
+
+    @property
+    def _running(self) -> _Process:
+        assert self._process is not None
+        return self._process
+
+    def rest(self) -> None:
+        self._running.signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._running.signal(signal.SIGCONT)
+
+    def memory(self) -> int:
+        return self._running.memory()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+
+class HttpSystem(_Hosted):
     """A server with OpenAI's API, measured by `client.py bench`."""
 
     def __init__(
         self, name: str, command: Sequence[str], port: int, vocabulary: int, env: dict[str, str] | None = None
     ):
-        self.name = name
-        self.start_s = 0.0
+        super().__init__(name)
         self._command = list(command)
         self._env = env or {}
         self._url = f"http://127.0.0.1:{port}"
         self._vocabulary = vocabulary
-        self._home = Path(tempfile.mkdtemp(prefix="rhz-compare-"))
-        self._process: _Process | None = None
 
     def start(self, deadline_s: float = 400.0) -> None:
         started = time.monotonic()
@@ -138,22 +163,6 @@ class HttpSystem:
             "itl_p99_ms": summary["itl_ms"]["p99"],
         }
 
-    def rest(self) -> None:
-        assert self._process is not None
-        self._process.signal(signal.SIGSTOP)
-
-    def wake(self) -> None:
-        assert self._process is not None
-        self._process.signal(signal.SIGCONT)
-
-    def memory(self) -> int:
-        assert self._process is not None
-        return self._process.memory()
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
-
 
 class Rhizome(HttpSystem):
     """This project. Its supervisor would take a rest for a freeze, so it is ended and started again instead."""
@@ -165,15 +174,13 @@ class Rhizome(HttpSystem):
         self.start()
 
 
-class OpenVino:
+class OpenVino(_Hosted):
     """OpenVINO GenAI in a process of its own, without any server or client."""
 
     def __init__(self, python: Path, model: Path, vocabulary: int):
-        self.name = "OpenVINO GenAI (in process)"
-        self.start_s = 0.0
+        super().__init__("OpenVINO GenAI (in process)")
         self._command = [str(python), str(ROOT / "bench" / "peers" / "openvino_cases.py"), str(model), str(vocabulary)]
-        self._log = Path(tempfile.mkdtemp(prefix="rhz-compare-")) / "log"
-        self._process: _Process | None = None
+        self._log = self._home / "log"
 
     def start(self) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -181,37 +188,23 @@ class OpenVino:
         self.start_s = self._answer()["start_s"]
 
     def _answer(self) -> dict[str, float]:
-        assert self._process is not None and self._process.popen.stdout is not None
-        line = self._process.popen.stdout.readline()
+        popen = self._running.popen
+        assert popen.stdout is not None
+        line = popen.stdout.readline()
         if not line:
             raise BenchError(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
         answer: dict[str, float] = json.loads(line)
         return answer
 
     def run(self, case: Case) -> dict[str, float]:
-        assert self._process is not None and self._process.popen.stdin is not None
-        self._process.popen.stdin.write(json.dumps(asdict(case)).encode() + b"\n")
-        self._process.popen.stdin.flush()
+        popen = self._running.popen
+        assert popen.stdin is not None
+        popen.stdin.write(json.dumps(asdict(case)).encode() + b"\n")
+        popen.stdin.flush()
         answer = self._answer()
         if answer["output_tokens"] != case.requests * case.output:
             raise BenchError(f"{self.name}, {case.name}: not every request got its {case.output} tokens")
         return answer
-
-    def rest(self) -> None:
-        assert self._process is not None
-        self._process.signal(signal.SIGSTOP)
-
-    def wake(self) -> None:
-        assert self._process is not None
-        self._process.signal(signal.SIGCONT)
-
-    def memory(self) -> int:
-        assert self._process is not None
-        return self._process.memory()
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop(5.0)
 
 
 def free_port() -> int:
