@@ -26,7 +26,7 @@ class PeerStalled(RuntimeError):
 class Endpoints:
     """The addresses inside a cluster's run directory. Receivers bind, senders connect.
 
-    Every term and every epoch (see Go in common/messages.py) has sockets of its own: what was still queued in those of
+    Every term and every epoch (see Go in common/messages) has sockets of its own: what was still queued in those of
     an earlier one goes with them, so that nobody can take a stale message for a new one.
     """
 

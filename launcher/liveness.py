@@ -1,4 +1,4 @@
-"""Who is alive, judged by what processes say of themselves (Pulse in common/messages.py). Times are seconds.
+"""Who is alive, judged by what processes say of themselves (Pulse in common/messages). Times are seconds.
 
 Two rules, because a step can take minutes and a rank that waits for another one in a collective looks busy:
 

@@ -1,7 +1,7 @@
 """The life of a cluster: start, watch, replace, drain, stop.
 
 Losing a process never ends the others. Its unit is killed as a whole, and started again after a pause that grows with
-every loss (`Restarts`). Once everything is loaded again, the launcher announces new numbers (Go in common/messages.py):
+every loss (`Restarts`). Once everything is loaded again, the launcher announces new numbers (Go in common/messages):
 
     a new epoch   when workers or scheduler are new: first the ranks join it and say how many steps they have executed.
                   Equal numbers mean that a dead scheduler left them in step; ranks that differ, or hang in a collective

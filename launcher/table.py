@@ -17,7 +17,7 @@ class ProcessSpec:
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
     """Processes that live and die together. Replacing them begins a new term (tokenizer, scheduler, detokenizer) or a
-    new epoch (scheduler, workers), see Go in common/messages.py; one that does neither is replaced unnoticed."""
+    new epoch (scheduler, workers), see Go in common/messages; one that does neither is replaced unnoticed."""
 
     name: str
     processes: tuple[ProcessSpec, ...]

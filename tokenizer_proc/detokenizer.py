@@ -26,7 +26,7 @@ from tokenizer_proc.tokenizer_files import load_tokenizer
 
 
 class Detokenizer:
-    """The loop. All of its state belongs to one term (see Go in common/messages.py)."""
+    """The loop. All of its state belongs to one term (see Go in common/messages)."""
 
     def __init__(self, child: Child, new_streams: Callable[[], Streams], go: Go):
         self._child = child

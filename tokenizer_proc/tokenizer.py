@@ -48,7 +48,7 @@ STOP_S = 0.5  # how long the last answers may take at the end
 
 
 class Links:
-    """The sockets to and from scheduler and detokenizer, which live as long as a term (see Go, common/messages.py)."""
+    """The sockets to and from scheduler and detokenizer, which live as long as a term (see Go, common/messages)."""
 
     def __init__(self, child: Child, refused: RefusedFrames, term: int):
         self._child = child

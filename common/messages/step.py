@@ -1,0 +1,124 @@
+"""Between the scheduler and the workers: one step of the batch, planned and done."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from common.codec import Struct, message
+from common.fields import Bool, Bytes, FieldError, Int, IntArray, Ints, ListOf, Str
+from common.logprobs import LOGPROB_ROWS, LogprobRows
+from common.messages.types import (
+    MAX_BATCH_TOKENS,
+    MAX_COUNT,
+    MAX_RID,
+    MAX_SLOTS,
+    Counts,
+    Times,
+    TokenIds,
+    ints,
+    same_length,
+)
+from common.sampling_params import DRAW_PARAMS, GRAMMAR, MAX_TOKEN_ID, DrawParams, Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All known tokens of the request that enters `slot`: its prompt, then what it has generated so far."""
+
+    slot: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    prompt_len: Annotated[int, Int(0, MAX_BATCH_TOKENS)]
+    tokens: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Prompt tokens whose log probability is asked for: chunk number `chunk` of the plan predicts `targets` with its
+    tokens from number `begin` on."""
+
+    chunk: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    begin: Annotated[int, Int(0, MAX_BATCH_TOKENS)]
+    targets: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class EnterGrammar:
+    """The grammar of the request that enters `slot`, and what it has generated so far."""
+
+    slot: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    grammar: Annotated[Grammar, GRAMMAR]
+    ignore_eos: Annotated[bool, Bool()]
+    generated: TokenIds
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step for the workers of `group`, as the difference to what they know. Applied in the order of the fields.
+
+    `leave`          slots that are free now
+    `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw
+    `page_*`         pages appended to slots' page tables (entering ones start empty): slot, how many, the page ids
+    `copies`         page pairs src, dst, src, dst, ...: whole-page copies before anything is computed (copy-on-write)
+    `chunk_*`        prefill chunks: slot, length, and 1 where the chunk ends at the last known token, so that the next
+                     one is sampled; `chunk_tokens` are all their tokens, one after another
+    `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
+    `histories`      of entering slots that need one (DrawParams.needs_history)
+    `enter_grammars` of entering slots that have one
+    `scorings`       prompt tokens to score, of slots with `prompt_logprobs`
+    """
+
+    TAG: ClassVar[int] = 6
+    step_id: Annotated[int, Int(0, MAX_COUNT)]
+    epoch: Annotated[int, Int(0, MAX_RID)]
+    group: Annotated[str, Str(64)]
+    leave: Counts
+    enter_slots: Counts
+    enter_lens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_BATCH_TOKENS)]
+    enter_draw: Annotated[tuple[DrawParams, ...], ListOf(DRAW_PARAMS, MAX_SLOTS)]
+    page_slots: Counts
+    page_counts: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
+    pages: Annotated[IntArray, Ints(MAX_BATCH_TOKENS)]
+    copies: Annotated[IntArray, Ints(2 * MAX_SLOTS)]
+    chunk_slots: Counts
+    chunk_lens: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
+    chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)]
+    chunk_tokens: TokenIds
+    decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)]
+    histories: Annotated[tuple[History, ...], ListOf(Struct(History), MAX_SLOTS)] = ()
+    scorings: Annotated[tuple[Scoring, ...], ListOf(Struct(Scoring), MAX_SLOTS)] = ()
+    enter_grammars: Annotated[tuple[EnterGrammar, ...], ListOf(Struct(EnterGrammar), MAX_SLOTS)] = ()
+
+    def __post_init__(self) -> None:
+        same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
+        same_length("page", self.page_slots, self.page_counts)
+        same_length("chunk", self.chunk_slots, self.chunk_lens, self.chunk_samples)
+        if sum(self.page_counts) != len(self.pages):
+            raise FieldError("pages", "as many as page_counts say")
+        if sum(self.chunk_lens) != len(self.chunk_tokens):
+            raise FieldError("chunk_tokens", "as many as chunk_lens say")
+        if len(self.copies) % 2:
+            raise FieldError("copies", "pairs of source and destination")
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The sampled tokens of a step: first the sampling chunks in plan order, then the decoding slots in slot order.
+
+    `times`: plan received, forward started, tokens ready. `logprobs` are of the tokens (by number) whose request asked
+    for them, `prompt_logprobs` of the plan's scorings (by number). `failed` are tokens (by number) that are not to be
+    used, because the request's grammar cannot be followed any more; `problems` say why.
+    """
+
+    TAG: ClassVar[int] = 7
+    step_id: Annotated[int, Int(0, MAX_COUNT)]
+    epoch: Annotated[int, Int(0, MAX_RID)]
+    group: Annotated[str, Str(64)]
+    tokens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_TOKEN_ID)]
+    times: Times
+    logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    failed: Annotated[IntArray, Ints(MAX_SLOTS)] = field(default_factory=ints)
+    problems: Annotated[tuple[str, ...], ListOf(Str(1024), MAX_SLOTS)] = ()
+
+    def __post_init__(self) -> None:
+        same_length("failed", self.failed, self.problems)
