@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,6 +24,7 @@ from common.log import set_up_logging
 from common.run_dir import RunDir, RunDirError
 from common.sockets import Endpoints
 from gateway_proc.options import http_options
+from launcher import hub
 from launcher.show import VERSION, panel, progress_bar
 from launcher.supervisor import ClusterError, Supervisor
 
@@ -53,7 +55,7 @@ class Size(click.ParamType[int]):
     "--model",
     default=str(ROOT / "demo_model"),
     show_default="the demo model",
-    help="Directory of a Hugging Face checkpoint.",
+    help="Directory of a Hugging Face checkpoint, or an id on its hub such as Qwen/Qwen3-0.6B[@revision].",
 )
 @click.option("--dtype", default="auto", help="auto, float32, bfloat16 or float16.")
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
@@ -102,13 +104,15 @@ def main(
     if parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
     try:
-        _check_model(model)
+        path, hub_id = _find_model(model)
+        if hub_id is not None and not http.served_names:
+            http = replace(http, served_names=(hub_id,))
         _check_record(record)
         directory = RunDir(run_dir)
         try:
             config = ClusterConfig(
                 run_dir=str(directory.path),
-                model=ModelConfig(str(Path(model).resolve()), dtype, device, context_len, tp, threads, cpu_kernels),
+                model=ModelConfig(str(path.resolve()), dtype, device, context_len, tp, threads, cpu_kernels),
                 cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache),
                 scheduler=SchedulerConfig(
                     max_running=max_running,
@@ -165,9 +169,16 @@ def _end_with_parent(parent_fd: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def _check_model(model: str) -> None:
+def _find_model(model: str) -> tuple[Path, str | None]:
+    """The checkpoint's directory, and its name on the hub where it has one. Raises ClusterError."""
+    if named := hub.split_id(model):
+        try:
+            return hub.fetch(*named), named[0]
+        except hub.HubError as error:
+            raise ClusterError(f"--model {model}: {error}") from None
     if not (Path(model) / "config.json").is_file():
         raise ClusterError(f"--model {model}: not a directory with a Hugging Face checkpoint (no config.json)")
+    return Path(model), None
 
 
 def _check_record(record: Path | None) -> None:

@@ -1,13 +1,14 @@
 """A real cluster for tests: launch.py in a private run directory, with deadlines, and a check that nothing is left."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ STOP_S = 30.0
 class Cluster:
     """A running `launch.py`; `log` holds everything that it and its children printed."""
 
-    def __init__(self, model: Path | str, *flags: str, home: Path | None = None):
+    def __init__(self, model: Path | str, *flags: str, home: Path | None = None, env: Mapping[str, str] | None = None):
         self.home = home or Path(tempfile.mkdtemp(prefix="rhz-"))  # short: the paths of Unix sockets are limited
         self.run_dir = self.home / "run"
         self._log = (self.home / "log").open("wb")
@@ -37,6 +38,7 @@ class Cluster:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=self.home,
+            env=os.environ | dict(env or {}),
         )
         self.seen: dict[int, psutil.Process] = {}
 
@@ -124,9 +126,9 @@ class Cluster:
 
 
 @contextmanager
-def running(model: Path | str, *flags: str) -> Iterator[Cluster]:
+def running(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Cluster]:
     """A ready cluster that must end idle, cleanly and completely."""
-    cluster = Cluster(model, *flags)
+    cluster = Cluster(model, *flags, env=env)
     try:
         yield cluster.wait_ready()
         cluster.check_idle()
