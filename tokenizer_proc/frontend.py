@@ -6,18 +6,14 @@ never wait. All methods run in the event loop's thread; only `PromptEncoder.enco
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
 from typing import TypeVar
 
 from common.codec import FrameError, Message, RefusedFrames, decode
 from common.fields import IntArray
 from common.messages import (
-    MAX_RID,
     Abort,
-    AddRequest,
     Beat,
     Detokenize,
     ErrorCode,
@@ -26,28 +22,29 @@ from common.messages import (
     GetInfo,
     GetStats,
     Info,
-    OpenStream,
     RequestError,
     Stats,
     TextBatch,
     Tokenize,
 )
+from tokenizer_proc.answers import Answers, expired, stopping, unread
 from tokenizer_proc.beams import Beams
-from tokenizer_proc.clients import Clients, Delivery
+from tokenizer_proc.clients import Clients
 from tokenizer_proc.grammar_check import GrammarCheck
+from tokenizer_proc.handover import Handover
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.measures import Measures
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows, TextRow, rows_of
-from tokenizer_proc.sampling_checks import check_prompt_logprobs, check_sampling, ends_of, excluded_at_first, stop_token
+from tokenizer_proc.sampling_checks import check_sampling, stop_token
+from tokenizer_proc.stats_questions import StatsQuestions
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
 MAX_HELD = 2**16  # tokens named in log probabilities that are held for one row: bounds a frame
-MAX_QUERIES = 1024  # Stats questions on their way
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
@@ -77,20 +74,20 @@ class Frontend:
         self._ledger = ledger
         self._clients = clients
         self._send_scheduler = send_scheduler
-        self._send_detokenizer = send_detokenizer
         self._clock = clock
         self._pool = pool
         self._preparing: set[asyncio.Task[None]] = set()
         self._pending_chars = 0
-        self._queries: dict[int, tuple[Owner, int]] = {}
-        self._next_query = 0
-        self._questions = Questions(encoder, info, pool, self._send)
         self._stopping = False
         self._ignored = 0
         self._resubmitted = 0
         self.restarts: dict[str, int] = {}  # by process, as the launcher says
         self.refused = RefusedFrames()
         self.measures = Measures()
+        self._answers = Answers(ledger, clients, self.measures, send_scheduler, clock)
+        self._handover = Handover(limits, eos_token_ids, self.measures, send_scheduler, send_detokenizer, clock)
+        self._questions = Questions(encoder, info, pool, self._answers.send)
+        self._stats = StatsQuestions(send_scheduler, self._answers.send)
 
     # ---- from clients ---------------------------------------------------------------------------------------------
 
@@ -105,7 +102,7 @@ class Frontend:
             self.refused.count(error)
             if error.rid is not None:
                 problem = f"{error.field}: {error.problem}" if error.field else error.problem
-                self._send(owner, Refused(ErrorCode.INVALID, problem, error.field).answer(error.rid))
+                self._answers.send(owner, Refused(ErrorCode.INVALID, problem, error.field).answer(error.rid))
             return
         match msg:
             case Generate():
@@ -113,10 +110,11 @@ class Frontend:
             case Abort():
                 self._abort(owner, msg.rid)
             case GetStats():
-                self._ask(owner, msg.query)
+                if not self._stats.ask(owner, msg.query):
+                    self._ignored += 1
             case Tokenize() | Detokenize() | GetInfo():
                 if self._clients.overflowing(owner):
-                    self._send(owner, _unread().answer(msg.rid))
+                    self._answers.send(owner, unread().answer(msg.rid))
                 else:
                     self._questions.ask(owner, msg)
 
@@ -125,7 +123,7 @@ class Frontend:
             self._check_admission(owner, msg)
         except Refused as refusal:
             self.measures.refused(refusal.code)
-            self._send(owner, refusal.answer(msg.rid))
+            self._answers.send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
         task = asyncio.get_running_loop().create_task(self._prepare(entry, msg))
@@ -135,9 +133,9 @@ class Frontend:
     def _check_admission(self, owner: Owner, msg: Generate) -> None:
         """All that can be said before the prompt is tokenized."""
         if self._stopping:
-            raise _stopping()
+            raise stopping()
         if self._clients.overflowing(owner):
-            raise _unread()
+            raise unread()
         if self._ledger.find(owner, msg.rid) is not None:
             raise Refused(ErrorCode.INVALID, f"rid: {msg.rid} is in use by a live request of this client", "rid")
         self._limits.check_live(self._ledger.choices, msg.n)
@@ -157,12 +155,13 @@ class Frontend:
                 await self._in_time(entry, asyncio.ensure_future(self._grammars.check(msg.params.grammar)))
             prompt = self._encoder.encode(msg) if msg.token_ids is not None else await self._encode(entry, msg)
             if self._ledger.holds(entry):
-                self._admit(entry, prompt)
+                self._handover.admit(entry, prompt)
         except Refused as refusal:
-            self._refuse(entry, refusal)
+            self._answers.refuse(entry, refusal)
         except Exception:
             log.exception("request %d of a client failed", entry.client_rid)
-            self._refuse(entry, Refused(ErrorCode.INTERNAL, "an internal error in the tokenizer; its log says more"))
+            failure = Refused(ErrorCode.INTERNAL, "an internal error in the tokenizer; its log says more")
+            self._answers.refuse(entry, failure)
         finally:
             self._pending_chars -= _chars(msg)
 
@@ -176,57 +175,8 @@ class Frontend:
         if entry.deadline_ms:
             await asyncio.wait({work}, timeout=entry.time_left(self._clock()) / 1e9)
             if not work.done():
-                self._refuse(entry, _expired(entry))
+                self._answers.refuse(entry, expired(entry))
         return await work
-
-    def _admit(self, entry: Entry, prompt: IntArray) -> None:
-        """Hand over a tokenized request: the first of its choices computes the prompt, the others share it."""
-        params = entry.params
-        left_ms = self._left_ms(entry)
-        entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
-        check_prompt_logprobs(params, len(prompt))
-        entry.prompt = prompt
-        self.measures.admitted(len(prompt))
-        if params.use_beam_search and len(entry.choices) > 1:
-            entry.beams = Beams(entry, ends_of(params, self._eos), self._send_scheduler, self._send_detokenizer)
-            entry.beams.step(left_ms)
-            return
-        for choice in entry.choices:
-            self._submit(choice, prompt, left_ms)
-
-    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, *, again: bool = False) -> None:
-        """Hand a choice over to detokenizer and scheduler, from where its client is."""
-        entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
-        if params.use_beam_search:
-            params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
-        draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos))
-        self._send_detokenizer(
-            OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted)
-        )
-        self._send_scheduler(
-            AddRequest(
-                choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
-                entry.priority, left_ms, len(emitted), choice.scored, again, params.grammar,
-                params.grammar is not None and params.ignore_eos,
-            )
-        )  # fmt: skip
-
-    def _left_ms(self, entry: Entry) -> int:
-        """Until the request's deadline, or 0 where it has none. Raises Refused when it has passed."""
-        if not entry.deadline_ms:
-            return 0
-        left = entry.time_left(self._clock())
-        if left <= 0:
-            raise _expired(entry)
-        return max(1, left // 10**6)
-
-    def _refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
-        """End a request with an error, unless it has ended. The scheduler itself has ended the choice `ended`."""
-        if self._ledger.holds(entry):
-            self._ledger.close(entry)
-            self._abort_running(entry, ended)
-            self.measures.refused(refusal.code)
-            self._send(entry.owner, refusal.answer(entry.client_rid))
 
     def _abort(self, owner: Owner, client_rid: int) -> None:
         entry = self._ledger.find(owner, client_rid)
@@ -235,32 +185,9 @@ class Frontend:
         if entry.admitted and entry.beams is None:
             if not entry.aborting:
                 entry.aborting = True
-                self._abort_running(entry)  # the scheduler answers with the terminal rows
+                self._answers.abort_running(entry)  # the scheduler answers with the terminal rows
             return
-        self._end_aborted(entry)
-
-    def _end_aborted(self, entry: Entry) -> None:
-        """End a request with a terminal row for each live choice, in place of a scheduler that does not have it."""
-        self._ledger.close(entry)
-        self._abort_running(entry)
-        rows = Rows()
-        for choice in entry.choices:
-            if entry.stream:
-                choice.sent = len(choice.emitted)
-            tokens, text, scores, token_bytes = choice.release()
-            prompt_tokens = len(entry.prompt or ())
-            rows.add(entry.client_rid, choice.index, tokens, text, Finish.ABORT, prompt_tokens, choice.cached)
-            rows.add_scores(scores, token_bytes.__getitem__)
-        self._send(entry.owner, rows.batch(array("q", [self._clock()])))
-
-    def _ask(self, owner: Owner, query: int) -> None:
-        if len(self._queries) >= MAX_QUERIES:
-            self._ignored += 1
-            return
-        number = self._next_query
-        self._next_query = (number + 1) & MAX_RID
-        self._queries[number] = (owner, query)
-        self._send_scheduler(GetStats(number))
+        self._answers.end_aborted(entry)
 
     # ---- after a loss ---------------------------------------------------------------------------------------------
 
@@ -268,23 +195,16 @@ class Frontend:
         """A new term has begun: detokenizer and scheduler know of nothing. Hand every live choice over again, each from
         the last token that its client was sent."""
         for entry in self._ledger.admitted:
-            assert entry.prompt is not None
             if entry.aborting:
-                self._end_aborted(entry)
+                self._answers.end_aborted(entry)
                 continue
             try:
-                left_ms = self._left_ms(entry)
+                self._handover.again(entry)
             except Refused as refusal:
-                self._refuse(entry, refusal)
+                self._answers.refuse(entry, refusal)
                 continue
             self._resubmitted += len(entry.choices)
-            if entry.beams is not None:
-                entry.beams.resume(left_ms)
-                continue
-            for choice in entry.choices:
-                self._submit(choice, entry.prompt, left_ms, again=True)
-        for number in self._queries:
-            self._send_scheduler(GetStats(number))
+        self._stats.again()
 
     # ---- from the detokenizer -------------------------------------------------------------------------------------
 
@@ -303,8 +223,8 @@ class Frontend:
             return
         refusal = Refused(ErrorCode(error.code), error.problem, error.field, error.limit, error.retry_after_s)
         if error.code == ErrorCode.DEADLINE:
-            refusal = _expired(choice.entry)  # the scheduler knows only the time that was left for it
-        self._refuse(choice.entry, refusal, ended=choice)
+            refusal = expired(choice.entry)  # the scheduler knows only the time that was left for it
+        self._answers.refuse(choice.entry, refusal, ended=choice)
 
     def _on_text(self, batch: TextBatch) -> None:
         times, now = batch.times[:], self._clock()
@@ -334,7 +254,7 @@ class Frontend:
                 tokens, text, scores, token_bytes = choice.release()
             rows = by_owner.setdefault(entry.owner, Rows())
             if rows.scored > MAX_HELD:  # log probabilities make a frame large: the rest goes into another one
-                self._send_rows(entry.owner, rows.batch(times))
+                self._answers.send_rows(entry.owner, rows.batch(times))
                 rows = by_owner[entry.owner] = Rows()
             prompt_tokens = len(entry.prompt or ())
             rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
@@ -342,7 +262,7 @@ class Frontend:
             if row.finish == Finish.STOP:
                 rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():
-            self._send_rows(owner, rows.batch(times))
+            self._answers.send_rows(owner, rows.batch(times))
 
     def _advance(self, beams: Beams, choice: Choice, row: TextRow, times: IntArray) -> None:
         if not beams.take(choice, row):
@@ -351,9 +271,9 @@ class Frontend:
             beams.finish(times[:-2])  # without those of detokenizer and tokenizer
             return
         try:
-            beams.step(self._left_ms(beams.entry))
+            beams.step(self._handover.left_ms(beams.entry))
         except Refused as refusal:
-            self._refuse(beams.entry, refusal)
+            self._answers.refuse(beams.entry, refusal)
 
     def _end(self, choice: Choice, finish: int) -> None:
         self._ledger.end(choice)
@@ -361,23 +281,7 @@ class Frontend:
             # Perhaps the detokenizer found a stop string, of which the scheduler knows nothing.
             self._send_scheduler(Abort(choice.rid))
 
-    def _send_rows(self, owner: Owner, batch: TextBatch) -> None:
-        try:
-            self._send(owner, batch)
-        except FrameError as error:  # larger than a frame may be
-            refusal = Refused(ErrorCode.INTERNAL, f"the answer cannot be sent: {error}")
-            for rid in dict.fromkeys(batch.rids):  # a request can have several rows
-                entry = self._ledger.find(owner, rid)
-                if entry is not None:
-                    self._ledger.close(entry)
-                    self._abort_running(entry)
-                self._send(owner, refusal.answer(rid))
-
     def _on_stats(self, stats: Stats) -> None:
-        asked = self._queries.pop(stats.query, None)
-        if asked is None:
-            return
-        owner, query = asked
         own = {
             "tokenizer.live_requests": len(self._ledger),
             "tokenizer.live_choices": self._ledger.choices,
@@ -389,7 +293,7 @@ class Frontend:
             **{f"launcher.restarts.{name}": count for name, count in self.restarts.items()},
             **self.measures.flat(),
         }
-        self._send(owner, Stats(query, {**stats.values, **own}))
+        self._stats.answer(stats, own)
 
     @property
     def preparing(self) -> int:
@@ -405,14 +309,14 @@ class Frontend:
     def flush(self) -> None:
         """Try again to send what slow clients did not take."""
         for owner in self._clients.flush():
-            self._drop_client(owner)
+            self._answers.drop_client(owner)
 
     def beat(self) -> None:
         """Tell silent clients with live requests that the cluster lives, and find those that do not."""
         fed = self._clients.take_fed()
         for owner in self._ledger.owners:
             if owner not in fed:
-                self._send(owner, Beat())
+                self._answers.send(owner, Beat())
         self._clients.take_fed()
 
     def drain(self) -> None:
@@ -429,47 +333,7 @@ class Frontend:
         self._stopping = True
         for owner in self._ledger.owners:
             for entry in self._ledger.close_all_of(owner):
-                self._send(owner, _stopping().answer(entry.client_rid))
-
-    # ---- answers --------------------------------------------------------------------------------------------------
-
-    def _send(self, owner: Owner, msg: Message) -> None:
-        match self._clients.send(owner, msg):
-            case Delivery.GONE:
-                self._drop_client(owner)
-            case Delivery.OVERFLOW:
-                self._cut_off(owner)
-            case Delivery.DONE:
-                pass
-
-    def _drop_client(self, owner: Owner) -> None:
-        self._clients.forget(owner)
-        for entry in self._ledger.close_all_of(owner):
-            self._abort_running(entry)
-
-    def _cut_off(self, owner: Owner) -> None:
-        """A client that does not read: its requests end, and it will find an error for each when it reads again."""
-        for entry in self._ledger.close_all_of(owner):
-            self._abort_running(entry)
-            self._clients.send(owner, _unread().answer(entry.client_rid))
-
-    def _abort_running(self, entry: Entry, ended: Choice | None = None) -> None:
-        for choice in entry.choices if entry.admitted else ():
-            if choice is not ended:
-                self._send_scheduler(Abort(choice.rid))
-
-
-def _expired(entry: Entry) -> Refused:
-    problem = f"not finished {entry.deadline_ms} ms after it arrived, which was its deadline"
-    return Refused(ErrorCode.DEADLINE, problem, "deadline_ms", entry.deadline_ms)
-
-
-def _stopping() -> Refused:
-    return Refused(ErrorCode.SHUTTING_DOWN, "the cluster is stopping")
-
-
-def _unread() -> Refused:
-    return Refused(ErrorCode.OVERLOADED, "this client does not read its answers", "", 0, RETRY_AFTER_S)
+                self._answers.send(owner, stopping().answer(entry.client_rid))
 
 
 def _chars(msg: Generate) -> int:
