@@ -1,13 +1,19 @@
-"""What the scheduler measures: how long requests wait, and how long and large steps are."""
+"""What the scheduler measures: how often things happen, how long requests wait, and how long and large steps are."""
 
 from common.metrics import histogram
 from scheduler_proc.request import Request
 
+COUNTERS = (
+    "steps", "requests", "finished", "aborted", "refused", "expired", "failed", "preempted",
+    "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
+)  # fmt: skip
+
 
 class Measures:
-    """Histograms by name. Times are nanoseconds."""
+    """Counters and histograms by name. Times are nanoseconds."""
 
     def __init__(self) -> None:
+        self.counts = dict.fromkeys(COUNTERS, 0)
         self._queue = histogram("scheduler.queue")
         self._step = histogram("scheduler.step")
         self._step_tokens = histogram("scheduler.step_tokens")
@@ -23,7 +29,7 @@ class Measures:
         self._step_tokens.observe(tokens)
 
     def flat(self) -> dict[str, int]:
-        """All of it as counters."""
+        """The histograms as counters."""
         return (
             self._queue.flat("scheduler.queue")
             | self._step.flat("scheduler.step")

@@ -15,7 +15,7 @@ FOLLOWED = Grammar("lark")
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_grammar_sees_the_answer_so_far_after_preemption(in_flight: int) -> None:
     rig = Rig(pages=8, page_size=2, admission="ratio", steps_in_flight=in_flight)
-    rig.scheduler.admission = NewTokenRatio(initial=0.0, least=0.0)
+    rig.scheduler.planner.admission = NewTokenRatio(initial=0.0, least=0.0)
     prompts = {rid: [rid, rid + 1, 3] for rid in range(5)}
     for rid, prompt in prompts.items():
         rig.add(rid, prompt, 12, grammar=FOLLOWED if rid != 2 else None, ignore_eos=rid == 1)

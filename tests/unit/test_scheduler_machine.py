@@ -262,8 +262,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def test_random_schedules(request, monkeypatch):
     """400 runs, or as many as `--soak N` says. The bounds of a plan are small enough to be met."""
-    monkeypatch.setattr("scheduler_proc.scheduler.SCORED_TOKENS", 5)
-    monkeypatch.setattr("scheduler_proc.scheduler.HISTORY_TOKENS", 10)
+    monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 5)
+    monkeypatch.setattr("scheduler_proc.planner.HISTORY_TOKENS", 10)
     runs = request.config.getoption("--soak")
     run_state_machine_as_test(
         SchedulerMachine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None)

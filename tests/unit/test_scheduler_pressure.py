@@ -12,7 +12,7 @@ from tests.rig import Rig
 def pressed(policy="fcfs", **more):
     """Requests that fit one by one but not together, with an admission that hopes for the best."""
     rig = Rig(pages=8, page_size=2, admission="ratio", policy=policy, **more)
-    rig.scheduler.admission = NewTokenRatio(initial=0.0, least=0.0)
+    rig.scheduler.planner.admission = NewTokenRatio(initial=0.0, least=0.0)
     return rig
 
 

@@ -1,0 +1,161 @@
+"""What goes into a step: decodes first, then chunks of prompts under a token budget, admitting as there is room.
+
+Decodes that find no page preempt juniors; in such a step nobody is admitted.
+"""
+
+from common.config import SchedulerConfig
+from scheduler_proc.admission import ADMISSIONS, Admission
+from scheduler_proc.in_batch import better_off_waiting
+from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.measures import Measures
+from scheduler_proc.plan_builder import PlanBuilder
+from scheduler_proc.policy import MAX_PREFILLS, Policy
+from scheduler_proc.pressure import make_room, spare_pages
+from scheduler_proc.request import Event, Request, Status
+from scheduler_proc.residents import Residents
+from scheduler_proc.step_time import StepTimeModel
+
+SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
+HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
+LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
+MAX_GRAMMAR_CHARS_PER_STEP = 2**21  # so that the plan fits in a frame
+
+
+class Planner:
+    """Fills steps from `residents` and `waiting`, with pages of `kv`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        waiting: Policy,
+        residents: Residents,
+        step_time: StepTimeModel,
+        measures: Measures,
+    ):
+        self.admission: Admission = ADMISSIONS[config.admission]()
+        self._config = config
+        self._kv = kv
+        self._waiting = waiting
+        self._residents = residents
+        self._step_time = step_time
+        self._measures = measures
+
+    def fill(self, step: PlanBuilder, now: int) -> None:
+        """Plan as much as the budget and the pages allow, perhaps nothing. `now` in ns."""
+        preempted = self._plan_decodes(step)
+        budget = self._prefill_budget(step)
+        if not preempted:
+            self._admit(step, budget, now)
+        for request in self._waiting.chunk_order(list(self._residents.prefilling)):
+            if budget <= 0:
+                break
+            room = SCORED_TOKENS - step.num_scored_tokens if request.unscored else budget
+            if room > 0:
+                budget -= self._plan_chunk(step, request, min(budget, room))
+        self._share_prefills(step)
+        if step.num_tokens and not preempted:
+            self.admission.after_step()
+
+    def _plan_decodes(self, step: PlanBuilder) -> bool:
+        """Plan one token for each decoding request that can have a page; True when somebody was preempted for it."""
+        ready = self._residents.decoding()
+        preempted = spare_pages(self._kv, ready) < 0
+        if preempted:
+            ready = make_room(ready, self._kv, self._residents.holders, self._preempt)
+        for request in ready:
+            step.append_pages(request, self._kv.grow(request, request.cached_len + 1))
+            step.decode(request)
+            request.cached_len += 1
+            request.pending += 1
+        return preempted
+
+    def _preempt(self, victim: Request) -> None:
+        if victim.status is Status.PREFILLING:
+            self._residents.prefilling.remove(victim)
+        victim.on(Event.PREEMPT)
+        victim.preemptions += 1
+        self._measures.counts["preempted"] += 1
+        self._residents.settle(victim)
+        self.admission.after_preemption(self._residents.running())
+
+    def _prefill_budget(self, step: PlanBuilder) -> int:
+        """Tokens that prefill chunks may take in this step."""
+        budget = self._config.max_batch_tokens - step.num_tokens
+        if step.num_tokens == 0:
+            return budget  # nobody decodes: only memory limits the chunk
+        if self._config.itl_target_ms > 0:
+            context = sum(r.cached_len for r in step.rows)
+            known = self._step_time.tokens_within(self._config.itl_target_ms / 1e3, context)
+            if known is not None:
+                least = min(16, self._config.chunk_tokens)  # so that prompts advance at any target
+                return min(budget, max(least, known - step.num_tokens))
+        return min(budget, self._config.chunk_tokens)
+
+    def _admit(self, step: PlanBuilder, budget: int, now: int) -> None:
+        """Start waiting requests while they fit and there is budget that running prefills leave."""
+        planned = sum(r.extend_len for r in self._residents.prefilling)
+        admitted: list[Request] = []
+        looked = 0
+        for request in self._waiting.order(now):
+            several = self._waiting.concurrent_prefills and len(self._residents.prefilling) < MAX_PREFILLS
+            if budget <= 0 or self._residents.full or (planned >= budget and not several) or looked > LOOK_AHEAD:
+                break
+            if step.grammar_chars > MAX_GRAMMAR_CHARS_PER_STEP:
+                break
+            if self._shares_soon(request):
+                looked += 1
+                continue
+            if step.num_history_tokens > HISTORY_TOKENS or not self._try_admit(step, request):
+                break
+            admitted.append(request)
+            planned += request.extend_len
+        for request in admitted:
+            self._waiting.remove(request)
+            self._measures.admitted(request, now)
+
+    def _shares_soon(self, request: Request) -> bool:
+        gain = self._config.in_batch_gain
+        return self._kv.prefix_cache and better_off_waiting(request, self._kv, self._residents.prefilling, gain)
+
+    def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
+        source, partial = self._kv.lock_prefix(request)
+        room = self._kv.pages_for(len(request.tokens)) - len(request.pages)
+        if room > self._kv.available or not self.admission.fits(self._kv, self._residents.running(), request):
+            self._kv.unlock_prefix(request)
+            return False
+        copy = self._kv.take_room(request, source, partial)
+        if copy is not None:
+            step.copy(*copy)
+            self._measures.counts["copied_pages"] += 1
+        request.on(Event.ADMIT)
+        self._residents.enter(request)
+        if request.cached_prompt < 0:
+            request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
+            self._measures.counts["prompt_tokens"] += request.prompt_len
+            self._measures.counts["cached_tokens"] += request.cached_prompt
+        step.enter(request)
+        return True
+
+    def _plan_chunk(self, step: PlanBuilder, request: Request, budget: int) -> int:
+        length = min(request.extend_len, budget)
+        start = request.cached_len
+        request.cached_len += length
+        last = request.extend_len == 0
+        step.chunk(request, request.tokens[start : start + length], samples=last)
+        if request.unscored:
+            begin, end = max(start, request.scored), min(start + length, request.prompt_len - 1)
+            if begin < end:
+                step.score(request, begin, end)
+        if last:
+            request.on(Event.PREFILL_PLANNED)
+            request.pending += 1
+            self._residents.prefilling.remove(request)
+        return length
+
+    def _share_prefills(self, step: PlanBuilder) -> None:
+        """Publish what prompts compute in this step, chunk by chunk, so that the next one can share it: workers execute
+        steps in order."""
+        for request in step.rows:
+            if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len:
+                self._kv.publish(request)
