@@ -62,6 +62,7 @@ class Size(click.ParamType[int]):
 @click.option("--tp", type=int, default=1, help="Tensor parallel worker ranks.")
 @click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]")
 @click.option("--cpu-kernels", default="auto", help="auto, amx, avx512, generic or torch (no native code).")
+@click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="Replay decode steps on a GPU.")
 @click.option("--context-len", type=int, default=None, help="Tokens of prompt and answer.  [default: the model's]")
 @click.option("--page-size", type=int, default=16, help="Tokens per page of the KV cache.")
 @click.option("--kv-tokens", type=int, default=None, help="Size of the KV cache in tokens.")
@@ -90,10 +91,10 @@ class Size(click.ParamType[int]):
 @click.option("--drain-timeout", type=float, default=30.0, help="Seconds to finish what runs, when told to end.")
 @click.version_option(VERSION)
 def main(
-    model: str, dtype: str, device: str, tp: int, threads: int | None, cpu_kernels: str, context_len: int | None,
-    page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool, max_running: int,
-    max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str,
-    ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
+    model: str, dtype: str, device: str, tp: int, threads: int | None, cpu_kernels: str, cuda_graphs: bool,
+    context_len: int | None, page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool,
+    max_running: int, max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str,
+    admission: str, ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
     log_level: str, parent_fd: int | None, start_timeout: float, freeze_timeout: float, restarts: int,
     drain_timeout: float, http: HttpConfig,
 ) -> None:  # fmt: skip
@@ -112,7 +113,9 @@ def main(
         try:
             config = ClusterConfig(
                 run_dir=str(directory.path),
-                model=ModelConfig(str(path.resolve()), dtype, device, context_len, tp, threads, cpu_kernels),
+                model=ModelConfig(
+                    str(path.resolve()), dtype, device, context_len, tp, threads, cpu_kernels, cuda_graphs
+                ),
                 cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache),
                 scheduler=SchedulerConfig(
                     max_running=max_running,

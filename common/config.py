@@ -34,6 +34,7 @@ class ModelConfig:
     """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank.
 
     `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those.
+    `cuda_graphs` replays decode steps on GPUs.
     """
 
     path: str
@@ -43,6 +44,7 @@ class ModelConfig:
     tp: int = 1
     threads: int | None = None
     cpu_kernels: str = "auto"
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")

@@ -14,17 +14,25 @@ from worker_proc.kv_cache import KVSpec
 log = logging.getLogger(__name__)
 
 _CPU_SHARE = 0.25  # of the available memory, over all ranks: the rest of the machine is in use too
-_CUDA_SHARE = 0.85  # of what is free after the weights: the rest is for activations
+_CUDA_SHARE = 0.92  # of what is free after the weights and the largest step: the rest is for graphs and fragmentation
 _GIB = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEEP_BYTES, _HEAP_BLOCK_BYTES = 2**28, 2**25  # the second is the most that glibc allows
 
 
 def choose_num_pages(
-    cache: CacheConfig, spec: KVSpec, *, device: torch.device, ranks: int, context_len: int, max_running: int
+    cache: CacheConfig,
+    spec: KVSpec,
+    *,
+    device: torch.device,
+    ranks: int,
+    context_len: int,
+    max_running: int,
+    activations: int = 0,
 ) -> int:
     """Pages for one rank of `ranks` on this machine: `kv_tokens` rounded up, or what fits in `kv_bytes`, or what fits
-    in a share of the memory that is available now; the last two at most what `max_running` full context windows need.
+    in a share of the memory that is available now, of which a GPU keeps `activations` bytes; the last two at most what
+    `max_running` full context windows need.
 
     Raises ModelError with the numbers if not a single page fits. A pool smaller than one context window is allowed,
     because requests that cannot fit are refused one by one, but it is worth a warning.
@@ -34,7 +42,7 @@ def choose_num_pages(
     if cache.kv_tokens is not None:
         pages = -(-cache.kv_tokens // cache.page_size)
     else:
-        budget, source = _budget(cache, device, ranks)
+        budget, source = _budget(cache, device, ranks, activations)
         pages = min(budget // page_bytes, max_running * window_pages)
         if pages < 1:
             raise ModelError(
@@ -70,12 +78,12 @@ def describe_cache(num_pages: int, page_size: int, spec: KVSpec) -> str:
     return f"KV cache: {tokens:,} tokens in {num_pages:,} pages of {page_size}, {size / _GIB:.2f} GiB per rank"
 
 
-def _budget(cache: CacheConfig, device: torch.device, ranks: int) -> tuple[int, str]:
+def _budget(cache: CacheConfig, device: torch.device, ranks: int, activations: int) -> tuple[int, str]:
     """Bytes for one rank, and where the number comes from."""
     if cache.kv_bytes is not None:
         return cache.kv_bytes, "as configured"
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free = max(0, torch.cuda.mem_get_info(device)[0] - activations)
         return int(_CUDA_SHARE * free), f"{_CUDA_SHARE:.0%} of {free / _GIB:.2f} GiB of free GPU memory"
     available = available_memory()
     share = f"{_CPU_SHARE:.0%} of {available / _GIB:.2f} GiB of available memory, for {ranks} ranks"

@@ -22,7 +22,7 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.describe import describe
-from worker_proc.models.interface import ModelInfo
+from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 
@@ -68,11 +68,17 @@ def load_worker(
     library = choose_kernels(model_config, device)
     if library is not None:
         library.set_threads(torch.get_num_threads())
-    attention = choose_attention(library, dtype)
-    model = load_model(
+    attention = choose_attention(library, dtype, device)
+    model: LanguageModel = load_model(
         model_config.path, dtype=dtype, device=device, tp=tp, attention=attention, native=library, progress=progress
     )
     spec, page_size = model.kv_spec, config.cache.page_size
+    activations, steps = 0, config.scheduler
+    if device.type == "cuda":
+        from worker_proc.cuda.startup import measure_activations
+
+        rows = steps.max_running
+        activations = measure_activations(model, steps.max_batch_tokens, page_size, rows, device)
     num_pages = tp.min(
         choose_num_pages(
             config.cache,
@@ -80,12 +86,16 @@ def load_worker(
             device=device,
             ranks=model_config.tp,
             context_len=context_len,
-            max_running=config.scheduler.max_running,
+            max_running=steps.max_running,
+            activations=activations,
         )
     )
+    cache = KVCache(spec, num_pages, page_size, device)
+    if device.type == "cuda" and model_config.cuda_graphs:
+        model = with_graphs(model, cache, steps.max_running, context_len, progress)
     runner = ModelRunner(
         model,
-        KVCache(spec, num_pages, page_size, device),
+        cache,
         max_slots=config.scheduler.max_running,
         context_len=context_len,
         group=group,
@@ -100,7 +110,7 @@ def load_worker(
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
     log.debug("loaded in %.2f s", time.monotonic() - started)
-    kernels = library.level if library is not None else "torch"
+    kernels = "triton" if device.type == "cuda" else library.level if library is not None else "torch"
     labels = {
         "architecture": info.architecture,
         "dtype": str(dtype).removeprefix("torch."),
@@ -153,8 +163,30 @@ def choose_kernels(model: ModelConfig, device: torch.device) -> NativeLibrary | 
     return library
 
 
-def choose_attention(library: NativeLibrary | None, dtype: torch.dtype) -> AttentionBackend:
-    """Native attention where there is a library and it knows the precision, else plain torch."""
+def with_graphs(
+    model: LanguageModel,
+    cache: KVCache,
+    max_rows: int,
+    context_len: int,
+    progress: Callable[[int, int], None] | None,
+) -> LanguageModel:
+    """The same model with its decode steps captured as CUDA graphs, where it can be."""
+    from worker_proc.cuda.decoder import CudaDecoder
+    from worker_proc.cuda.graphs import GraphedDecoder
+
+    if not isinstance(model, CudaDecoder):
+        return model
+    graphed = GraphedDecoder(model, max_rows, context_len)
+    graphed.capture(cache, progress)
+    return graphed
+
+
+def choose_attention(library: NativeLibrary | None, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """Triton's on a GPU; native attention where there is a library and it knows the precision; else plain torch."""
+    if device.type == "cuda":
+        from worker_proc.cuda.attention import TritonAttention
+
+        return TritonAttention()
     return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
 
 

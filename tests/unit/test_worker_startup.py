@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, k_head_dim=8, v_head_dim=8, dtype=torch.float32)  # 512 bytes per token
 INFO = ModelInfo("LlamaForCausalLM", "llama", "native", 320, 1024, (2, 7), 10**6, "bfloat16")
 MODEL = ModelConfig(path="m")
+CPU = torch.device("cpu")
 
 
 def pages(cache: CacheConfig, *, ranks: int = 1, context_len: int = 64, max_running: int = 2) -> int:
@@ -130,9 +131,9 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     library = choose_kernels(replace(MODEL, cpu_kernels="generic"), cpu)
     if library is not None:  # there is a compiler
         assert library.level == "generic"
-        assert isinstance(choose_attention(library, torch.bfloat16), CpuAttention)
-    assert isinstance(choose_attention(library, torch.float16), ReferenceAttention)
-    assert isinstance(choose_attention(None, torch.bfloat16), ReferenceAttention)
+        assert isinstance(choose_attention(library, torch.bfloat16, CPU), CpuAttention)
+    assert isinstance(choose_attention(library, torch.float16, CPU), ReferenceAttention)
+    assert isinstance(choose_attention(None, torch.bfloat16, CPU), ReferenceAttention)
     monkeypatch.setattr("worker_proc.startup.cpu_features", lambda: CpuFeatures("x86_64", frozenset()))
     with pytest.raises(ConfigError, match="cpu-kernels amx: this machine cannot run them"):
         choose_kernels(replace(MODEL, cpu_kernels="amx"), cpu)

@@ -31,8 +31,8 @@ def load_model(
 ) -> LanguageModel:
     """Load this rank's share of a Hugging Face checkpoint directory.
 
-    With the kernels of `native` (on a CPU), models that `worker_proc.cpu.decoder` supports are computed by them; others
-    use `attention`.
+    Models that `worker_proc.cpu.decoder` (with the kernels of `native`) or, on a GPU, `worker_proc.cuda.decoder`
+    supports are computed by them; others use `attention`.
 
     `progress(done_bytes, total_bytes)` counts the bytes that this rank reads. Raises ModelError naming the config
     key, tensor, file or argument that stands in the way.
@@ -56,4 +56,9 @@ def load_model(
             return CpuDecoder(spec, shard, packed.finish(), tp, native)
         plan = DecoderWeightPlan(spec, shard, loader)
         loader.run(progress)
+        if device.type == "cuda":
+            from worker_proc.cuda import decoder as cuda  # needs Triton, which torch brings where there is a GPU
+
+            if cuda.supports(spec):
+                return cuda.CudaDecoder(spec, shard, plan.finish(), tp)
         return Decoder(spec, shard, plan.finish(), tp, attention)

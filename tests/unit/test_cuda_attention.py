@@ -1,0 +1,88 @@
+"""Triton attention against the reference: on the GPU where there is one, else in Triton's interpreter."""
+
+import random
+
+import pytest
+import torch
+
+from tests.helpers_triton import DEVICE, on_device
+
+pytest.importorskip("triton")
+
+from tests.helpers_paged import Row, make_batch
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.attention import TritonAttention, num_splits
+from worker_proc.kv_cache import KVCache, KVSpec
+
+ROWS = [(5, 5), (9, 40), (70, 131), (1, 1), (1, 33), (1, 64), (1, 65), (1, 130)]  # new tokens, all tokens
+CASES = [
+    # heads, KV heads, K dim, V dim, page size, window, softcap
+    (4, 2, 32, 32, 16, None, None),
+    (8, 1, 64, 64, 1, None, None),
+    (4, 4, 20, 12, 4, None, None),
+    (6, 2, 16, 16, 5, 7, None),
+    (6, 2, 16, 16, 16, 64, None),
+    (2, 2, 24, 24, 3, None, 5.0),
+    (4, 2, 16, 16, 16, 33, 2.0),
+]
+
+
+def close(dtype: torch.dtype) -> dict[str, float]:
+    return {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+
+
+@pytest.mark.parametrize("heads, kv_heads, k_dim, v_dim, page_size, window, softcap", CASES)
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:2], ROWS[3:], [(1, 300)]])
+def test_equals_the_reference(
+    heads: int, kv_heads: int, k_dim: int, v_dim: int, page_size: int, window: int | None, softcap: float | None,
+    rows: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    torch.manual_seed(heads * page_size)
+    dtype = torch.float32
+    need = [-(-total // page_size) for _, total in rows]
+    pages = list(range(sum(need)))
+    random.Random(1).shuffle(pages)
+    held = [
+        Row([0] * total, [pages.pop() for _ in range(n)], total - new)
+        for (new, total), n in zip(rows, need, strict=True)
+    ]
+    batch = make_batch(held, [new for new, _ in rows], page_size)
+    tokens = len(batch.token_ids)
+    heads_of = [(heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)]
+    q, k, v = (torch.randn(tokens, 2 * n, d)[:, :n] for n, d in heads_of)  # views, as of a fused projection
+    spec = KVSpec(2, kv_heads, k_dim, v_dim, dtype)
+    there, here = KVCache(spec, sum(need), page_size, DEVICE), KVCache(spec, sum(need), page_size)
+    for a, b in zip((*there.k, *there.v), (*here.k, *here.v), strict=True):
+        b.normal_()
+        a.copy_(b)
+    limits = {"scale": k_dim**-0.5, "window": window, "softcap": softcap}
+    want = ReferenceAttention().forward(1, q, k, v, batch, here, **limits)
+    on = [part.to(DEVICE) for part in (q, k, v)]
+    got = TritonAttention().forward(1, *on, on_device(batch), there, **limits)
+    torch.testing.assert_close(got.cpu(), want, **close(dtype))
+    for a, b in zip((*there.k, *there.v), (*here.k, *here.v), strict=True):
+        assert torch.equal(a.cpu(), b), "a write went elsewhere"
+
+
+def test_a_row_reads_its_own_tokens_only() -> None:
+    """Everything in the cache that no row holds is NaN, which would spread."""
+    rows = [Row([0] * 20, [4, 1], 13), Row([0] * 9, [3], 8), Row([0] * 17, [0, 5], 16)]
+    batch = on_device(make_batch(rows, [7, 1, 1], 16))
+    cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32), 6, 16, DEVICE)
+    for pages in (*cache.k, *cache.v):
+        pages.fill_(float("nan"))
+        for row in rows:
+            for position in range(row.cached):
+                pages[row.pages[position // 16], :, position % 16] = 1.0
+    q, k, v = (torch.randn(9, n, 16, device=DEVICE) for n in (4, 2, 2))
+    assert TritonAttention().forward(0, q, k, v, batch, cache, scale=0.25).isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 256, 1000])
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("longest", [1, 64, 65, 4096, 131072])
+def test_splits(rows: int, kv_heads: int, longest: int) -> None:
+    parts = num_splits(rows, kv_heads, longest)
+    assert 1 <= parts <= 64
+    assert parts <= -(-longest // 64), "parts that can never have a token"
+    assert parts == 1 or (parts - 1) * rows * kv_heads < 264, "more programs than a GPU runs at once"

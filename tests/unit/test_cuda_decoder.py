@@ -1,0 +1,143 @@
+"""The GPU's decoder against transformers, and its replayed steps against stepping: on the GPU where there is one, else
+in Triton's interpreter with a recorder that runs the step again."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers_triton import DEVICE, on_device
+
+pytest.importorskip("triton")
+
+from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
+from tests.helpers_paged import Row, generate, make_batch, make_prompts
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.decoder import CudaDecoder, supports
+from worker_proc.cuda.graphs import GraphedDecoder, Outputs, graph_sizes
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.decoder_weights import DecoderWeightPlan
+from worker_proc.models.describe import read_config
+from worker_proc.models.interface import LanguageModel
+from worker_proc.models.loading import WeightLoader
+from worker_proc.models.registry import load_model
+from worker_proc.models.spec import parse_spec
+from worker_proc.parallel import TensorParallel
+from worker_proc.weights import Checkpoint
+
+PROMPTS = [prompt[:20] for prompt in make_prompts(VOCAB_SIZE)][:4]
+TOKENS = 5
+
+
+def load(path: Path) -> CudaDecoder:
+    spec = parse_spec(read_config(path))
+    assert supports(spec)
+    with torch.inference_mode():
+        loader = WeightLoader(Checkpoint.open(path), torch.float32, DEVICE)
+        plan = DecoderWeightPlan(spec, Shard.of(spec, 0, 1), loader)
+        loader.run()
+        return CudaDecoder(spec, Shard.of(spec, 0, 1), plan.finish(), TensorParallel())
+
+
+class OnDevice:
+    """For `generate`, which makes its batches and its cache on the host."""
+
+    def __init__(self, model: LanguageModel):
+        self.model = model
+        self.kv_spec = model.kv_spec
+        self.vocab_size = model.vocab_size
+        self.cache: KVCache | None = None
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        if DEVICE.type == "cpu":
+            return self.model.forward(batch, cache)
+        if self.cache is None:
+            self.cache = KVCache(self.kv_spec, cache.num_pages, cache.page_size, DEVICE)
+            for pages in (*self.cache.k, *self.cache.v):
+                pages.fill_(float("nan"))
+        return self.model.forward(on_device(batch), self.cache).cpu()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-gqa-untied", "llama-rope-yarn", "mistral-sliding", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    want = greedy(path, PROMPTS, TOKENS)
+    assert len({token for output in want for token in output}) > 10, "a degenerate model proves nothing"
+    assert generate(OnDevice(load(path)), PROMPTS, TOKENS, page_size=4, chunk=9) == want
+
+
+def test_logits_equal_the_reference_decoder(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path)
+    reference = load_model(path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention())
+    rows = [Row(PROMPTS[2], [3, 0], 0), Row(PROMPTS[1] + [7], [2], 0)]
+    batch = make_batch(rows, [len(row.tokens) for row in rows], 16)
+    want = reference.forward(batch, KVCache(reference.kv_spec, 4, 16))
+    model = load(path)
+    got = model.forward(on_device(batch), KVCache(model.kv_spec, 4, 16, DEVICE))
+    torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 5000])
+def test_graph_sizes(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(most, 256)
+    assert all(larger <= max(2 * smaller, smaller + 16) for smaller, larger in pairwise(sizes))
+
+
+def run_again(step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """A graph's stand-in: the same buffers in, the same buffers out."""
+    outputs = step()
+
+    def replay() -> None:
+        for old, new in zip(outputs, step(), strict=True):
+            old.copy_(new)
+
+    return replay, outputs
+
+
+def test_replayed_decodes_equal_stepping(tmp_path: Path) -> None:
+    """Steps of 3, then 1, then 2 rows: what an earlier one left in the buffers must not show."""
+    model = load(make_checkpoint("llama", tmp_path))
+    caches = [KVCache(model.kv_spec, 8, 4, DEVICE) for _ in range(2)]
+    for pages in zip(*((*cache.k, *cache.v) for cache in caches), strict=True):
+        pages[0].normal_()
+        pages[1].copy_(pages[0])
+    graphed = GraphedDecoder(model, 4, 16, None if DEVICE.type == "cuda" else run_again)
+    shown: list[tuple[int, int]] = []
+    graphed.capture(caches[0], lambda done, total: shown.append((done, total)))
+    assert shown == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    rows = [Row([5, 6, 7, 8, 9, 10], [3, 1, 6], 4), Row([9, 8, 7, 6], [2, 5], 2), Row([4, 4, 4, 4, 4], [0, 7], 3)]
+    scratch = caches[0].scratch_page
+    for chosen in ([0, 1, 2], [2], [0, 1]):
+        step = [rows[i] for i in chosen]
+        batch = on_device(make_batch(step, [1] * len(step), 4))
+        want = model.forward(batch, caches[1])
+        torch.testing.assert_close(graphed.forward(batch, caches[0]), want, atol=1e-5, rtol=1e-5)
+        assert graphed.greedy(batch, caches[0]).tolist() == want.argmax(-1).tolist()
+        for row in step:
+            row.cached += 1
+    for one, two in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
+        torch.testing.assert_close(one[:scratch], two[:scratch], msg="an idle row wrote to a page of the pool")
+
+
+def test_other_steps_are_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(make_checkpoint("llama", tmp_path))
+    cache = KVCache(model.kv_spec, 8, 4, DEVICE)
+    graphed = GraphedDecoder(model, 2, 16, None if DEVICE.type == "cuda" else run_again)
+    graphed.capture(cache)
+    rows = [Row([5, 6, 7], [3], 0), Row([5, 6], [2], 1), Row([5, 6], [1], 1)]
+    filled: list[Any] = []
+    monkeypatch.setattr(graphed, "fill", lambda *args: filled.append(args))
+    for step, lengths in ((rows[:1], [3]), (rows[:2], [3, 1]), (rows, [1, 1, 1])):
+        graphed.forward(on_device(make_batch(step, lengths, 4)), cache)
+    decode = on_device(make_batch(rows[1:], [1, 1], 4))
+    graphed.forward(decode, KVCache(model.kv_spec, 8, 4, DEVICE))  # another cache than the captured one
+    assert not filled
+    graphed.forward(decode, cache)
+    assert len(filled) == 1

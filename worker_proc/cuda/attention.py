@@ -1,0 +1,143 @@
+"""Attention on a GPU by the kernels of attention_kernels.py."""
+
+from itertools import accumulate
+
+import torch
+import triton
+from torch import Tensor
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cuda.attention_kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
+from worker_proc.kv_cache import KVCache
+
+_BLOCK_N = 64  # cached tokens that a program looks at together
+_BLOCK_M = 64  # queries of a prefill program
+_MIN_GROUP = 16  # rows of the smallest matrix product
+_MAX_SPLITS = 64
+_PROGRAMS = 264  # two per multiprocessor of an H100 or H200: what a decode step is cut into when its rows are few
+
+
+class TritonAttention:
+    """Implements `AttentionBackend`. Nothing here waits for the GPU, and a decode step sends nothing to it, so that it
+    can be captured in a CUDA graph."""
+
+    def __init__(self) -> None:
+        self._batch: ForwardBatch | None = None
+        self._starts: Tensor | None = None  # int64 [prefill rows + 1]: where the tokens of each begin
+        self._longest = 0
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        store(k, v, batch.slot_mapping, cache, layer)
+        return self.attend(layer, q, batch, cache, scale=scale, window=window, softcap=softcap)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """`forward` for keys and values that are in the cache already."""
+        out = q.new_empty(q.shape[0], q.shape[1], cache.v[layer].shape[3])
+        first, tokens = batch.num_prefill_rows, 0
+        limits = (scale, window, softcap)
+        if first:
+            starts = self._prefill_starts(batch)
+            tokens = sum(batch.q_lens[:first])
+            prefill(q, out, batch.page_table, batch.kv_lens, starts, self._longest, cache, layer, *limits)
+        if tokens < len(q):
+            decode(q[tokens:], out[tokens:], batch.page_table[first:], batch.kv_lens[first:], cache, layer, *limits)
+        return out
+
+    def _prefill_starts(self, batch: ForwardBatch) -> Tensor:
+        if batch is not self._batch or self._starts is None:
+            lengths = batch.q_lens[: batch.num_prefill_rows]
+            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+            device = batch.kv_lens.device
+            if device.type == "cuda":
+                starts = starts.pin_memory()
+            self._batch, self._starts, self._longest = batch, starts.to(device, non_blocking=True), max(lengths)
+        return self._starts
+
+
+def store(k: Tensor, v: Tensor, slot_mapping: Tensor, cache: KVCache, layer: int) -> None:
+    """Write `k`, `v` `[T, Hkv, D]` to the cache's slots `slot_mapping` (int64 `[T]`)."""
+    k_pages, v_pages = cache.k[layer], cache.v[layer]
+    store_kernel[k.shape[0], k.shape[1]](
+        k, v, k_pages, v_pages, slot_mapping,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
+        cache.page_size, k.shape[2], v.shape[2], _block(k.shape[2]), _block(v.shape[2]),
+    )  # fmt: skip
+
+
+def decode(
+    q: Tensor, out: Tensor, page_table: Tensor, kv_lens: Tensor, cache: KVCache, layer: int,
+    scale: float, window: int | None, softcap: float | None,
+) -> None:  # fmt: skip
+    """One query token per row: `q` `[B, Hq, Dk]` to `out` `[B, Hq, Dv]`; `page_table` `[B, P]`, `kv_lens` `[B]`."""
+    rows, heads, dim_k = q.shape
+    k_pages, v_pages = cache.k[layer], cache.v[layer]
+    kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
+    splits = num_splits(rows, kv_heads, page_table.shape[1] * cache.page_size)
+    partial = torch.empty(rows, heads, splits, dim_v, dtype=torch.float32, device=q.device)
+    sums = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
+    group = heads // kv_heads
+    decode_kernel[rows, kv_heads, splits](
+        q, k_pages, v_pages, partial, sums, page_table, kv_lens, scale, softcap or 1.0, splits,
+        q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
+        page_table.stride(0), cache.page_size, group, dim_k, dim_v,
+        max(_MIN_GROUP, triton.next_power_of_2(group)), _block(dim_k), _block(dim_v), _BLOCK_N,
+        window or 0, softcap is not None,
+    )  # fmt: skip
+    combine_kernel[rows, heads](
+        partial, sums, out, splits, out.stride(0), out.stride(1), dim_v, _block(dim_v), triton.next_power_of_2(splits)
+    )
+
+
+def prefill(
+    q: Tensor, out: Tensor, page_table: Tensor, kv_lens: Tensor, starts: Tensor, longest: int, cache: KVCache,
+    layer: int, scale: float, window: int | None, softcap: float | None,
+) -> None:  # fmt: skip
+    """The rows whose tokens in `q` `[T, Hq, Dk]` begin at `starts` (int64 `[rows + 1]`), the longest of them with
+    `longest` tokens."""
+    heads, dim_k = q.shape[1:]
+    k_pages, v_pages = cache.k[layer], cache.v[layer]
+    dim_v = v_pages.shape[3]
+    prefill_kernel[triton.cdiv(longest, _BLOCK_M), heads, len(starts) - 1](
+        q, k_pages, v_pages, out, page_table, kv_lens, starts, scale, softcap or 1.0,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0),
+        cache.page_size, heads // k_pages.shape[1], dim_k, dim_v, _BLOCK_M, _block(dim_k), _block(dim_v), _BLOCK_N,
+        window or 0, softcap is not None,
+    )  # fmt: skip
+
+
+def num_splits(rows: int, kv_heads: int, longest: int) -> int:
+    """Parts into which a decode's tokens are cut: enough programs for the whole GPU, none without a block to read.
+
+    It depends on shapes only, never on lengths, as a captured step must fit all of them.
+    """
+    wanted = -(-_PROGRAMS // (rows * kv_heads))
+    return max(1, min(wanted, _MAX_SPLITS, -(-longest // _BLOCK_N)))
+
+
+def _block(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))

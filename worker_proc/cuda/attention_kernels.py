@@ -1,0 +1,177 @@
+"""Paged attention in Triton: split-KV decode for grouped-query heads, and varlen prefill over pages.
+
+Decode splits the cached tokens of a row over several programs (Flash-Decoding, Dao et al., 2023) and joins their
+results by the log of their weights' sums. Prefill is FlashAttention-2 (Dao, 2023) whose keys come from pages. A program
+of either reads K and V of one KV head once for all of its query heads. Accumulation is float32; powers are of two.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_kernel(
+    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, slots_ptr,
+    k_token, k_head, v_token, v_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
+    PAGE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Program (t, h) writes K and V of token t and KV head h to slot `slots[t]`."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    page, offset = slot // PAGE, slot % PAGE
+    dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    k = tl.load(k_ptr + token * k_token + head * k_head + dims_k, mask=dims_k < DIM_K)
+    v = tl.load(v_ptr + token * v_token + head * v_head + dims_v, mask=dims_v < DIM_V)
+    k_to = k_pages_ptr + page * k_page_stride + head * k_head_stride + offset * DIM_K
+    v_to = v_pages_ptr + page * v_page_stride + head * v_head_stride + offset * DIM_V
+    tl.store(k_to + dims_k, k, mask=dims_k < DIM_K)
+    tl.store(v_to + dims_v, v, mask=dims_v < DIM_V)
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, k_pages_ptr, v_pages_ptr, partial_ptr, sums_ptr, table_ptr, lens_ptr,
+    scale, softcap, splits,
+    q_row, q_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Program (b, h, s): part s of the tokens of row b, for the query heads of KV head h.
+
+    `partial` float32 `[B, Hq, splits, DIM_V]` gets the weighted mean of V, `sums` float32 `[B, Hq, splits]` the binary
+    logarithm of the weights' sum, -inf for a part without tokens. `WINDOW` 0 is none.
+    """
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    length = tl.load(lens_ptr + row).to(tl.int32)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    each = tl.cdiv(tl.cdiv(length - first, splits), BLOCK_N) * BLOCK_N
+    begin = first + part * each
+    end = tl.minimum(begin + each, length)
+
+    members, tokens = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    heads = head * GROUP + members
+    q_at = q_ptr + row.to(tl.int64) * q_row + heads[:, None] * q_head + dims_k[None, :]
+    q = tl.load(q_at, mask=(members[:, None] < GROUP) & (dims_k[None, :] < DIM_K), other=0.0)
+    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    mean = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        at = start + tokens
+        here = at < end
+        page = tl.load(table_ptr + row.to(tl.int64) * table_row + at // PAGE, mask=here, other=0).to(tl.int64)
+        k_at = page * k_page_stride + head * k_head_stride + (at % PAGE) * DIM_K
+        v_at = page * v_page_stride + head * v_head_stride + (at % PAGE) * DIM_V
+        k_mask = here[:, None] & (dims_k[None, :] < DIM_K)
+        k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        if SOFTCAP:
+            scores = _cap(scores, softcap)
+        scores = tl.where(here[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        v_mask = here[:, None] & (dims_v[None, :] < DIM_V)
+        v = tl.load(v_pages_ptr + v_at[:, None] + dims_v[None, :], mask=v_mask, other=0.0)
+        mean = mean * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        highest = higher
+    some = total > 0
+    mean = mean / tl.where(some, total, 1.0)[:, None]
+    logs = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    place = (row.to(tl.int64) * kv_heads * GROUP + heads) * splits + part
+    to_mean = partial_ptr + place[:, None] * DIM_V + dims_v[None, :]
+    tl.store(to_mean, mean, mask=(members[:, None] < GROUP) & (dims_v[None, :] < DIM_V))
+    tl.store(sums_ptr + place, logs, mask=members < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr, sums_ptr, out_ptr, splits, out_row, out_head,
+    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Program (b, h) joins the parts that `decode_kernel` computed for row b and query head h."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    place = (row * tl.num_programs(1) + head) * splits
+    parts, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
+    logs = tl.load(sums_ptr + place + parts, mask=parts < splits, other=float("-inf"))
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    at = partial_ptr + (place + parts)[:, None] * DIM_V + dims[None, :]
+    means = tl.load(at, mask=(parts[:, None] < splits) & (dims[None, :] < DIM_V), other=0.0)
+    result = tl.sum(means * weights[:, None], 0) / tl.sum(weights, 0)
+    to = out_ptr + row * out_row + head * out_head + dims
+    tl.store(to, result.to(out_ptr.dtype.element_ty), mask=dims < DIM_V)
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr,
+    scale, softcap,
+    q_token, q_head, out_token, out_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h, b): queries i * BLOCK_M .. of row b and query head h. Tokens `starts[b] .. starts[b + 1]` of `q`
+    are the newest ones of the row, whose keys are in the cache already."""
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_ptr + row)
+    count = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
+    if block * BLOCK_M >= count:
+        return
+    length = tl.load(lens_ptr + row).to(tl.int32)
+    asking = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = asking < count
+    position = length - count + asking
+    tokens = tl.arange(0, BLOCK_N)
+    dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    q_at = q_ptr + (start + asking)[:, None] * q_token + head * q_head + dims_k[None, :]
+    q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mean = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(length - count + block * BLOCK_M - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    last_key = tl.minimum(length, length - count + (block + 1) * BLOCK_M)
+    kv_head = head // GROUP
+    for at_key in range(first_key, last_key, BLOCK_N):
+        at = at_key + tokens
+        here = at < last_key
+        page = tl.load(table_ptr + row.to(tl.int64) * table_row + at // PAGE, mask=here, other=0).to(tl.int64)
+        k_at = page * k_page_stride + kv_head * k_head_stride + (at % PAGE) * DIM_K
+        v_at = page * v_page_stride + kv_head * v_head_stride + (at % PAGE) * DIM_V
+        k_mask = here[:, None] & (dims_k[None, :] < DIM_K)
+        k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        if SOFTCAP:
+            scores = _cap(scores, softcap)
+        seen = here[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen &= at[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet stays at no weight
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        v_mask = here[:, None] & (dims_v[None, :] < DIM_V)
+        v = tl.load(v_pages_ptr + v_at[:, None] + dims_v[None, :], mask=v_mask, other=0.0)
+        mean = mean * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        highest = higher
+    mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+    to = out_ptr + (start + asking)[:, None] * out_token + head * out_head + dims_v[None, :]
+    tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims_v[None, :] < DIM_V))
+
+
+@triton.jit
+def _cap(scores, softcap):
+    """softcap * tanh(score / softcap), of scores that are in units of log2(e) already."""
+    x = scores / (softcap * 1.4426950408889634)
+    e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
+    tanh = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -tanh, tanh) * (softcap * 1.4426950408889634)

@@ -1,0 +1,100 @@
+"""The native decoder on a GPU: cuBLAS for the products, Triton for what stands between them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cuda.attention import TritonAttention
+from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
+from worker_proc.models.layers import RMSNorm
+from worker_proc.models.rope import inverse_frequencies
+from worker_proc.models.spec import DecoderSpec
+from worker_proc.parallel import TensorParallel
+
+
+def supports(spec: DecoderSpec) -> bool:
+    """Whether `CudaDecoder` computes this model: the Llama family."""
+    gated = spec.gated_mlp and spec.activation in ("silu", "swish")
+    return spec.layout == "llama" and spec.norm == "rms" and gated and spec.rope is not None
+
+
+class CudaDecoder:
+    """One rank's share of a model. Implements `LanguageModel` and, with `greedy`, `GreedyModel`.
+
+    `step` is free of everything that a CUDA graph cannot capture, for batches of decodes.
+    """
+
+    def __init__(self, spec: DecoderSpec, shard: Shard, weights: DecoderWeights, tp: TensorParallel) -> None:
+        """`spec` must be one that `supports` accepts."""
+        assert spec.rope is not None
+        self.spec = spec
+        self.shard = shard
+        self.weights = weights
+        self.tp = tp
+        self._attention = TritonAttention()
+        self._heads = shard.heads[1] - shard.heads[0]
+        self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
+        device = weights.embedding.device
+        self._rotation = Rotation(inverse_frequencies(spec.rope).to(device), spec.rope.attention_factor)
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """See `LanguageModel`."""
+        dim = self.spec.head_dim
+        return KVSpec(self.spec.num_layers, self._kv_heads, dim, dim, self.weights.embedding.dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, without padding."""
+        return self.spec.vocab_size
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `LanguageModel`."""
+        return self.step(batch, cache).float()
+
+    @torch.inference_mode()
+    def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `GreedyModel`."""
+        return self.step(batch, cache).argmax(-1)
+
+    def step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Logits as `forward` gives them, in the precision of the model."""
+        x = self._embed(batch.token_ids)
+        delta = None
+        for index, layer in enumerate(self.weights.layers):
+            delta = self._attend(index, layer, add_rms_norm(x, delta, _rms(layer.input_norm)), batch, cache)
+            inner = silu_mul(layer.up(add_rms_norm(x, delta, _rms(layer.post_norm))))
+            delta = self.tp.all_reduce(layer.down(inner))
+        rows = batch.logit_rows
+        last = None if delta is None else delta.index_select(0, rows)
+        hidden = add_rms_norm(x.index_select(0, rows), last, _rms(self.weights.norm))
+        logits = self.tp.gather_to_rank0(F.linear(hidden, self.weights.head))
+        return logits[:, : self.spec.vocab_size]
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.shard.size == 1:
+            return F.embedding(token_ids, self.weights.embedding)
+        first, last = self.shard.vocab
+        elsewhere = (token_ids < first) | (token_ids >= last)
+        local = (token_ids - first).masked_fill_(elsewhere, 0)
+        x = F.embedding(local, self.weights.embedding).masked_fill_(elsewhere[:, None], 0)
+        return self.tp.all_reduce(x)
+
+    def _attend(self, index: int, layer: LayerWeights, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        qkv = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
+        norms = [norm if norm is None else _rms(norm) for norm in (layer.q_norm, layer.k_norm)]
+        places = (batch.positions, batch.slot_mapping)
+        q = rope_store(qkv, self._heads, cache, index, *places, self._rotation, *norms)
+        scale, window = self.spec.scales[index], self.spec.windows[index]
+        out = self._attention.attend(index, q, batch, cache, scale=scale, window=window, softcap=None)
+        return self.tp.all_reduce(layer.o(out.view(len(x), -1)))
+
+
+def _rms(norm: object) -> RMSNorm:
+    assert isinstance(norm, RMSNorm)  # as `supports` has made sure
+    return norm

@@ -1,0 +1,176 @@
+"""Decode steps as CUDA graphs: a step of n rows replays the smallest graph that holds so many, its other rows idle.
+
+A row without a request decodes token 0 at position 0 of the scratch page, which nobody reads: it can change no result
+but its own, which is cut off.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.kv_cache import KVCache, KVSpec
+
+_LARGEST = 256  # rows; beyond, kernels run long enough to hide their launches
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Rows for which graphs are captured, ascending; the last one is `max_rows` or `_LARGEST`."""
+    largest = min(max_rows, _LARGEST)
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST + 1, 16)]
+    return [size for size in steps if size < largest] + [largest]
+
+
+Outputs = tuple[Tensor, Tensor]  # logits `[rows, vocab]`, likeliest tokens int64 `[rows]`
+Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
+"""Turns a step into a replay that computes it again, and the outputs that every replay writes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a captured step reads, for as many rows as the largest graph."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    kv_lens: Tensor
+    page_table: Tensor
+
+    @classmethod
+    def idle(cls, rows: int, columns: int, cache: KVCache, device: torch.device) -> "_Inputs":
+        def column(value: int) -> Tensor:
+            return torch.full((rows,), value, dtype=torch.int64, device=device)
+
+        table = torch.full((rows, columns), cache.scratch_page, dtype=torch.int64, device=device)
+        return cls(column(0), column(0), column(cache.scratch_page * cache.page_size), column(1), table)
+
+    def vectors(self, rows: slice) -> list[Tensor]:
+        return [self.token_ids[rows], self.positions[rows], self.slot_mapping[rows], self.kv_lens[rows]]
+
+    def batch(self, rows: int) -> ForwardBatch:
+        everyone = slice(rows)
+        return ForwardBatch(
+            token_ids=self.token_ids[everyone],
+            positions=self.positions[everyone],
+            slot_mapping=self.slot_mapping[everyone],
+            page_table=self.page_table[everyone],
+            kv_lens=self.kv_lens[everyone],
+            q_lens=[1] * rows,
+            kv_lens_host=[],  # differ from replay to replay, and no kernel needs them
+            num_prefill_rows=0,
+            logit_rows=torch.arange(rows, device=self.token_ids.device),
+        )
+
+
+class GraphedDecoder:
+    """A `CudaDecoder` whose decode steps are replayed. Implements `GreedyModel`.
+
+    `record` is for tests without a GPU."""
+
+    def __init__(self, model: CudaDecoder, max_rows: int, context_len: int, record: Recorder | None = None) -> None:
+        self._model = model
+        self._record = record
+        self._sizes = graph_sizes(max_rows)
+        self._context_len = context_len
+        self._cache: KVCache | None = None
+        self._idle: _Inputs
+        self._inputs: _Inputs
+        self._graphs: dict[int, tuple[Callable[[], None], Outputs]] = {}
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """See `LanguageModel`."""
+        return self._model.kv_spec
+
+    @property
+    def vocab_size(self) -> int:
+        """See `LanguageModel`."""
+        return self._model.vocab_size
+
+    @torch.inference_mode()
+    def capture(self, cache: KVCache, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture all graphs for `cache`, the largest first, so that the others fit in its memory.
+
+        `progress(done, total)` counts graphs. Every rank must capture at the same time.
+        """
+        device = cache.k[0].device
+        columns = -(-self._context_len // cache.page_size)
+        self._idle = _Inputs.idle(self._sizes[-1], columns, cache, device)
+        self._inputs = _Inputs.idle(self._sizes[-1], columns, cache, device)
+        with _cuda_recorder(device) if self._record is None else nullcontext(self._record) as record:
+            for done, size in enumerate(reversed(self._sizes)):
+                if progress is not None:
+                    progress(done, len(self._sizes))
+                self._graphs[size] = record(partial(self._step, self._inputs.batch(size), cache))
+        self._cache = cache
+        if progress is not None:
+            progress(len(self._sizes), len(self._sizes))
+
+    def _step(self, batch: ForwardBatch, cache: KVCache) -> Outputs:
+        logits = self._model.step(batch, cache)
+        return logits, logits.argmax(-1)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `LanguageModel`."""
+        replayed = self._replay(batch, cache)
+        if replayed is None:
+            return self._model.forward(batch, cache)
+        return replayed[0].float()
+
+    @torch.inference_mode()
+    def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `GreedyModel`."""
+        replayed = self._replay(batch, cache)
+        if replayed is None:
+            return self._model.greedy(batch, cache)
+        return replayed[1].clone()  # the next replay writes over it
+
+    def _replay(self, batch: ForwardBatch, cache: KVCache) -> Outputs | None:
+        """Logits and best tokens of a step of decodes alone; None for any other."""
+        rows = len(batch.q_lens)
+        decodes = not batch.num_prefill_rows and len(batch.token_ids) == len(batch.logit_rows) == rows
+        if cache is not self._cache or not decodes or rows > self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        self.fill(batch, size)
+        replay, (logits, best) = self._graphs[size]
+        replay()
+        return logits[:rows], best[:rows]
+
+    def fill(self, batch: ForwardBatch, size: int) -> None:
+        """Lay the rows of `batch` out for the graph of `size` rows, and make the rest of them idle."""
+        rows = len(batch.q_lens)
+        theirs, rest = slice(rows), slice(rows, size)
+        vectors = [batch.token_ids, batch.positions, batch.slot_mapping, batch.kv_lens]
+        torch._foreach_copy_(self._inputs.vectors(theirs), vectors)
+        self._inputs.page_table[theirs, : batch.page_table.shape[1]].copy_(batch.page_table)
+        if rows < size:
+            torch._foreach_copy_(self._inputs.vectors(rest), self._idle.vectors(rest))
+            self._inputs.page_table[rest, :1].copy_(self._idle.page_table[rest, :1])
+
+
+@contextmanager
+def _cuda_recorder(device: torch.device) -> Iterator[Recorder]:
+    """Records CUDA graphs that share one memory pool."""
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # compiles kernels and makes workspaces, which must not be captured
+            step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = step()
+        return graph.replay, outputs
+
+    yield record
+    torch.cuda.synchronize(device)

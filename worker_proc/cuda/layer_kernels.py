@@ -1,0 +1,74 @@
+"""What a decoder layer does beside its matrix products, in three Triton kernels: each reads its inputs once."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program t: x[t] += delta[t], in place; out[t] = RMSNorm(x[t]) * weight. All rows are contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    x = tl.load(x_ptr + row * width + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x += tl.load(delta_ptr + row * width + at, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # the sum as later layers will read it
+        tl.store(x_ptr + row * width + at, x.to(x_ptr.dtype.element_ty), mask=mask)
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(out_ptr + row * width + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_store_kernel(
+    qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr, positions_ptr, slots_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr,
+    attention_factor, eps, heads, kv_heads,
+    k_page_stride, k_head_stride, v_page_stride, v_head_stride,
+    PAGE: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (t, h) takes head h of `qkv` `[T, Hq + 2 Hkv, DIM]`: queries are normed (where `NORM`), rotated and go to
+    `q` `[T, Hq, DIM]`, keys the same to their page, values to theirs as they are."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, HALF_BLOCK)
+    mask = at < DIM // 2
+    source = qkv_ptr + (token * (heads + 2 * kv_heads) + head) * DIM + at
+    first = tl.load(source, mask=mask, other=0.0)
+    second = tl.load(source + DIM // 2, mask=mask, other=0.0)
+    slot = tl.load(slots_ptr + token)
+    page, offset = slot // PAGE, slot % PAGE
+    if head >= heads + kv_heads:
+        to = v_pages_ptr + page * v_page_stride + (head - heads - kv_heads) * v_head_stride + offset * DIM + at
+        tl.store(to, first, mask=mask)
+        tl.store(to + DIM // 2, second, mask=mask)
+    else:
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        is_query = head < heads
+        if NORM:
+            scale = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / DIM + eps)
+            weights = k_norm_ptr
+            if is_query:
+                weights = q_norm_ptr
+            x = x * scale * tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
+            y = y * scale * tl.load(weights + DIM // 2 + at, mask=mask, other=0.0).to(tl.float32)
+        position = tl.load(positions_ptr + token).to(tl.float32)
+        angle = position * tl.load(frequencies_ptr + at, mask=mask, other=0.0)
+        cos, sin = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
+        to = k_pages_ptr + page * k_page_stride + (head - heads) * k_head_stride + offset * DIM + at
+        if is_query:
+            to = q_ptr + (token * heads + head) * DIM + at
+        tl.store(to, (x * cos - y * sin).to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(to + DIM // 2, (y * cos + x * sin).to(q_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """Program (t, i): block i of out[t] = silu(gate) * up, of `gate_up` `[T, 2 width]`, gate first."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=mask)

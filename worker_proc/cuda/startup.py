@@ -1,0 +1,54 @@
+"""Getting a GPU ready to serve: what a step needs beside weights and cache, and the graphs."""
+
+import logging
+from itertools import accumulate
+
+import torch
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.interface import LanguageModel
+
+log = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def measure_activations(model: LanguageModel, tokens: int, page_size: int, rows: int, device: torch.device) -> int:
+    """Bytes that the largest step takes beside weights and cache: prompts of `tokens` tokens in all, over `rows` rows.
+
+    It also loads cuBLAS and compiles kernels, whose memory is then no longer free when the cache is sized.
+    """
+    rows = max(1, min(rows, tokens))
+    lengths = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+    pages = [-(-length // page_size) for length in lengths]
+    starts = [0, *accumulate(pages)]
+    cache = KVCache(model.kv_spec, starts[-1], page_size, device)
+    table = torch.zeros(rows, max(pages), dtype=torch.int64)
+    for row, count in enumerate(pages):
+        table[row, :count] = torch.arange(starts[row], starts[row] + count)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    row_of_token = torch.repeat_interleave(torch.arange(rows), torch.tensor(lengths))
+    slots = table[row_of_token, positions // page_size] * page_size + positions % page_size
+    batch = ForwardBatch(
+        token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        positions=positions.to(device),
+        slot_mapping=slots.to(device),
+        page_table=table.to(device),
+        kv_lens=torch.tensor(lengths, device=device),
+        q_lens=lengths,
+        kv_lens_host=lengths,
+        num_prefill_rows=rows,
+        logit_rows=torch.tensor(lengths, device=device).cumsum(0) - 1,
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    logits = model.forward(batch, cache)
+    if len(logits):
+        logits.softmax(-1).sort(-1)  # about what sampling takes
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del logits, batch, cache
+    torch.cuda.empty_cache()
+    log.info("a step of %d tokens takes %.2f GiB beside weights and cache", tokens, peak / 2**30)
+    return peak
