@@ -134,7 +134,8 @@ class HttpConfig:
     directory. `api_key_file` is the path of the keys, which are never here themselves. `cors_origins` are the origins
     whose pages may ask. `strict_fields` refuses unknown fields instead of naming them. `key_concurrency` bounds the
     live requests of each API key (0 is no limit), `max_body_bytes` a request's body. `generation_config` says where
-    sampling defaults come from: auto is the model's own file, none is no file.
+    sampling defaults come from: auto is the model's own file, none is no file. `otlp_endpoint` is the URL of an
+    OpenTelemetry collector that gets a span for each request.
     """
 
     enabled: bool = True
@@ -147,6 +148,7 @@ class HttpConfig:
     key_concurrency: int = 0
     max_body_bytes: int = 16 * 2**20
     generation_config: str = "auto"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", "between 0 and 65535")
@@ -157,6 +159,8 @@ class HttpConfig:
         _check(1024 <= self.max_body_bytes <= 2**30, "max_body", "between 1KiB and 1GiB")
         ok = self.generation_config in GENERATION_CONFIGS
         _check(ok, "generation_config", f"one of {', '.join(GENERATION_CONFIGS)}")
+        ok = self.otlp_endpoint is None or re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint) is not None
+        _check(ok, "otlp_endpoint", f"a URL such as http://127.0.0.1:4318, got {self.otlp_endpoint!r}")
         for origin in self.cors_origins:
             _check(
                 re.fullmatch(r"\*|https?://[^/\s]+", origin) is not None, "cors_origin", f"an origin, got {origin!r}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.logprobs import TokenLogprobs
-from common.messages import Finish, TextBatch
+from common.messages import Finish, TextBatch, Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class Row:
     `logprobs` has an entry per token where the request asked for them. `prompt_logprobs` is in the first row of a
     choice where it asked for them: an entry per prompt token, None for the first. `stop_reason` is the stop token or
     stop string that ended the choice, None in other rows and at the model's own end-of-sequence token.
+    `timing` is in the rows with a choice's first tokens and with its end, where they come from a cluster.
     `tokens_so_far` is for transports that count a choice's tokens without naming them (HTTP); None: count the ids.
     """
 
@@ -31,6 +32,7 @@ class Row:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     stop_reason: int | str | None = None
     tokens_so_far: int | None = None
+    timing: Timing | None = None
 
 
 class RowReader:
@@ -43,6 +45,7 @@ class RowReader:
         """The batch's rows of choices for which `live(rid, choice)` holds when their turn comes."""
         logprobs = batch.logprobs.by_row() if batch.logprobs is not None else {}
         prompts = batch.prompt_logprobs.by_row() if batch.prompt_logprobs is not None else {}
+        timings = {timing.row: timing for timing in batch.timings}
         reasons = {s.row: s.string if s.token is None else s.token for s in batch.stopped}
         start = 0
         for i, rid in enumerate(batch.rids):
@@ -69,6 +72,7 @@ class RowReader:
                 tuple(logprobs[i].entries(batch.token_bytes)) if i in logprobs else None,
                 self._take_prompt(rid, choice),
                 reasons.get(i),
+                timing=timings.get(i),
             )
 
     def forget(self, rid: int) -> None:

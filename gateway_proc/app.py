@@ -25,6 +25,8 @@ from gateway_proc.schemas.completions import CompletionRequest
 from gateway_proc.schemas.native import DetokenizeRequest, NativeRequest, TokenizeRequest
 from gateway_proc.schemas.responses import ResponsesRequest
 from gateway_proc.service import Service
+from gateway_proc.story import Story
+from gateway_proc.tracing import Traces
 
 Handler = Callable[[Service, Request], Awaitable[Any]]
 CONTENT_TYPE_LATEST = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,9 +65,20 @@ ROUTES = (
 
 
 def build(
-    service: Service, metrics: Metrics, keys: Keys, http: HttpConfig, scrape: Callable[[], Awaitable[Scrape]]
+    service: Service,
+    metrics: Metrics,
+    keys: Keys,
+    http: HttpConfig,
+    scrape: Callable[[], Awaitable[Scrape]],
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """The whole application as ASGI."""
+
+    def told(story: Story, seconds: float) -> None:
+        metrics.told(story, seconds)
+        if traces is not None:
+            traces.told(story)
+
     app = FastAPI(title="Rhizome", version="1", redoc_url=None, docs_url="/docs", swagger_ui_oauth2_redirect_url=None)
     app.router.redirect_slashes = False
     for route in ROUTES:
@@ -87,7 +100,7 @@ def build(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-rhizome-ignored-fields", "retry-after"],
         )
-    return Observed(inner, metrics.began, metrics.told)
+    return Observed(inner, metrics.began, told)
 
 
 def _add(app: FastAPI, service: Service, route: Route) -> None:
@@ -117,7 +130,7 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    story_of(request).problem = error.message
+    story_of(request).fail(error)
     return error_response(error)
 
 
@@ -129,7 +142,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     own = ApiError(error.status_code, problems.get(error.status_code, str(error.detail)), code="not_found")
     if error.status_code == 405:
         own.code = "method_not_allowed"
-    story_of(request).problem = own.message
+    story_of(request).fail(own)
     return error_response(own, error.headers)
 
 

@@ -175,7 +175,7 @@ class Generation:
     def _counted(self, prompt: int, rows: list[Row]) -> Iterator[tuple[int, Row]]:
         for row in rows:
             self.usage.add(prompt, row)
-            self._story.row(row, self._job.stream)
+            self._story.row(prompt, row)
             yield prompt, row
 
     async def collect(self) -> list[list[Choice]]:

@@ -123,7 +123,7 @@ class EventStream(Response):
                         await _send(send, _START)
                     await _send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
             except ApiError as error:
-                self._story.problem = error.message
+                self._story.fail(error)
                 if not started:
                     await error_response(error)(scope, receive, send)
                     return

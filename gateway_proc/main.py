@@ -30,6 +30,7 @@ from gateway_proc.params import Defaults
 from gateway_proc.protocol import Protocol
 from gateway_proc.requests import BodyReader
 from gateway_proc.service import Service
+from gateway_proc.tracing import to_collector
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,10 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
         if service.defaults.given():
             log.warning("requests that say nothing use the model's generation_config: %s", service.defaults.given())
 
-    server = Server(server_config(build(service, metrics, keys, http, scrape)))
+    traces = None
+    if http.otlp_endpoint is not None:
+        traces = to_collector(http.otlp_endpoint)
+    server = Server(server_config(build(service, metrics, keys, http, scrape, traces)))
 
     def stop() -> None:
         loop.remove_reader(child.wake_fd)
@@ -130,6 +134,8 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
         connecting.cancel()
         pulsing.cancel()
         await asyncio.gather(connecting, pulsing, return_exceptions=True)
+        if traces is not None:
+            await loop.run_in_executor(None, traces.close)
 
 
 async def _pulse(child: Child, go: "asyncio.Future[bool]", backend: Backend) -> None:

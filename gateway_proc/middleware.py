@@ -34,6 +34,7 @@ class Observed:
             return
         headers = Headers(scope=scope)
         story = Story(request_id(headers.get("x-request-id")), scope["method"], "unknown")
+        story.traceparent = headers.get("traceparent", "")
         scope["story"] = story
         self._began()
 
@@ -53,16 +54,18 @@ class Observed:
                 )
             await self._app(scope, receive, send_with_id)
         except ClientGone:
-            story.status, story.problem = 499, story.problem or "the client closed the connection"
+            story.status = 499
+            if not story.error:
+                story.error, story.problem = "client_closed", "the client closed the connection"
         except ApiError as error:
-            story.problem = error.message
+            story.fail(error)
             await error_response(error)(scope, receive, send_with_id)
         except Exception:
             log.exception("request %s failed", story.id)
-            began, story.problem = story.status != 0, "an internal error; the log says more"
-            if began:
+            failed = ApiError(500, "an internal error; the log says more", code="internal_error")
+            story.fail(failed)
+            if story.status:
                 raise  # the answer has begun: all that can be done is to cut it off
-            failed = ApiError(500, story.problem, code="internal_error")
             await error_response(failed)(scope, receive, send_with_id)
         finally:
             self._tell(story)

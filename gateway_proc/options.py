@@ -10,6 +10,7 @@ import click
 
 from common.config import GENERATION_CONFIGS, KEYS_VARIABLE, ConfigError, HttpConfig
 from gateway_proc.key_file import KeysError, read_keys
+from gateway_proc.tracing import require_extra
 
 LOOPBACK = ("127.", "localhost", "::1")
 
@@ -27,6 +28,7 @@ _OPTIONS = (
         "--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto",
         help="Sampling defaults of HTTP requests: auto takes the model's generation_config.json, as vLLM does.",
     ),
+    click.option("--otlp-endpoint", default=None, metavar="URL", help="Collector for a trace of each HTTP request."),
 )  # fmt: skip
 
 
@@ -46,6 +48,7 @@ def http_options(function: Callable[..., None]) -> Callable[..., None]:
         strict_fields: bool,
         max_body: int,
         generation_config: str,
+        otlp_endpoint: str | None,
         **rest: Any,
     ) -> None:
         try:
@@ -60,7 +63,10 @@ def http_options(function: Callable[..., None]) -> Callable[..., None]:
                 key_concurrency=key_concurrency,
                 max_body_bytes=max_body,
                 generation_config=generation_config,
+                otlp_endpoint=otlp_endpoint,
             )
+            if http.enabled and otlp_endpoint is not None:
+                require_extra()
             _check_keys(http)
         except (ConfigError, KeysError) as error:
             raise click.ClickException(str(error)) from None

@@ -1,4 +1,4 @@
-"""What became of one HTTP request, for its line in the log and for the metrics. Plain data."""
+"""What became of one HTTP request, for its line in the log, the metrics and its trace. Plain data."""
 
 import re
 import secrets
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from common.messages import Finish
 from common.rows import Row
+from gateway_proc.errors import ApiError
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
 
@@ -17,8 +18,17 @@ def request_id(given: str | None) -> str:
 
 
 @dataclass(slots=True)
+class _Answer:
+    """One choice of one prompt. Times as in Story."""
+
+    tokens: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+
+
+@dataclass(slots=True)
 class Story:
-    """Filled in as the request goes on. Times are CLOCK_MONOTONIC nanoseconds."""
+    """Filled in as the request goes on. Times are CLOCK_MONOTONIC nanoseconds, 0 for what has not happened."""
 
     id: str
     method: str = ""
@@ -33,44 +43,76 @@ class Story:
     cached_tokens: int = 0
     output_tokens: int = 0
     finish: dict[str, int] = field(default_factory=dict)  # how many choices ended so
-    problem: str = ""
+    error: str = ""  # the code of an error
+    problem: str = ""  # its message
     ignored: list[str] = field(default_factory=list)
+    traceparent: str = ""  # the header of that name, as it came
+    trace_id: str = ""
     arrival_ns: int = field(default_factory=time.monotonic_ns)
-    planned_ns: int = 0  # when the step of the first token was planned
-    first_ns: int = 0
+    started_ns: int = 0  # when the first step of a prompt was planned
+    first_ns: int = 0  # when the first token left the cluster
+    last_ns: int = 0  # when the latest tokens did
+    _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
 
-    def row(self, row: Row, streamed: bool) -> None:
-        """Take note of an answer's row; the time of its first token shows only when it is `streamed`."""
-        if row.token_ids and not self.first_ns and streamed:
-            self.first_ns = row.received_ns
-            self.planned_ns = row.times[0] if row.times else 0
+    def row(self, prompt: int, row: Row) -> None:
+        """Take note of a row of the answer to prompt number `prompt`."""
         self.output_tokens += len(row.token_ids)
         if row.finish is not Finish.NONE:
             name = row.finish.name.lower()
             self.finish[name] = self.finish.get(name, 0) + 1
+        answer = self._answers.setdefault((prompt, row.choice), _Answer())
+        answer.tokens += len(row.token_ids)
+        if row.timing is not None:
+            self.started_ns = _earlier(self.started_ns, row.timing.started)
+            self.first_ns = _earlier(self.first_ns, row.timing.first)
+            answer.first_ns = row.timing.first
+        if row.token_ids and row.times:
+            answer.last_ns = row.times[-1]
+            self.last_ns = max(self.last_ns, answer.last_ns)
+
+    def fail(self, error: ApiError) -> None:
+        self.error, self.problem = error.code or error.type, error.message
+
+    @property
+    def itl_ns(self) -> float:
+        """Mean time between tokens of one answer, 0 where none has two."""
+        timed = [a for a in self._answers.values() if a.first_ns and a.tokens > 1]
+        gaps = sum(a.tokens - 1 for a in timed)
+        return sum(a.last_ns - a.first_ns for a in timed) / gaps if gaps else 0.0
+
+    @property
+    def outcome(self) -> str:
+        """How the choices ended, such as `stop` or `length,stop*3`; empty where none has."""
+        return ",".join(f"{name}*{count}" if count > 1 else name for name, count in sorted(self.finish.items()))
 
     def line(self, now_ns: int) -> str:
-        """The one line that tells the whole story."""
-        finish = ",".join(f"{name}*{count}" if count > 1 else name for name, count in self.finish.items()) or "-"
-        parts = [
-            f"request id={self.id} key={self.key} {self.method} {self.route} status={self.status}",
-            f"e2e_ms={self._ms(now_ns)}",
-        ]
+        """The one line that tells the whole story, as words `name=value`."""
+        told: dict[str, object] = {
+            "id": self.id, "key": self.key, "method": self.method, "route": self.route, "status": self.status,
+        }  # fmt: skip
         if self.generates:
-            parts.insert(
-                1,
-                f"model={self.model} user={self.user} stream={int(self.stream)} prompt={self.prompt_tokens} "
-                f"cached={self.cached_tokens} output={self.output_tokens} finish={finish} "
-                f"queue_ms={self._ms(self.planned_ns)} ttft_ms={self._ms(self.first_ns)}",
-            )
+            told |= {
+                "model": self.model, "user": self.user, "stream": int(self.stream),
+                "prompt": self.prompt_tokens, "cached": self.cached_tokens, "output": self.output_tokens,
+                "finish": self.outcome or "-",
+                "queue_ms": self._ms(self.started_ns), "ttft_ms": self._ms(self.first_ns),
+                "itl_ms": f"{self.itl_ns / 1e6:.2f}" if self.itl_ns else "-",
+            }  # fmt: skip
+        told["e2e_ms"] = self._ms(now_ns)
+        if self.trace_id:
+            told["trace"] = self.trace_id
         if self.ignored:
-            parts.append(f"ignored={','.join(self.ignored)}")
-        if self.problem:
-            parts.append(f"problem={self.problem!r}")
-        return " ".join(parts)
+            told["ignored"] = ",".join(self.ignored)
+        if self.error:
+            told |= {"error": self.error, "problem": repr(self.problem)}
+        return " ".join(["request", *(f"{name}={value}" for name, value in told.items())])
 
     def _ms(self, at_ns: int) -> str:
         return f"{(at_ns - self.arrival_ns) / 1e6:.1f}" if at_ns else "-"
+
+
+def _earlier(known: int, new: int) -> int:
+    return min(known, new) if known and new else known or new
 
 
 def shown(text: str, most: int = 64) -> str:

@@ -113,6 +113,7 @@ class Planner:
         for request in admitted:
             self._waiting.remove(request)
             self._measures.admitted(request, now)
+            request.started = request.started or now
 
     def _shares_soon(self, request: Request) -> bool:
         gain = self._config.in_batch_gain

@@ -76,6 +76,7 @@ class Request:
     grammar: Grammar | None = None
     ignore_eos: bool = False
     arrival: int = 0  # ns
+    started: int = 0  # ns; when it was first admitted
     seq: int = 0  # order of arrival, unique
     status: Status = Status.WAITING
     slot: int = -1

@@ -16,6 +16,7 @@ class TokenRows:
         self._finish = bytearray()
         self._logprobs: dict[int, Logprobs] = {}
         self._prompt_logprobs: dict[int, Logprobs] = {}
+        self._started: dict[int, int] = {}
         self._scored: dict[int, tuple[Request, Logprobs]] = {}  # by request id: those that have no row yet
 
     @property
@@ -29,6 +30,8 @@ class TokenRows:
     def add(self, request: Request, token: int, finish: Finish, logprobs: Logprobs | None) -> None:
         if logprobs is not None:
             self._logprobs[len(self._rids)] = logprobs
+        if len(request.tokens) == request.prompt_len + 1:
+            self._started[len(self._rids)] = request.started
         _, entries = self._scored.pop(request.rid, (request, None))
         self._add_row(request, ints(token), finish, entries)
 
@@ -48,6 +51,7 @@ class TokenRows:
                 array("q", times),
                 LogprobRows.of(self._logprobs),
                 LogprobRows.of(self._prompt_logprobs),
+                self._started,
             )
         ]
 

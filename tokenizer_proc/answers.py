@@ -70,6 +70,7 @@ class Answers:
             prompt_tokens = len(entry.prompt or ())
             rows.add(entry.client_rid, choice.index, tokens, text, Finish.ABORT, prompt_tokens, choice.cached)
             rows.add_scores(scores, token_bytes.__getitem__)
+            rows.add_timing(entry.arrival, choice.started_ns, choice.first_ns)
         self.send(entry.owner, rows.batch(array("q", [self._clock()])))
 
     def abort_running(self, entry: Entry, ended: Choice | None = None) -> None:

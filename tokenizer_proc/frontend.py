@@ -235,6 +235,7 @@ class Frontend:
             if choice is None:
                 continue  # its client is gone, or the request ended with an error
             entry = choice.entry
+            choice.started_ns = choice.started_ns or row.started
             if entry.beams is not None and not entry.beams.search.done:
                 self._advance(entry.beams, choice, row, batch.times)
                 continue
@@ -242,6 +243,7 @@ class Frontend:
                 choice.cached = max(choice.cached, row.cached)
             choice.emitted.extend(row.tokens)
             choice.scored += len(row.scores.prompt or ())
+            begins = not choice.first_ns
             self.measures.tokens(choice, len(row.tokens), now)
             if row.finish != Finish.NONE:
                 self._end(choice, row.finish)
@@ -259,6 +261,8 @@ class Frontend:
             prompt_tokens = len(entry.prompt or ())
             rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
             rows.add_scores(scores, token_bytes.__getitem__)
+            if row.finish != Finish.NONE or (begins and choice.first_ns):
+                rows.add_timing(entry.arrival, choice.started_ns, choice.first_ns)
             if row.finish == Finish.STOP:
                 rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():

@@ -59,6 +59,7 @@ class Choice:
     emitted: IntArray = field(default_factory=lambda: array("i"))
     cached: int = 0
     scored: int = 0  # how many prompt tokens have come with what they predict
+    started_ns: int = 0  # when its prompt began to be computed
     first_ns: int = 0  # when its first tokens came
     last_ns: int = 0  # when its latest ones came
     sent: int = 0  # how many of the emitted tokens the client has been sent

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from common.fields import IntArray
 from common.logprobs import LogprobRows, Logprobs
-from common.messages import Stopped, TextBatch
+from common.messages import Stopped, TextBatch, Timing
 
 BytesOf = Callable[[int], bytes]
 
@@ -39,7 +39,8 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A row that the detokenizer sent; `string` is the stop string that ended it."""
+    """A row that the detokenizer sent; `string` is the stop string that ended it, `started` (ns) is in the row of a
+    first token."""
 
     rid: int
     tokens: IntArray
@@ -48,18 +49,22 @@ class TextRow:
     cached: int
     scores: Scores
     string: str | None
+    started: int
 
 
 def rows_of(batch: TextBatch) -> Iterator[TextRow]:
     logprobs = batch.logprobs.by_row() if batch.logprobs is not None else {}
     prompts = batch.prompt_logprobs.by_row() if batch.prompt_logprobs is not None else {}
     strings = {stopped.row: stopped.string for stopped in batch.stopped}
+    started = {timing.row: timing.started for timing in batch.timings}
     at = 0
     for i, rid in enumerate(batch.rids):
         tokens = batch.token_ids[at : at + batch.counts[i]]
         at += batch.counts[i]
         scores = Scores(logprobs.get(i), prompts.get(i))
-        yield TextRow(rid, tokens, batch.texts[i], batch.finish[i], batch.cached[i], scores, strings.get(i))
+        yield TextRow(
+            rid, tokens, batch.texts[i], batch.finish[i], batch.cached[i], scores, strings.get(i), started.get(i, 0)
+        )
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class Rows:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     token_bytes: dict[int, bytes] = field(default_factory=dict)
     stopped: list[Stopped] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
     scored: int = 0  # tokens named in log probabilities: they are what can make a batch large
 
     def add(
@@ -106,6 +112,10 @@ class Rows:
         if string is not None or token is not None:
             self.stopped.append(Stopped(len(self.rids) - 1, token if string is None else None, string))
 
+    def add_timing(self, arrived: int = 0, started: int = 0, first: int = 0) -> None:
+        """When what happened to the choice of the row added last, in ns."""
+        self.timings.append(Timing(len(self.rids) - 1, arrived, started, first))
+
     def batch(self, times: IntArray) -> TextBatch:
         return TextBatch(
             self.rids,
@@ -121,4 +131,5 @@ class Rows:
             LogprobRows.of(self.prompt_logprobs),
             self.token_bytes,
             tuple(self.stopped),
+            tuple(self.timings),
         )

@@ -27,6 +27,7 @@ class _Early:
     cached: int = 0
     times: IntArray = field(default_factory=lambda: array("q"))
     scores: Scores = field(default_factory=Scores)
+    started: int = 0
     error: RequestError | None = None
 
 
@@ -60,7 +61,7 @@ class Streams:
         if early.error is not None:
             return self.fail(early.error)
         rows = Rows()
-        self._add_row(rows, msg.rid, early.tokens, early.finish, early.cached, early.scores)
+        self._add_row(rows, msg.rid, early.tokens, early.finish, early.cached, early.scores, early.started)
         return rows.batch(early.times[:]) if rows.rids else None
 
     def push(self, batch: TokenBatch, received: int) -> TextBatch | None:
@@ -76,12 +77,13 @@ class Streams:
             at += count
             scores = Scores(logprobs.get(i), prompts.get(i))
             if rid in self._streams:
-                self._add_row(rows, rid, tokens, batch.finish[i], batch.cached[i], scores)
+                self._add_row(rows, rid, tokens, batch.finish[i], batch.cached[i], scores, batch.started.get(i, 0))
             else:
                 early = self._early.setdefault(rid, _Early())
                 early.tokens.extend(tokens)
                 early.scores.extend(scores)
                 early.finish, early.cached, early.times = batch.finish[i], batch.cached[i], times
+                early.started = early.started or batch.started.get(i, 0)
         return rows.batch(times) if rows.rids else None
 
     def fail(self, error: RequestError) -> RequestError | None:
@@ -92,7 +94,9 @@ class Streams:
             return None
         return None if stream.stopped is not None else error
 
-    def _add_row(self, rows: Rows, rid: int, tokens: IntArray, finish: int, cached: int, scores: Scores) -> None:
+    def _add_row(
+        self, rows: Rows, rid: int, tokens: IntArray, finish: int, cached: int, scores: Scores, started: int
+    ) -> None:
         stream = self._streams[rid]
         if finish != Finish.NONE:
             del self._streams[rid]
@@ -108,6 +112,8 @@ class Streams:
             scores.tokens = scores.tokens.first(len(shown))
         rows.add_scores(scores, self._bytes_of)
         rows.add_stop(stream.stopped)
+        if started:
+            rows.add_timing(started=started)
 
     def _text(self, stream: _Stream, tokens: IntArray, finish: int) -> tuple[str, IntArray]:
         """The text to show, and the tokens up to the one that completed a stop string."""

@@ -43,6 +43,7 @@ from common.messages.request import (
     Stats,
     Stopped,
     TextBatch,
+    Timing,
     TokenBatch,
 )
 from common.messages.step import (
@@ -125,6 +126,7 @@ __all__ = [
     "Text",
     "TextBatch",
     "Times",
+    "Timing",
     "TokenBatch",
     "TokenIds",
     "Tokenize",

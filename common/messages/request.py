@@ -72,13 +72,17 @@ class OpenStream:
     emitted: TokenIds = field(default_factory=ints)
 
 
+Time = Annotated[int, Int(0, 2**63 - 1)]
+_ROW_TIMES = IntMap(Ints(MAX_SLOTS, 0, MAX_SLOTS - 1), Int(0, 2**63 - 1))
+
+
 @message
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """New tokens of a step, a row per request. `times`: planned, then StepResult.times, then committed.
 
     `logprobs` has an entry for each token of a row that asked for them; `prompt_logprobs` come in rows before or with
-    the first token.
+    the first token. `started` tells of rows with a first token when the step that began their prompt was planned.
     """
 
     TAG: ClassVar[int] = 8
@@ -90,6 +94,7 @@ class TokenBatch:
     times: Times
     logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
     prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
+    started: Annotated[dict[int, int], _ROW_TIMES] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         same_length("rids", self.rids, self.counts, self.finish, self.cached)
@@ -107,6 +112,17 @@ class Stopped:
     string: Annotated[str | None, Maybe(Str(MAX_STOP_CHARS, 1))] = None
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When what happened to the choice of row `row` of a TextBatch: its request arrived at the tokenizer, the step that
+    began its prompt was planned, its first token was sent. 0 where it has not."""
+
+    row: Annotated[int, Int(0, MAX_SLOTS - 1)]
+    arrived: Time = 0
+    started: Time = 0
+    first: Time = 0
+
+
 _TOKEN_BYTES = IntMap(Ints(MAX_BATCH_TOKENS, 0, MAX_TOKEN_ID), Bytes(MAX_TOKEN_BYTES))
 
 
@@ -119,6 +135,7 @@ class TextBatch:
     every choice has a rid of its own, it is 0. `times`: TokenBatch.times, then received and sent by the detokenizer,
     then sent by the tokenizer. `logprobs` and `prompt_logprobs` are as in TokenBatch, and `token_bytes` holds the raw
     bytes of all tokens in them. `stopped` says what ended rows with finish STOP, where it was not the model's own end.
+    `timings` tell of rows with a choice's first tokens or its end; between detokenizer and tokenizer only of `started`.
     """
 
     TAG: ClassVar[int] = 9
@@ -135,6 +152,7 @@ class TextBatch:
     prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
     token_bytes: Annotated[dict[int, bytes], _TOKEN_BYTES] = field(default_factory=dict)
     stopped: Annotated[tuple[Stopped, ...], ListOf(Struct(Stopped), MAX_SLOTS)] = ()
+    timings: Annotated[tuple[Timing, ...], ListOf(Struct(Timing), MAX_SLOTS)] = ()
 
     def __post_init__(self) -> None:
         columns = (self.choices, self.counts, self.texts, self.finish, self.prompt_tokens, self.cached)

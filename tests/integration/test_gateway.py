@@ -253,7 +253,15 @@ def test_the_log_tells_each_requests_story(cluster: Cluster, url: str) -> None:
     httpx.post(f"{url}/v1/completions", json=body, headers={"x-request-id": "story-1"})
     wait_until(lambda: "id=story-1" in cluster.log, 5)
     (line,) = [line for line in cluster.log.splitlines() if "id=story-1" in line]
-    for part in ("POST /v1/completions", "status=200", "model=demo_model", "user=u-1", "output=3", "finish=length"):
+    for part in (
+        "method=POST",
+        "route=/v1/completions",
+        "status=200",
+        "model=demo_model",
+        "user=u-1",
+        "output=3",
+        "finish=length",
+    ):
         assert part in line
     assert "ttft_ms=-" not in line and "queue_ms=-" not in line
 

@@ -22,6 +22,7 @@ from gateway_proc.main import Server, listen, server_config
 from gateway_proc.metrics import Metrics, Scrape
 from gateway_proc.requests import BodyReader
 from gateway_proc.service import Service
+from gateway_proc.tracing import Traces
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.frontend_world import INFO
 
@@ -91,8 +92,9 @@ def events(response: httpx.Response) -> list[Any]:
 
 @asynccontextmanager
 async def application(
-    path: Path, answer: Answer, http: HttpConfig, *, keys: bool = False, started: bool = True
-) -> AsyncIterator[tuple[ASGIApp, FakeFrontend, Service]]:
+    path: Path, answer: Answer, http: HttpConfig, *, keys: bool = False, started: bool = True,
+    traces: Traces | None = None,
+) -> AsyncIterator[tuple[ASGIApp, FakeFrontend, Service]]:  # fmt: skip
     """The application, connected to a played cluster unless it is not `started`."""
     with FakeFrontend(path, answer) as cluster:
         backend = Backend(cluster.address)
@@ -111,7 +113,8 @@ async def application(
             if started:
                 go.set_result(True)
                 await backend.changed.wait()
-            yield build(service, Metrics(), Keys(names, http.key_concurrency), http, scrape), cluster, service
+            app = build(service, Metrics(), Keys(names, http.key_concurrency), http, scrape, traces)
+            yield app, cluster, service
         finally:
             connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)
@@ -119,19 +122,19 @@ async def application(
 
 def play(
     path: Path, answer: Answer, test: Callable[[World], Awaitable[None]], http: HttpConfig | None = None,
-    *, keys: bool = False, started: bool = True,
+    *, keys: bool = False, started: bool = True, traces: Traces | None = None,
 ) -> None:  # fmt: skip
     """Run a test against an application, without sockets between them."""
 
     async def run() -> None:
         async with (
             asyncio.timeout(TIMEOUT_S),
-            application(path, answer, http or HttpConfig(), keys=keys, started=started) as (app, cluster, service),
+            application(path, answer, http or HttpConfig(), keys=keys, started=started, traces=traces) as world,
             httpx.AsyncClient(
-                transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
+                transport=httpx.ASGITransport(world[0], raise_app_exceptions=False), base_url="http://x"
             ) as client,
         ):
-            await test(World(cluster, client, service))
+            await test(World(world[1], client, world[2]))
 
     asyncio.run(run())
 

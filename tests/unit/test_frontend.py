@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from common.messages import (
     RequestError,
     Stats,
     TextBatch,
+    Timing,
     ints,
 )
 from common.sampling_params import Grammar, SamplingParams
@@ -362,5 +364,28 @@ def test_an_unexpected_error_is_answered_and_stays_inside() -> None:
         world.receive(request(text="fox"))
         await world.settle()
         assert [(m.rid, m.code) for m in world.answers[b"a"]] == [(5, ErrorCode.INTERNAL)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_hear_when_what_happened(stream: bool) -> None:
+    async def test() -> None:
+        world = World()
+        world.now = 100
+        world.receive(request(5, stream=stream))
+        await world.settle()
+        rid = world.live_rid()
+        for now, batch in (
+            (200, replace(text_batch(rid, "a"), timings=(Timing(0, started=150),))),
+            (300, text_batch(rid, "b")),
+            (400, text_batch(rid, "c", Finish.LENGTH)),
+        ):
+            world.now = now
+            world.frontend.on_detokenizer(batch)
+        told = [m.timings for m in world.answers[b"a"]]
+        whole = (Timing(0, 100, 150, 200),)
+        assert told == ([whole, (), whole] if stream else [whole]), "with the first tokens and with the end"
+        assert world.answers[b"a"][-1].times[-1] == 400
 
     run(test)

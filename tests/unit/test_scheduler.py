@@ -245,3 +245,14 @@ def test_a_planted_overcommitment_is_caught():
     rig.scheduler.requests[1].max_tokens = 10**4
     with pytest.raises(InvariantViolation, match="pages are promised"):
         check(rig.scheduler)
+
+
+def test_the_first_token_tells_when_its_prompt_was_begun():
+    rig = Rig(max_batch_tokens=8, pages=20)
+    batches = []
+    take, rig.take = rig.take, lambda messages: (batches.extend(messages), take(messages))
+    rig.add(1, range(20), 3)
+    while rig.step() is not None:
+        rig.now += 1
+    found = [(batch.rids[row], when) for batch in batches for row, when in batch.started.items()]
+    assert found == [(1, 1)], "the step of the first chunk, once"

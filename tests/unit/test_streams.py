@@ -1,6 +1,7 @@
 """The detokenizer's streams: one terminal row per request, whatever order messages arrive in."""
 
 from array import array
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from common.messages import ErrorCode, Finish, OpenStream, RequestError, TextBatch, TokenBatch, ints
+from common.messages import ErrorCode, Finish, OpenStream, RequestError, TextBatch, Timing, TokenBatch, ints
 from tests.helpers_tokenizers import SPECIAL, byte_level
 from tokenizer_proc.streams import Streams
 from tokenizer_proc.text_decoder import TextDecoders
@@ -206,3 +207,15 @@ def test_special_tokens_inside_the_text(skip: bool) -> None:
     tokens = [*ids_of(" fox"), end_id(), *ids_of(" over")]
     text = " fox over" if skip else f" fox{SPECIAL.content} over"
     assert rows_of(streams.push(batch((1, tokens, Finish.LENGTH)), 6))[0][2] == text
+
+
+def test_when_a_prompt_was_begun_goes_along_with_its_first_token():
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
+    streams.open(OpenStream(1, (), True))
+    tokens = ids_of("fox")[:1]
+    sent = streams.push(replace(batch((2, tokens, 0), (1, tokens, 0)), started={0: 50, 1: 60}), 6)
+    assert sent is not None and sent.timings == (Timing(0, started=60),), "rows are numbered anew"
+    late = streams.open(OpenStream(2, (), True))
+    assert isinstance(late, TextBatch) and late.timings == (Timing(0, started=50),)
+    more = streams.push(batch((1, tokens, 0)), 6)
+    assert more is not None and more.timings == ()
