@@ -26,6 +26,7 @@ from common.messages import (
     Beat,
     ChatMessage,
     Detokenize,
+    ErrorCode,
     Finish,
     Generate,
     GetInfo,
@@ -43,6 +44,7 @@ from common.prompts import Prompt, prompt_fields
 from common.rows import Row, RowReader
 from common.sampling_params import SamplingParams
 from common.sockets import Inbox, PeerStalled, open_socket
+from common.stamps import Lost
 
 MAX_UNREAD = 2**16  # rows of one request that its reader may leave unread
 MAX_UNSENT = 2**16  # messages that wait for a cluster that takes none
@@ -155,7 +157,8 @@ class AsyncConnection:
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = cast(zmq.asyncio.Socket, open_socket(cast(Any, self._context), zmq.DEALER))
         self._socket.set(zmq.IPV6, address.startswith("tcp://["))
-        self._inbox = Inbox(cast(Any, self._socket), TextBatch, RequestError, Stats, Beat, Tokens, Text, Info)
+        answers = (TextBatch, RequestError, Stats, Beat, Tokens, Text, Info)
+        self._inbox = Inbox(cast(Any, self._socket), *answers, private=True)
 
     async def __aenter__(self) -> "AsyncConnection":
         """Connect. Nobody at the address shows at the first request; a bad address raises Unreachable here."""
@@ -339,7 +342,7 @@ class AsyncConnection:
                     self._take(msg, time.monotonic_ns())
             await asyncio.sleep(0)  # a received message does not suspend this loop, so that others need a turn
 
-    def _take(self, msg: Message, now_ns: int) -> None:
+    def _take(self, msg: Message | Lost, now_ns: int) -> None:
         match msg:
             case TextBatch():
                 self._take_batch(msg, now_ns)
@@ -353,6 +356,16 @@ class AsyncConnection:
                 self._answer(msg.rid, RequestFailed(msg))
             case Tokens() | Text() | Info():
                 self._answer(msg.rid, msg)
+            case Lost():
+                self._take_lost(msg)
+
+    def _take_lost(self, lost: Lost) -> None:
+        """A part of some answers cannot be read: they end, rather than with a hole in them."""
+        if not lost.rids:
+            self._lose(ConnectionLost(lost.words))
+        for rid in lost.rids:
+            self.send_abort(rid)
+            self._take(RequestError(rid, ErrorCode.INTERNAL, lost.words), 0)
 
     def _answer(self, number: int, answer: Message | Exception) -> None:
         waiting = self._asked.get(number)

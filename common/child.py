@@ -17,11 +17,12 @@ from pathlib import Path
 import click
 import zmq
 
-from common.codec import Message, encode
+from common.codec import Message, RefusedFrames, encode
 from common.config import ClusterConfig
 from common.log import set_up_logging
-from common.messages import Fatal, Go, Progress, Pulse, Ready
+from common.messages import Fatal, Go, Progress, Pulse, Ready, Resync
 from common.sockets import Endpoints, Inbox, open_socket
+from common.stamps import Lost
 
 log = logging.getLogger(__name__)
 PULSE_S = 0.25  # how often a process says that it lives
@@ -45,8 +46,9 @@ class Child:
         set_up_logging(name, self.config.log_level)
         self.endpoints = Endpoints(run_dir)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.control = open_socket(self.context, zmq.DEALER, connect=self.endpoints.control)
-        self._inbox = Inbox(self.control, Go)
+        self.refused = RefusedFrames()  # for all of its inboxes
+        self.control = self.open_control()
+        self._inbox = Inbox(self.control, Go, refused=self.refused)
         self._pulse_due = 0.0
 
     @property
@@ -59,6 +61,11 @@ class Child:
             self._wake_in.send(b"x")
         except BlockingIOError:
             pass  # enough wake-ups are waiting
+
+    def open_control(self, which: str = "") -> "zmq.Socket[bytes]":
+        """A socket to the launcher, which knows by its identity whose it is; `which` of several."""
+        identity = control_identity(self.name, os.getpid()) + which.encode()
+        return open_socket(self.context, zmq.DEALER, connect=self.endpoints.control, identity=identity)
 
     def tell(self, msg: Message) -> None:
         """Send the launcher a message; it always reads, so this does not wait."""
@@ -90,17 +97,28 @@ class Child:
             newest = msg
         return newest
 
+    def resync(self, lost: Lost) -> None:
+        """Ask for a new term, because something has been lost."""
+        problem = f"{lost.sender}: {lost.problem}"[:8000]
+        log.error("lost what was said by %s", problem)
+        self.tell(Resync(self.name, problem))
+
     def pulse(self) -> float:
         """Tell the launcher that the calling loop lives, when it is time; to be called by the loop itself, each time
         around. Returns how many seconds may pass until the next call."""
         now = time.monotonic()
         if now >= self._pulse_due:
-            self.tell(Pulse(self.name, 0, False))
+            self.tell(Pulse(self.name, 0, False, self.refused.total))
             self._pulse_due = now + PULSE_S
         return self._pulse_due - now
 
     def close(self) -> None:
         self.context.destroy(linger=500)
+
+
+def control_identity(name: str, pid: int) -> bytes:
+    """By what the launcher knows a process on its control socket. Something may follow after a dot."""
+    return f"{name}.{pid}.".encode()
 
 
 def run_child(name: str, run_dir: Path, life_fd: int, main: Callable[[Child], None]) -> None:

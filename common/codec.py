@@ -13,21 +13,22 @@ import msgpack
 
 from common.fields import Checker, FieldError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 32 * 2**20
 
 
 class FrameError(ValueError):
     """A frame that is refused. `cause` is a short name for counting, `field` names the offending field where one is
-    to blame, and `rid` is the request that the frame spoke of where it could be read (so that its sender can be told).
+    to blame, and `rids` are the requests that the frame spoke of where they could be read (so that somebody can be
+    told).
     """
 
-    def __init__(self, cause: str, problem: str, field: str = "", rid: int | None = None):
+    def __init__(self, cause: str, problem: str, field: str = "", rids: tuple[int, ...] = ()):
         super().__init__(f"{cause}: {problem}")
         self.cause = cause
         self.problem = problem
         self.field = field
-        self.rid = rid
+        self.rids = rids
 
 
 class Message(Protocol):
@@ -105,8 +106,8 @@ def encode(msg: Message) -> bytes:
 def decode(frame: bytes, allowed: Collection[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Any:
     """The message in a frame, which must be one of the `allowed` types. Raises FrameError only."""
     if len(frame) > max_bytes:
-        rid = _rid_of_start(frame[:64], allowed)
-        raise FrameError("oversized", f"the message has {len(frame)} bytes, the limit is {max_bytes}", rid=rid)
+        rids = _rids_of_start(frame[:64], allowed)
+        raise FrameError("oversized", f"the message has {len(frame)} bytes, the limit is {max_bytes}", rids=rids)
     try:
         body = msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True, max_ext_len=0)
     except Exception as error:  # msgpack raises many kinds: truncated, extra data, bad UTF-8, nesting, key types
@@ -122,33 +123,34 @@ def decode(frame: bytes, allowed: Collection[type], *, max_bytes: int = MAX_FRAM
     try:
         return _build(cls, values, "")
     except FieldError as error:
-        raise FrameError("invalid", error.problem, error.field, _readable_rid(cls, values)) from None
+        raise FrameError("invalid", error.problem, error.field, _readable_rids(cls, values)) from None
     except ValueError as error:  # a message's own check across fields
-        raise FrameError("invalid", str(error), cls.__name__, _readable_rid(cls, values)) from None
+        raise FrameError("invalid", str(error), cls.__name__, _readable_rids(cls, values)) from None
 
 
-def _rid_of_start(start: bytes, allowed: Collection[type]) -> int | None:
-    """The request id at the beginning of a frame that is too large to be read as a whole."""
+def _rids_of_start(start: bytes, allowed: Collection[type]) -> tuple[int, ...]:
+    """The request ids at the beginning of a frame that is too large to be read as a whole."""
     unpacker = msgpack.Unpacker(raw=False)
     unpacker.feed(start)
     try:
         unpacker.read_array_header()
         version, tag, first = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
     except Exception:  # whatever it is, it is not one of our frames
-        return None
+        return ()
     cls = _BY_TAG.get(tag) if type(tag) is int and version == PROTOCOL_VERSION else None
-    return _readable_rid(cls, [first]) if cls is not None and cls in allowed else None
+    return _readable_rids(cls, [first]) if cls is not None and cls in allowed else ()
 
 
-def _readable_rid(cls: type, values: list[Any]) -> int | None:
+def _readable_rids(cls: type, values: list[Any]) -> tuple[int, ...]:
+    """Those in the first field of a message, where that can be read."""
     name, checker = schema_of(cls)[0] if schema_of(cls) else ("", None)
-    if name != "rid" or checker is None or not values:
-        return None
+    if name not in ("rid", "rids") or checker is None or not values:
+        return ()
     try:
-        rid: int = checker.unpack(values[0], name)
+        found = checker.unpack(values[0], name)
     except FieldError:
-        return None
-    return rid
+        return ()
+    return tuple(found) if name == "rids" else (found,)
 
 
 class RefusedFrames:

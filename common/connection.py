@@ -19,6 +19,7 @@ from common.messages import (
     MAX_RID,
     Abort,
     Beat,
+    ErrorCode,
     Finish,
     Generate,
     GetStats,
@@ -31,6 +32,7 @@ from common.rows import Row as Row
 from common.rows import RowReader
 from common.sampling_params import SamplingParams
 from common.sockets import Inbox, Outbox, open_socket
+from common.stamps import Lost
 
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
 ENDINGS = (  # of a connection, as its monitor tells them
@@ -76,7 +78,7 @@ class Connection:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise Unreachable(f"cannot connect: {error}") from None
-        self._inbox = Inbox(socket, TextBatch, RequestError, Stats, Beat)
+        self._inbox = Inbox(socket, TextBatch, RequestError, Stats, Beat, private=True)
         self._outbox = Outbox(socket, address)
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -199,6 +201,17 @@ class Connection:
                 self._rows.append(msg)
         elif isinstance(msg, TextBatch):
             self._take_batch(msg, now_ns)
+        elif isinstance(msg, Lost):
+            self._take_lost(msg)
+
+    def _take_lost(self, lost: Lost) -> None:
+        """A part of some answers cannot be read: they end, rather than with a hole in them."""
+        if not lost.rids:
+            raise ConnectionLost(lost.words)
+        for rid in lost.rids:
+            if rid in self._live:
+                self._outbox.send(Abort(rid))
+                self._take(RequestError(rid, ErrorCode.INTERNAL, lost.words), 0)
 
     def _take_batch(self, batch: TextBatch, now_ns: int) -> None:
         for row in self._reader.rows(batch, now_ns, lambda rid, choice: choice in self._live.get(rid, ())):

@@ -1,17 +1,19 @@
 """ZeroMQ sockets with explicit limits, and the two small wrappers that every loop uses.
 
 `Inbox` turns frames into checked messages and counts what it refuses. `Outbox` never blocks: what the peer does not
-take is kept, in order, up to a limit, and passing the limit raises `PeerStalled`.
+take is kept, in order, up to a limit, and passing the limit raises `PeerStalled`. Between our own processes both use
+stamps (common/stamps.py), by which nothing is lost or heard twice unnoticed.
 """
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import zmq
 
 from common.codec import MAX_FRAME_BYTES, FrameError, Message, RefusedFrames, decode, encode
+from common.stamps import Lost, StampCheck, Stamper, Verdict
 
 HIGH_WATER_MARK = 4096  # messages queued inside ZeroMQ per peer and direction
 LINGER_MS = 500  # how long a closing process waits for its last messages to leave
@@ -71,8 +73,9 @@ def open_socket(
     bind: str | None = None,
     connect: str | None = None,
     max_frame: int = MAX_FRAME_BYTES,
+    identity: bytes | None = None,
 ) -> "zmq.Socket[bytes]":
-    """A socket with every limit set before it is bound or connected.
+    """A socket with every limit set before it is bound or connected. By its `identity` a ROUTER knows it.
 
     ZeroMQ itself cuts the connection of a peer that sends more than four times what the codec would take, so that
     memory stays bounded whatever is sent.
@@ -84,6 +87,8 @@ def open_socket(
     socket.set(zmq.MAXMSGSIZE, 4 * max_frame)
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    if identity is not None:
+        socket.set(zmq.IDENTITY, identity)
     if kind == zmq.ROUTER:
         socket.set(zmq.ROUTER_MANDATORY, 1)  # an unroutable or full peer is an error, not a silent drop
     if (bind or connect or "").startswith("tcp://["):
@@ -96,7 +101,12 @@ def open_socket(
 
 
 class Inbox:
-    """The receiving end of a PULL or DEALER socket. `refused` counts what it refuses; several may share one."""
+    """The receiving end of a PULL or DEALER socket. `refused` counts what it refuses; several may share one.
+
+    With `senders`, the processes that connect to the `address` where the socket is bound, every frame must have the
+    stamp of one of them, others are refused. With `private`, nobody but a partner can send here, and stamps are not
+    needed. In both cases a partner's frame that is missing or cannot be read is told as `Lost`.
+    """
 
     def __init__(
         self,
@@ -104,13 +114,19 @@ class Inbox:
         *allowed: type,
         max_frame: int = MAX_FRAME_BYTES,
         refused: RefusedFrames | None = None,
+        senders: Collection[str] = (),
+        address: str = "",
+        private: bool = False,
     ):
         self.socket = socket
         self.refused = RefusedFrames() if refused is None else refused
         self._allowed = frozenset(allowed)
         self._max_frame = max_frame
+        self._stamps = StampCheck(address, senders) if senders else None
+        self._private = private
+        self._deaf = False
 
-    def drain(self, limit: int = 1000) -> Iterator[Message]:
+    def drain(self, limit: int = 1000) -> Iterator[Message | Lost]:
         """What has arrived, at most `limit` frames, without waiting. Bad frames are counted and skipped."""
         for _ in range(limit):
             try:
@@ -121,26 +137,55 @@ class Inbox:
             if msg is not None:
                 yield msg
 
-    def parse(self, parts: list[bytes]) -> Message | None:
+    def parse(self, parts: list[bytes]) -> Message | Lost | None:
         """The message in one received multipart, or None when it is refused."""
         try:
-            if len(parts) != 1:
-                raise FrameError("malformed", f"one part expected, got {len(parts)}")
-            msg: Message = decode(parts[0], self._allowed, max_bytes=self._max_frame)
-            return msg
+            if len(parts) != (1 if self._stamps is None else 2):
+                raise FrameError("malformed", f"{1 if self._stamps is None else 2} parts expected, got {len(parts)}")
+            if self._stamps is None:
+                return self._decode(parts[0], "the cluster" if self._private else None)
+            return self._check(self._stamps, *parts)
         except FrameError as error:
             self.refused.count(error)
             return None
 
+    def _check(self, stamps: StampCheck, stamp: bytes, frame: bytes) -> Message | Lost | None:
+        verdict, sender = stamps.check(stamp)
+        if verdict is Verdict.FOREIGN:
+            raise FrameError("foreign", "no stamp of a process that speaks here")
+        if verdict is Verdict.AGAIN:
+            raise FrameError("replayed", f"a frame of {sender} that was here before")
+        if self._deaf:
+            return None
+        msg = self._decode(frame, sender if verdict is Verdict.NEXT else None)
+        stamps.take(stamp)
+        if verdict is Verdict.LATER:
+            msg = Lost(sender, "frames of it are missing")
+        self._deaf = isinstance(msg, Lost)
+        return msg
+
+    def _decode(self, frame: bytes, partner: str | None) -> Message | Lost:
+        """The message of a frame, or what was lost with it, where it comes from a partner."""
+        try:
+            msg: Message = decode(frame, self._allowed, max_bytes=self._max_frame)
+            return msg
+        except FrameError as error:
+            if partner is None or (self._private and error.cause not in ("invalid", "oversized")):
+                raise  # private: another version of Rhizome, perhaps
+            self.refused.count(error)
+            field = f" in {error.field}" if error.field else ""
+            return Lost(partner, f"a frame of it cannot be read ({error}{field})", error.rids)
+
 
 class Outbox:
-    """The sending end of a PUSH or DEALER socket."""
+    """The sending end of a PUSH or DEALER socket. `stamper` stamps the frames for an Inbox with `senders`."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", name: str, limit: int = 65536):
+    def __init__(self, socket: "zmq.Socket[bytes]", name: str, limit: int = 65536, *, stamper: Stamper | None = None):
         self.socket = socket
         self._name = name
         self._limit = limit
-        self._backlog: deque[bytes] = deque()
+        self._stamper = stamper
+        self._backlog: deque[list[bytes]] = deque()
 
     @property
     def backlog(self) -> int:
@@ -153,7 +198,8 @@ class Outbox:
 
     def send(self, msg: Message) -> None:
         """Send now or keep for later. Raises PeerStalled when the backlog is full."""
-        self._backlog.append(encode(msg))
+        frame = encode(msg)
+        self._backlog.append([frame] if self._stamper is None else [self._stamper.stamp(), frame])
         self.flush()
         if len(self._backlog) > self._limit:
             raise PeerStalled(f"{self._name} takes no messages ({len(self._backlog)} are waiting)")
@@ -162,7 +208,7 @@ class Outbox:
         """Send as much of the backlog as the socket takes."""
         while self._backlog:
             try:
-                self.socket.send(self._backlog[0], zmq.NOBLOCK)
+                self.socket.send_multipart(self._backlog[0], zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._backlog.popleft()

@@ -10,19 +10,21 @@ from typing import Any
 
 import zmq
 
-from common.codec import FrameError, Message, decode, encode
-from common.messages import Drained, Fatal, Joined, Progress, Pulse, Ready
+from common.codec import FrameError, Message, RefusedFrames, decode, encode
+from common.messages import Drained, Fatal, Joined, Progress, Pulse, Ready, Resync
 from common.sockets import open_socket
 
-_SAID = frozenset({Ready, Fatal, Progress, Pulse, Joined, Drained})
+_SAID = frozenset({Ready, Fatal, Progress, Pulse, Joined, Drained, Resync})
 
 
 class Control:
-    """`stops` counts SIGINT and SIGTERM, `hang_ups` SIGHUP. Every signal, SIGCHLD too, ends a `poll`."""
+    """`stops` counts SIGINT and SIGTERM, `hang_ups` SIGHUP. Every signal, SIGCHLD too, ends a `poll`. `refused` counts
+    frames that are not of our children."""
 
     def __init__(self, address: str):
         self.stops = 0
         self.hang_ups = 0
+        self.refused = RefusedFrames()
         self._in_terminal = sys.stdin is not None and sys.stdin.isatty()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.ROUTER, bind=address)
@@ -55,9 +57,13 @@ class Control:
             except zmq.Again:
                 return
             try:
-                yield parts[0], decode(parts[-1], _SAID)
-            except FrameError:
-                pass  # not one of ours
+                if len(parts) != 2:
+                    raise FrameError("malformed", f"one part expected, got {len(parts) - 1}")
+                msg = decode(parts[1], _SAID)
+            except FrameError as error:
+                self.refused.count(error)
+                continue
+            yield parts[0], msg
 
     def send(self, identity: bytes, msg: Message) -> None:
         """A child that has just died hears nothing, and need not."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
+from common.child import control_identity
 from common.config import KEYS_VARIABLE
 from common.messages import Joined, Ready
 from launcher.restarts import Restarts
@@ -27,6 +28,12 @@ class Proc:
     fatal: str | None = None
     identity: bytes = b""
     progress: tuple[int, int] = (0, 0)
+    refused: int = 0  # frames
+
+    @property
+    def control_identity(self) -> bytes:
+        """With what the identities of its control sockets begin."""
+        return control_identity(self.name, self.popen.pid)
 
     @property
     def alive(self) -> bool:

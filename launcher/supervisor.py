@@ -6,7 +6,8 @@ every loss (`Restarts`). Once everything is loaded again, the launcher announces
     a new epoch   when workers or scheduler are new: first the ranks join it and say how many steps they have executed.
                   Equal numbers mean that a dead scheduler left them in step; ranks that differ, or hang in a collective
                   that a peer will never come to, are replaced too. Only then the scheduler hears of it.
-    a new term    when tokenizer, detokenizer or scheduler are new: the tokenizer hands in its live requests again.
+    a new term    when tokenizer, detokenizer or scheduler are new, or one of them has not heard all that another one
+                  said (Resync): the tokenizer hands in its live requests again.
 """
 
 import logging
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from common.config import ClusterConfig
-from common.messages import Drained, Fatal, Go, Joined, Progress, Pulse, Ready, ints
+from common.messages import Drained, Fatal, Go, Joined, Progress, Pulse, Ready, Resync, ints
 from common.run_dir import RunDir
 from common.sockets import Endpoints
 from launcher.control import Control
@@ -23,7 +24,7 @@ from launcher.liveness import Liveness
 from launcher.process import Proc, Spawner, State, Unit
 from launcher.restarts import Restarts
 from launcher.show import VERSION, describe
-from launcher.table import GATEWAY, WORKERS, process_table
+from launcher.table import GATEWAY, TOKENIZER, WORKERS, process_table
 
 log = logging.getLogger(__name__)
 STOP_GRACE_S = 1.5  # from SIGTERM to SIGKILL for a child
@@ -53,6 +54,8 @@ class Supervisor:
         self._announced = False  # to everybody
         self._term_due = self._epoch_due = False
         self._groups = 0
+        self._former: set[bytes] = set()  # control identities of processes that have been replaced
+        self._resyncs: list[tuple[str, str]] = []  # asked for: by which process, and why
         self._http_port: int | None = None
         self._drained = False
         self._began = time.monotonic()
@@ -102,6 +105,7 @@ class Supervisor:
                 more += ("--num-pages", str(self._go.num_pages))
         elif unit.spec.name == GATEWAY and self._http_port is not None:
             more = ("--port", str(self._http_port))  # clients know it
+        self._former |= {proc.control_identity for proc in unit.procs.values()}
         unit.procs = {spec.name: self._spawner.start(spec, *more) for spec in unit.spec.processes}
         unit.state = State.LOADING
         unit.due = time.monotonic() + self._config.start_timeout_s
@@ -154,7 +158,9 @@ class Supervisor:
                 case State.PAUSING if now >= unit.due:
                     self._spawn(unit)
                     self._write_cluster()
+        self._resync(now)
         self._announce()
+        self._tell_refused()
 
     def _check(self, unit: Unit, now: float) -> None:
         """Whether a unit is as it should be."""
@@ -177,6 +183,16 @@ class Supervisor:
             raise ClusterError(f"{problem} and took the cluster down")
         log.warning("%s; the %s will be replaced%s", problem, unit.spec.name, f" in {pause:g} s" if pause else "")
         self._end(unit, now + pause)
+
+    def _resync(self, now: float) -> None:
+        """Begin a new term for those that have missed something. It counts like the loss of a process."""
+        resyncs, self._resyncs = self._resyncs, []
+        for name, problem in resyncs:
+            unit = next(unit for unit in self._units.values() if name in unit.procs)
+            log.warning("%s has missed something (%s): a new term begins", name, problem)
+            if not self._term_due and unit.restarts.after_death(now) is None:
+                raise ClusterError(f"{name} missed something too often and took the cluster down; {problem}")
+            self._term_due = True
 
     def _end(self, unit: Unit, due: float) -> None:
         unit.kill()
@@ -210,13 +226,14 @@ class Supervisor:
 
     def _next_go(self) -> Go:
         limits = _limits([p.ready for p in self._units[WORKERS].procs.values() if p.ready])
-        restarts = self._restarts()
+        restarts, refused = self._restarts(), self._refused()
         if self._go is None:
-            return replace(limits, restarts=restarts)
+            return replace(limits, restarts=restarts, refused=refused)
         go = self._go
         if replace(limits, num_pages=go.num_pages) != _bare(go):
             raise ClusterError("the restarted workers have other limits than the first ones: did the model change?")
-        return replace(go, term=go.term + self._term_due, epoch=go.epoch + self._epoch_due, restarts=restarts)
+        go = replace(go, restarts=restarts, refused=refused)
+        return replace(go, term=go.term + self._term_due, epoch=go.epoch + self._epoch_due)
 
     def _all_joined(self) -> bool:
         unit = self._units[WORKERS]
@@ -241,9 +258,12 @@ class Supervisor:
 
     def _poll(self) -> None:
         for identity, msg in self._control.poll(TICK_S):
-            proc = next((p for p in self._procs() if p.name == msg.name), None)
-            if proc is not None:
+            own = identity[: identity.rfind(b".") + 1]
+            proc = next((p for p in self._procs() if p.control_identity == own), None)
+            if proc is not None and proc.name == msg.name:
                 self._take(proc, identity, msg)
+            elif own not in self._former:
+                self._control.refused.by_cause["foreign"] += 1
 
     def _take(self, proc: Proc, identity: bytes, msg: object) -> None:
         match msg:
@@ -255,14 +275,27 @@ class Supervisor:
             case Progress(done=done, total=total):
                 proc.progress = (done, total)
             case Pulse(progress=progress, busy=busy) if proc.ready is not None and proc.alive:
+                proc.refused = msg.refused
                 self._liveness.pulse(proc.name, progress, busy, time.monotonic())
             case Joined():
                 proc.joined = msg
             case Drained():
                 self._drained = True
+            case Resync(problem=problem):
+                self._resyncs.append((proc.name, problem))
 
     def _restarts(self) -> dict[str, int]:
         return {name: unit.restarts.total for name, unit in self._units.items()}
+
+    def _refused(self) -> dict[str, int]:
+        """Refused frames of those that do not say so in Stats themselves."""
+        workers = {p.name: p.refused for p in self._units[WORKERS].procs.values()}
+        return {"launcher": self._control.refused.total, **workers}
+
+    def _tell_refused(self) -> None:
+        if self._announced and (refused := self._refused()) != self.go.refused:
+            self._go = replace(self.go, refused=refused)
+            self._tell(self._units[TOKENIZER].procs.values())
 
     def _write_cluster(self) -> dict[str, object]:
         info = describe(

@@ -26,6 +26,7 @@ class UnitSpec:
 
 
 WORKERS = "workers"
+TOKENIZER = "tokenizer"
 GATEWAY = "gateway"
 
 
@@ -39,7 +40,7 @@ def process_table(config: ClusterConfig) -> list[UnitSpec]:
 
     return [
         UnitSpec(WORKERS, workers, new_epoch=True),
-        single("tokenizer", "tokenizer_proc.tokenizer", new_term=True),
+        single(TOKENIZER, "tokenizer_proc.tokenizer", new_term=True),
         single("detokenizer", "tokenizer_proc.detokenizer", new_term=True),
         single("scheduler", "scheduler_proc.event_loop", new_term=True, new_epoch=True),
         *([single(GATEWAY, "gateway_proc.main")] if config.http.enabled else []),

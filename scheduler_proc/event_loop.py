@@ -9,12 +9,13 @@ import click
 import zmq
 
 from common.child import Child, child_options, run_child
-from common.codec import Message, RefusedFrames
-from common.messages import Abort, AddRequest, GetStats, Go, Stats, StepResult
+from common.codec import Message
+from common.messages import Abort, AddRequest, ErrorCode, GetStats, Go, RequestError, Stats, StepResult
 from common.sockets import Inbox, Outbox, open_socket
+from common.stamps import Lost, Stamper
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.recorder import RecordedScheduler, Recorder
-from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.scheduler import ProtocolError, Scheduler
 
 log = logging.getLogger(__name__)
 RETRY_MS = 5  # how soon a backlog is offered to a slow peer again
@@ -27,7 +28,6 @@ class EventLoop:
         self._child = child
         self._term, self._epoch = go.term, go.epoch
         self._stale = 0
-        self._refused = RefusedFrames()
         self._poller = zmq.Poller()
         self._poller.register(child.control, zmq.POLLIN)
         self._poller.register(child.wake_fd, zmq.POLLIN)
@@ -40,12 +40,18 @@ class EventLoop:
             self._poller.poll(self._patience_ms(scheduler.next_deadline, self._child.pulse()))
             self._renew(scheduler)
             for msg in self._results.drain():
+                if isinstance(msg, Lost):
+                    raise ProtocolError(f"{msg.sender}: {msg.problem}")
                 assert isinstance(msg, StepResult)
                 if msg.epoch == scheduler.epoch:
                     self._answer(scheduler.commit(msg, time.monotonic_ns()))
                 else:
                     self._stale += 1
             for msg in self._requests.drain():
+                if isinstance(msg, Lost):
+                    self._answer(RequestError(rid, ErrorCode.INTERNAL, msg.words) for rid in msg.rids)
+                    self._child.resync(msg)
+                    continue
                 self._answer(self._with_own_counters(scheduler.handle(msg, time.monotonic_ns())))
             self._answer(scheduler.expire(time.monotonic_ns()))
             while (plan := scheduler.plan(time.monotonic_ns())) is not None:
@@ -76,23 +82,28 @@ class EventLoop:
 
     def _open_term(self) -> None:
         """The sockets of the conversation with tokenizer and detokenizer."""
-        endpoints, context = self._child.endpoints, self._child.context
-        requests = open_socket(context, zmq.PULL, bind=endpoints.scheduler(self._term))
-        self._requests = Inbox(requests, AddRequest, Abort, GetStats, refused=self._refused)
+        child, endpoints, context = self._child, self._child.endpoints, self._child.context
+        here, there = endpoints.scheduler(self._term), endpoints.detokenizer(self._term)
+        requests = open_socket(context, zmq.PULL, bind=here)
+        self._requests = Inbox(
+            requests, AddRequest, Abort, GetStats, refused=child.refused, senders=("tokenizer",), address=here
+        )
         self._poller.register(requests, zmq.POLLIN)
-        answers = open_socket(context, zmq.PUSH, connect=endpoints.detokenizer(self._term))
-        self._detokenizer = Outbox(answers, "the detokenizer")
+        answers = open_socket(context, zmq.PUSH, connect=there)
+        self._detokenizer = Outbox(answers, "the detokenizer", stamper=Stamper(child.name, there))
 
     def _open_epoch(self) -> None:
         """The sockets of the conversation with the workers."""
-        endpoints, context = self._child.endpoints, self._child.context
-        results = open_socket(context, zmq.PULL, bind=endpoints.results(self._epoch))
-        self._results = Inbox(results, StepResult, refused=self._refused)
+        child, context = self._child, self._child.context
+        here = child.endpoints.results(self._epoch)
+        results = open_socket(context, zmq.PULL, bind=here)
+        self._results = Inbox(results, StepResult, refused=child.refused, senders=("worker-0",), address=here)
         self._poller.register(results, zmq.POLLIN)
-        self._workers = [
-            Outbox(open_socket(context, zmq.PUSH, connect=endpoints.plan(rank, self._epoch)), f"worker-{rank}")
-            for rank in range(self._child.config.model.tp)
-        ]
+        self._workers = []
+        for rank in range(child.config.model.tp):
+            there = child.endpoints.plan(rank, self._epoch)
+            plans = open_socket(context, zmq.PUSH, connect=there)
+            self._workers.append(Outbox(plans, f"worker-{rank}", stamper=Stamper(child.name, there)))
 
     def _close(self, inbox: Inbox) -> None:
         self._poller.unregister(inbox.socket)
@@ -112,7 +123,7 @@ class EventLoop:
     def _with_own_counters(self, messages: list[Message]) -> list[Message]:
         for msg in messages:
             if isinstance(msg, Stats):
-                msg.values["scheduler.refused_frames"] = self._refused.total
+                msg.values["scheduler.refused_frames"] = self._child.refused.total
                 msg.values["scheduler.stale_results"] = self._stale
         return messages
 

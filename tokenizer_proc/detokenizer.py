@@ -16,9 +16,10 @@ import click
 import zmq
 
 from common.child import Child, child_options, run_child
-from common.codec import Message, RefusedFrames
-from common.messages import Go, OpenStream, RequestError, Stats, TextBatch, TokenBatch
+from common.codec import Message
+from common.messages import ErrorCode, Go, OpenStream, RequestError, Stats, TextBatch, TokenBatch
 from common.sockets import Inbox, Outbox, open_socket
+from common.stamps import Lost, Stamper
 from tokenizer_proc.streams import Streams
 from tokenizer_proc.text_decoder import TextDecoders
 from tokenizer_proc.token_bytes import TokenBytes
@@ -31,7 +32,6 @@ class Detokenizer:
     def __init__(self, child: Child, new_streams: Callable[[], Streams], go: Go):
         self._child = child
         self._new_streams = new_streams
-        self._refused = RefusedFrames()
         self._poller = zmq.Poller()
         self._poller.register(child.control, zmq.POLLIN)
         self._poller.register(child.wake_fd, zmq.POLLIN)
@@ -42,9 +42,14 @@ class Detokenizer:
         endpoints, context = self._child.endpoints, self._child.context
         self._term = term
         self._streams = self._new_streams()
-        pull = open_socket(context, zmq.PULL, bind=endpoints.detokenizer(term))
-        self._inbox = Inbox(pull, OpenStream, TokenBatch, RequestError, Stats, refused=self._refused)
-        self._outbox = Outbox(open_socket(context, zmq.PUSH, connect=endpoints.tokenizer(term)), "the tokenizer")
+        here, there = endpoints.detokenizer(term), endpoints.tokenizer(term)
+        pull = open_socket(context, zmq.PULL, bind=here)
+        self._inbox = Inbox(
+            pull, OpenStream, TokenBatch, RequestError, Stats, refused=self._child.refused,
+            senders=("tokenizer", "scheduler"), address=here,
+        )  # fmt: skip
+        push = open_socket(context, zmq.PUSH, connect=there)
+        self._outbox = Outbox(push, "the tokenizer", stamper=Stamper(self._child.name, there))
         self._poller.register(pull, zmq.POLLIN)
 
     def _end(self) -> None:
@@ -65,6 +70,11 @@ class Detokenizer:
                 self._begin(go.term)
             self._outbox.flush()
             for msg in self._inbox.drain():
+                if isinstance(msg, Lost):
+                    for rid in msg.rids:
+                        self._outbox.send(RequestError(rid, ErrorCode.INTERNAL, msg.words))
+                    self._child.resync(msg)
+                    continue
                 answer = self._answer(msg)
                 if isinstance(answer, TextBatch):
                     answer.times.append(time.monotonic_ns())
@@ -83,7 +93,7 @@ class Detokenizer:
             case Stats():
                 own = {
                     "detokenizer.streams": len(self._streams),
-                    "detokenizer.refused_frames": self._refused.total,
+                    "detokenizer.refused_frames": self._child.refused.total,
                 }
                 return replace(msg, values={**msg.values, **own})
             case _:

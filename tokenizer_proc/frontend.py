@@ -27,6 +27,7 @@ from common.messages import (
     TextBatch,
     Tokenize,
 )
+from common.stamps import Lost
 from tokenizer_proc.answers import Answers, expired, stopping, unread
 from tokenizer_proc.beams import Beams
 from tokenizer_proc.clients import Clients
@@ -82,6 +83,7 @@ class Frontend:
         self._ignored = 0
         self._resubmitted = 0
         self.restarts: dict[str, int] = {}  # by process, as the launcher says
+        self.refused_elsewhere: dict[str, int] = {}  # frames by process, as the launcher says
         self.refused = RefusedFrames()
         self.measures = Measures()
         self._answers = Answers(ledger, clients, self.measures, send_scheduler, clock)
@@ -100,9 +102,9 @@ class Frontend:
             msg = decode(frame, _FROM_CLIENTS, max_bytes=self._limits.max_frame)
         except FrameError as error:
             self.refused.count(error)
-            if error.rid is not None:
+            for rid in error.rids:
                 problem = f"{error.field}: {error.problem}" if error.field else error.problem
-                self._answers.send(owner, Refused(ErrorCode.INVALID, problem, error.field).answer(error.rid))
+                self._answers.send(owner, Refused(ErrorCode.INVALID, problem, error.field).answer(rid))
             return
         match msg:
             case Generate():
@@ -217,6 +219,13 @@ class Frontend:
             case Stats():
                 self._on_stats(msg)
 
+    def on_lost(self, lost: Lost) -> None:
+        """Something that the detokenizer said cannot be read: those of whom it spoke end, a new term saves the rest."""
+        for rid in lost.rids:
+            choice = self._ledger.get(rid)
+            if choice is not None:
+                self._answers.refuse(choice.entry, Refused(ErrorCode.INTERNAL, lost.words))
+
     def _on_error(self, error: RequestError) -> None:
         choice = self._ledger.get(error.rid)
         if choice is None:
@@ -224,7 +233,8 @@ class Frontend:
         refusal = Refused(ErrorCode(error.code), error.problem, error.field, error.limit, error.retry_after_s)
         if error.code == ErrorCode.DEADLINE:
             refusal = expired(choice.entry)  # the scheduler knows only the time that was left for it
-        self._answers.refuse(choice.entry, refusal, ended=choice)
+        # An internal error may be the detokenizer's, of which the scheduler knows nothing.
+        self._answers.refuse(choice.entry, refusal, ended=choice if error.code != ErrorCode.INTERNAL else None)
 
     def _on_text(self, batch: TextBatch) -> None:
         times, now = batch.times[:], self._clock()
@@ -295,6 +305,7 @@ class Frontend:
             "tokenizer.ignored_frames": self._ignored,
             "tokenizer.resubmitted": self._resubmitted,
             **{f"launcher.restarts.{name}": count for name, count in self.restarts.items()},
+            **{f"{name}.refused_frames": count for name, count in self.refused_elsewhere.items()},
             **self.measures.flat(),
         }
         self._stats.answer(stats, own)

@@ -23,9 +23,9 @@ import zmq
 import zmq.asyncio
 
 from common.child import Child, child_options, run_child
-from common.codec import RefusedFrames
 from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import Inbox, Outbox, open_socket
+from common.stamps import Lost, Stamper
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
 from tokenizer_proc.frontend import Frontend
@@ -50,22 +50,26 @@ STOP_S = 0.5  # how long the last answers may take at the end
 class Links:
     """The sockets to and from scheduler and detokenizer, which live as long as a term (see Go, common/messages)."""
 
-    def __init__(self, child: Child, refused: RefusedFrames, term: int):
+    def __init__(self, child: Child, term: int):
         self._child = child
-        self._refused = refused
         queue = child.config.scheduler
         self._most = 4 * (queue.max_waiting + queue.max_running) + 1024  # beginnings and ends of all live requests
         self.open(term)
 
     def open(self, term: int) -> None:
-        endpoints, context = self._child.endpoints, self._child.context
-        answers = open_socket(context, zmq.PULL, bind=endpoints.tokenizer(term))
-        self.inbox = Inbox(answers, TextBatch, RequestError, Stats, refused=self._refused)
+        child, endpoints = self._child, self._child.endpoints
+        here = endpoints.tokenizer(term)
+        answers = open_socket(child.context, zmq.PULL, bind=here)
+        self.inbox = Inbox(
+            answers, TextBatch, RequestError, Stats, refused=child.refused, senders=("detokenizer",), address=here
+        )
         self.answers = zmq.asyncio.Socket.from_socket(answers)
-        to_scheduler = open_socket(context, zmq.PUSH, connect=endpoints.scheduler(term))
-        to_detokenizer = open_socket(context, zmq.PUSH, connect=endpoints.detokenizer(term))
-        self.scheduler = Outbox(to_scheduler, "the scheduler", self._most)
-        self.detokenizer = Outbox(to_detokenizer, "the detokenizer", self._most)
+        self.scheduler = self._outbox(endpoints.scheduler(term), "the scheduler")
+        self.detokenizer = self._outbox(endpoints.detokenizer(term), "the detokenizer")
+
+    def _outbox(self, address: str, name: str) -> Outbox:
+        socket = open_socket(self._child.context, zmq.PUSH, connect=address)
+        return Outbox(socket, name, self._most, stamper=Stamper(self._child.name, address))
 
     def close(self) -> None:
         self.answers.close(0)
@@ -112,9 +116,7 @@ async def _serve(
     pool: ThreadPoolExecutor,
 ) -> None:
     clients = zmq.asyncio.Socket.from_socket(router)
-    refused = RefusedFrames()
-
-    links = Links(child, refused, go.term)
+    links = Links(child, go.term)
     frontend = Frontend(
         limits=limits,
         encoder=encoder,
@@ -128,7 +130,7 @@ async def _serve(
         pool=pool,
         info=_info(child, go, limits, encoder),
     )
-    frontend.refused = refused
+    frontend.refused = child.refused
 
     def from_client(parts: list[bytes]) -> None:
         if len(parts) == 2:
@@ -156,7 +158,10 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
 
     def from_detokenizer(parts: list[bytes]) -> None:
         msg = links.inbox.parse(parts)
-        if msg is not None:
+        if isinstance(msg, Lost):
+            frontend.on_lost(msg)
+            child.resync(msg)
+        elif msg is not None:
             frontend.on_detokenizer(msg)
 
     drained = False
@@ -165,7 +170,7 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
         receiving = asyncio.create_task(_receive(links.answers, from_detokenizer))
         try:
             while go.term == term:
-                frontend.restarts = go.restarts
+                frontend.restarts, frontend.refused_elsewhere = go.restarts, go.refused
                 if go.draining:
                     frontend.drain()
                 await asyncio.wait([receiving], timeout=FLUSH_S)

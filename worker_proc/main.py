@@ -12,9 +12,9 @@ import click
 import zmq
 
 from common.child import Child, child_options, run_child
-from common.codec import RefusedFrames
 from common.messages import Joined, StepPlan, StepResult
 from common.sockets import Inbox, Outbox, open_socket
+from common.stamps import Lost, Stamper
 
 if TYPE_CHECKING:
     from worker_proc.model_runner import ModelRunner
@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 GROUP = "0"  # the one worker group of a cluster
 _REFUSED_LOG_PERIOD_S = 10.0
 _PROGRESS_PERIOD_S = 0.1
+
+
+class LostPlan(RuntimeError):
+    """A plan has not arrived: this rank can no longer be in step with the others."""
 
 
 class WorkerLoop:
@@ -40,7 +44,7 @@ class WorkerLoop:
         self._poller = zmq.Poller()
         self._poller.register(child.control, zmq.POLLIN)
         self._poller.register(child.wake_fd, zmq.POLLIN)
-        self._refused = RefusedFrames()
+        self._refused = child.refused
         self._refused_logged = 0
         self._refused_log_due = 0.0
 
@@ -54,12 +58,14 @@ class WorkerLoop:
             self._poller.register(self._outbox.socket, 0)
             self._outbox.close()
         self._epoch = epoch
-        plans = open_socket(child.context, zmq.PULL, bind=child.endpoints.plan(self._rank, epoch))
-        self._inbox = Inbox(plans, StepPlan, refused=self._refused)
+        address = child.endpoints.plan(self._rank, epoch)
+        plans = open_socket(child.context, zmq.PULL, bind=address)
+        self._inbox = Inbox(plans, StepPlan, refused=self._refused, senders=("scheduler",), address=address)
         self._poller.register(plans, zmq.POLLIN)
         if self._rank == 0:
-            results = open_socket(child.context, zmq.PUSH, connect=child.endpoints.results(epoch))
-            self._outbox = Outbox(results, "the scheduler")
+            address = child.endpoints.results(epoch)
+            results = open_socket(child.context, zmq.PUSH, connect=address)
+            self._outbox = Outbox(results, "the scheduler", stamper=Stamper(child.name, address))
         child.tell(Joined(child.name, epoch, self._watch.steps))
 
     def run(self, runner: "ModelRunner") -> None:
@@ -73,6 +79,8 @@ class WorkerLoop:
             self._poller.poll()
             received = time.monotonic_ns()
             for plan in self._inbox.drain(limit=1):
+                if isinstance(plan, Lost):
+                    raise LostPlan(f"{plan.sender}: {plan.problem}")
                 assert isinstance(plan, StepPlan)
                 if plan.epoch == self._epoch:
                     self._execute(runner, plan, received)

@@ -16,7 +16,6 @@ import zmq
 from common.child import PULSE_S, Child
 from common.codec import encode
 from common.messages import Pulse
-from common.sockets import open_socket
 from worker_proc.parallel import TensorParallel
 
 
@@ -49,10 +48,10 @@ class Watch:
             self._worked_ns += now_ns - self._seen_ns
         self._seen_ns = now_ns
         progress = self.steps + self._tp.collectives + self._worked_ns // 10**6
-        return Pulse(self._child.name, progress, self.busy)
+        return Pulse(self._child.name, progress, self.busy, self._child.refused.total)
 
     def _run(self) -> None:
-        socket = open_socket(self._child.context, zmq.DEALER, connect=self._child.endpoints.control)
+        socket = self._child.open_control("watch")
         while not self._end.wait(PULSE_S):
             try:
                 socket.send(encode(self.pulse()), zmq.NOBLOCK)

@@ -6,7 +6,7 @@
     scheduler ── StepPlan ──► every worker rank              worker rank 0 ── StepResult ──► scheduler
     scheduler ── TokenBatch, RequestError, Stats ──► detokenizer
     detokenizer ── TextBatch, RequestError, Stats ──► tokenizer ── the same, and Beat ──► client
-    every process ── Ready, Fatal, Pulse, Joined, Drained ──► launcher ── Go ──► every process
+    every process ── Ready, Fatal, Pulse, Joined, Drained, Resync ──► launcher ── Go ──► every process
 
 Request ids (`rid`) are int32. A client chooses its own, unique among its live requests on one connection; the
 tokenizer replaces it by one per choice (of the `n` answers that were asked for) that is unique in the cluster. Every
@@ -34,6 +34,7 @@ from common.messages.control import (
     Progress,
     Pulse,
     Ready,
+    Resync,
 )
 from common.messages.request import (
     AddRequest,
@@ -116,6 +117,7 @@ __all__ = [
     "Pulse",
     "Ready",
     "RequestError",
+    "Resync",
     "Rid",
     "Rids",
     "Scoring",

@@ -41,7 +41,7 @@ class Go:
     `term` numbers the conversations between tokenizer, scheduler and detokenizer, `epoch` those between scheduler and
     workers. When one of the partners was replaced, a new one begins, with sockets of its own (common/sockets.py), and
     nothing of the old one is heard any more. `draining`: finish what is there and take nothing new. `restarts` counts
-    by process.
+    by process, `refused` the frames that those which cannot say so themselves have refused.
     """
 
     TAG: ClassVar[int] = 15
@@ -55,17 +55,20 @@ class Go:
     epoch: Number = 0
     draining: Annotated[bool, Bool()] = False
     restarts: Annotated[dict[str, int], MapOf(Int(0, MAX_COUNT), 128)] = field(default_factory=dict)
+    refused: Annotated[dict[str, int], MapOf(Int(0, MAX_COUNT), 128)] = field(default_factory=dict)
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A process is alive. `progress` changes with all that its work comes on while `busy` with it."""
+    """A process is alive. `progress` changes with all that its work comes on while `busy` with it. `refused` counts
+    the frames that it has refused."""
 
     TAG: ClassVar[int] = 40
     name: Annotated[str, Str(64, 1)]
     progress: Annotated[int, Int(0, MAX_COUNT)]
     busy: Annotated[bool, Bool()]
+    refused: Annotated[int, Int(0, MAX_COUNT)] = 0
 
 
 @message
@@ -87,6 +90,17 @@ class Drained:
 
     TAG: ClassVar[int] = 42
     name: Annotated[str, Str(64, 1)]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Something that tokenizer, detokenizer or scheduler said to this process was lost on its way: a new term is
+    needed, in which all live requests are handed in again."""
+
+    TAG: ClassVar[int] = 43
+    name: Annotated[str, Str(64, 1)]
+    problem: Annotated[str, Str(8192)]
 
 
 @message

@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from common.messages import (
     Pulse,
     Ready,
     RequestError,
+    Resync,
     Stats,
     TextBatch,
     TokenBatch,
@@ -41,7 +43,9 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from common.sockets import Endpoints, open_socket
+from common.stamps import Stamper
 from tests.helpers_tokenizers import CHATML, SPECIAL, byte_level, write_tokenizer
+from tests.helpers_wire import StampedSocket
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_MS = 30_000
@@ -87,7 +91,8 @@ class Cluster:
         self.endpoints = Endpoints(run_dir)
         self._control = self.open(zmq.ROUTER, bind=self.endpoints.control)
         self.scheduler = self.open(zmq.PULL, bind=self.endpoints.scheduler(0))
-        self.detokenizer = self.open(zmq.PUSH, connect=self.endpoints.detokenizer(0))
+        self.detokenizer = StampedSocket(self._context, "scheduler", self.endpoints.detokenizer(0))
+        stack.enter_context(self.detokenizer.socket)
         life_read, life_write = os.pipe()
         self.life = stack.enter_context(os.fdopen(life_write, "wb", buffering=0))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -106,7 +111,7 @@ class Cluster:
         while True:
             assert self._control.socket.poll(PATIENCE_MS), "the processes are silent"
             identity, frame = self._control.socket.recv_multipart()
-            msg: Message = decode(frame, {Ready, Fatal, Pulse, Drained})
+            msg: Message = decode(frame, {Ready, Fatal, Pulse, Drained, Resync})
             if not isinstance(msg, Pulse):
                 return identity, msg
 
@@ -127,16 +132,7 @@ class Cluster:
 
     def step(self, *rows: tuple[int, list[int], int]) -> None:
         """Send the tokens of a step as the scheduler would: request, tokens, finish code."""
-        self.detokenizer.send(
-            TokenBatch(
-                ints(*(rid for rid, _, _ in rows)),
-                ints(*(len(tokens) for _, tokens, _ in rows)),
-                ints(*(t for _, tokens, _ in rows for t in tokens)),
-                bytes(finish for _, _, finish in rows),
-                ints(*(0 for _ in rows)),
-                array("q", range(5)),
-            )
-        )
+        self.detokenizer.send(token_batch(*rows))
 
     def stats(self, client: Peer) -> dict[str, int]:
         client.send(GetStats(3))
@@ -164,6 +160,17 @@ def cluster(short_dir: Path) -> Iterator[Cluster]:
 def request(rid: int = 1, stream: bool = True, params: SamplingParams | None = None, **prompt: Any) -> Generate:
     given = {"text": None, "token_ids": None, "chat": None} | (prompt or {"text": "The quick"})
     return Generate(rid=rid, params=params or SamplingParams(seed=1), stream=stream, **given)
+
+
+def token_batch(*rows: tuple[int, list[int], int]) -> TokenBatch:
+    return TokenBatch(
+        ints(*(rid for rid, _, _ in rows)),
+        ints(*(len(tokens) for _, tokens, _ in rows)),
+        ints(*(t for _, tokens, _ in rows for t in tokens)),
+        bytes(finish for _, _, finish in rows),
+        ints(*(0 for _ in rows)),
+        array("q", range(5)),
+    )
 
 
 def ids_of(text: str) -> list[int]:
@@ -230,6 +237,7 @@ def test_bad_frames_hurt_nobody(cluster: Cluster) -> None:
     for frame in (b"", b"\xc1", os.urandom(200), encode(request())[:-3], encode(Beat()), encode(Abort(1)) + b"x"):
         bad.socket.send(frame)
         cluster.detokenizer.socket.send(frame)
+        cluster.detokenizer.socket.send_multipart([frame, frame])
     bad.socket.send_multipart([b"two", b"parts"])
     wrong = bytearray(encode(request(9, params=SamplingParams(temperature=1.5))))
     at = wrong.index(encode_float(1.5))
@@ -238,10 +246,43 @@ def test_bad_frames_hurt_nobody(cluster: Cluster) -> None:
     error = bad.receive(RequestError)
     assert (error.rid, error.code, error.field) == (9, ErrorCode.INVALID, "params.temperature")
     good.send(request())
-    cluster.step((cluster.scheduler.receive(AddRequest).rid, ids_of(" fox"), Finish.LENGTH))
-    assert read_all(good)[0] == " fox"
+    rid = cluster.scheduler.receive(AddRequest).rid
+    cluster.step((rid, ids_of(" fox"), Finish.NONE))
+    again = Stamper("scheduler", cluster.endpoints.detokenizer(0)).stamp()
+    cluster.detokenizer.socket.send_multipart([again, encode(token_batch((rid, ids_of(" fox"), Finish.NONE)))])
+    cluster.step((rid, ids_of(" jumps"), Finish.LENGTH))
+    assert read_all(good)[0] == " fox jumps"
     values = cluster.stats(good)
-    assert values["tokenizer.refused_frames"] == 8 and values["detokenizer.refused_frames"] == 6
+    assert values["tokenizer.refused_frames"] == 8 and values["detokenizer.refused_frames"] == 13
+
+
+def test_what_the_scheduler_said_and_cannot_be_read_ends_with_an_error_and_a_new_term(cluster: Cluster) -> None:
+    """Never in silence: those whose rows are lost hear it, and the launcher is asked to have the others handed in
+    again; nothing more is heard of the scheduler until then."""
+    client = cluster.client()
+    for rid in (1, 2):
+        client.send(request(rid))
+    first, second = (cluster.scheduler.receive(AddRequest).rid for _ in range(2))
+    cluster.detokenizer.send(replace(token_batch((first, ids_of(" fox"), Finish.NONE)), cached=ints(-1)))
+    cluster.step((second, ids_of(" fox"), Finish.NONE))
+    error = client.receive(RequestError)
+    assert (error.rid, error.code) == (1, ErrorCode.INTERNAL) and "lost" in error.problem
+    _, resync = cluster.next_control()
+    assert isinstance(resync, Resync) and resync.name == "detokenizer" and "scheduler" in resync.problem
+    assert cluster.scheduler.receive(Abort).rid == first
+
+
+def test_a_missing_frame_is_noticed(cluster: Cluster) -> None:
+    client = cluster.client()
+    client.send(request())
+    rid = cluster.scheduler.receive(AddRequest).rid
+    cluster.step((rid, ids_of(" fox"), Finish.NONE))
+    cluster.detokenizer.stamper.stamp()
+    cluster.step((rid, ids_of(" jumps"), Finish.NONE))
+    batch = client.receive(TextBatch)
+    assert batch.texts == (" fox",)
+    _, resync = cluster.next_control()
+    assert isinstance(resync, Resync) and "missing" in resync.problem
 
 
 def encode_float(value: float) -> bytes:

@@ -22,6 +22,7 @@ from common.sockets import Endpoints, open_socket
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import make_prompts
 from tests.helpers_plans import GREEDY, PlanWriter, empty_plan
+from tests.helpers_wire import StampedSocket
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_MS = 60_000
@@ -77,7 +78,9 @@ class Workers:
         """The scheduler's ends."""
         ranks = range(len(self.processes))
         self.results = self._socket(self._stack, zmq.PULL, bind=self.endpoints.results(epoch))
-        self.plans = [self._socket(self._stack, zmq.PUSH, connect=self.endpoints.plan(r, epoch)) for r in ranks]
+        self.plans = [StampedSocket(self.context, "scheduler", self.endpoints.plan(r, epoch)) for r in ranks]
+        for plans in self.plans:
+            self._stack.enter_context(plans.socket)
 
     def next_control(self) -> tuple[bytes, Message]:
         """The next message but for signs of life."""
@@ -129,11 +132,11 @@ class Workers:
 
     def send(self, plan: StepPlan) -> None:
         for socket in self.plans:
-            socket.send(encode(plan))
+            socket.send(plan)
 
     def receive(self) -> StepResult:
         assert self.results.poll(PATIENCE_MS), "no result"
-        result: StepResult = decode(self.results.recv(), {StepResult})
+        result: StepResult = decode(self.results.recv_multipart()[-1], {StepResult})
         return result
 
     def step(self, plan: StepPlan) -> list[int]:
@@ -190,8 +193,8 @@ def test_serves_plans(short_dir: Path, checkpoint: Path, tp: int) -> None:
         # refused frames are skipped, and the next plan is executed as if they had never come
         for hostile in (b"", b"\xc1", b"\x93\x01\x06", os.urandom(500), encode(GetStats(1)), bytes(10**6)):
             for socket in workers.plans:
-                socket.send(hostile)
-                socket.send_multipart([hostile, hostile])
+                socket.socket.send(hostile)
+                socket.socket.send_multipart([hostile, hostile])
         workers.send(empty_plan(13, epoch=7))  # of another epoch: dropped
         last = PlanWriter(KV_TOKENS // 8, 8, step_id=13).plan(enter={9: GREEDY}, chunks=((9, PROMPTS[0], True),))
         assert workers.step(last) == greedy(checkpoint, PROMPTS[:1], 1)[0]

@@ -273,9 +273,9 @@ def test_the_sender_of_an_oversized_request_is_named():
     frame = encode(Generate(77, "x" * 5000, None, None, SamplingParams()))
     with pytest.raises(FrameError) as refused:
         decode(frame, {Generate}, max_bytes=4000)
-    assert refused.value.cause == "oversized" and refused.value.rid == 77
+    assert refused.value.cause == "oversized" and refused.value.rids == (77,)
     other_version = msgpack.packb([PROTOCOL_VERSION + 1, *msgpack.unpackb(frame)[1:]])
     for other in (b"\xc1" * 5000, b"", other_version):
         with pytest.raises(FrameError) as refused:
             decode(other + b"\x00" * 5000, {Generate}, max_bytes=4000)
-        assert refused.value.rid is None
+        assert refused.value.rids == ()
