@@ -1,0 +1,89 @@
+"""Compile every Triton kernel for Hopper, as the shapes of a model use them, without a GPU.
+
+    python -m bench.gpu.compile_kernels --dtype bf16 --dtype fp32
+
+A line per kernel: shared memory in bytes, which matrix instructions it has, and, where the CUDA toolkit's cuobjdump is
+installed, registers per thread and bytes of stack (spills).
+"""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from worker_proc.cuda import attention_kernels as attention
+from worker_proc.cuda import layer_kernels as layers
+
+HOPPER = GPUTarget("cuda", 90, 32)
+_FLOATS = {"scale", "softcap", "eps", "attention_factor"}
+_INDICES = {"table_ptr", "lens_ptr", "starts_ptr", "slots_ptr", "positions_ptr"}
+_FLOAT32 = {"partial_ptr", "sums_ptr", "frequencies_ptr"}
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name, kernel and compile-time constants of all that is compiled."""
+    shape = {"PAGE": 16, "GROUP": 4, "DIM_K": 128, "DIM_V": 128, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_N": 64}
+    plain: dict[str, Any] = shape | {"WINDOW": 0, "SOFTCAP": False}
+    narrow = plain | {"PAGE": 1, "GROUP": 1, "DIM_K": 64, "DIM_V": 64, "BLOCK_K": 64, "BLOCK_V": 64}
+    limited = plain | {"WINDOW": 4096, "SOFTCAP": True}
+    for name, constants in (("", plain), (" narrow", narrow), (" window, softcap", limited)):
+        yield f"decode{name}", attention.decode_kernel, constants | {"BLOCK_G": 16}
+        yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64}
+    yield "combine", attention.combine_kernel, {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": 64}
+    stored = {key: shape[key] for key in ("PAGE", "DIM_K", "DIM_V", "BLOCK_K", "BLOCK_V")}
+    yield "store", attention.store_kernel, stored
+    for delta in (False, True):
+        yield f"add_rms_norm delta={delta}", layers.add_rms_norm_kernel, {"HAS_DELTA": delta, "BLOCK": 4096}
+    for norm in (False, True):
+        constants = {"PAGE": 16, "DIM": 128, "HALF_BLOCK": 64, "NORM": norm}
+        yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
+    yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
+    """The kernel for tensors of `numbers` ("bf16", "fp16", "fp32"). Raises what Triton or ptxas object to."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else _type(name, numbers) for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    return triton.compile(ASTSource(kernel, signature, values), target=HOPPER)
+
+
+def _type(name: str, numbers: str) -> str:
+    if name.endswith("_ptr"):
+        return "*i64" if name in _INDICES else "*fp32" if name in _FLOAT32 else f"*{numbers}"
+    return "fp32" if name in _FLOATS else "i32"
+
+
+def resources(cubin: bytes) -> str:
+    """Registers and stack as cuobjdump reports them, empty where it is not installed."""
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return f"{found[1]:>4} registers  stack {found[2]}" if found else ""
+
+
+@click.command()
+@click.option("--dtype", "dtypes", multiple=True, default=("bf16", "fp16", "fp32"), show_default=True)
+def main(dtypes: tuple[str, ...]) -> None:
+    for numbers in dtypes:
+        for name, kernel, constants in variants():
+            made = compiled(kernel, constants, numbers)
+            unit = "wgmma" if "wgmma" in made.asm["ptx"] else "mma" if "mma.sync" in made.asm["ptx"] else "-"
+            usage = resources(made.asm["cubin"])
+            print(f"{numbers}  {name:<28} shared {made.metadata.shared:>6}  {unit:<5} {usage}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""mini-sglang's and nano-vllm's offline benchmark through a real cluster: 256 prompts of 100 to 1024 random tokens,
+100 to 1024 output tokens each, all handed in at once; output tokens per second.
+
+    python -m bench.gpu.offline --model DIR --repeats 3
+"""
+
+import random
+import statistics
+import time
+from pathlib import Path
+
+import click
+
+from rhizome import LLM, SamplingParams
+
+_SEED = 0
+
+
+@click.command()
+@click.option("--model", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("--requests", default=256)
+@click.option("--repeats", default=3)
+@click.option("--shortest", default=100)
+@click.option("--longest", default=1024)
+def main(model: Path, requests: int, repeats: int, shortest: int, longest: int) -> None:
+    rng = random.Random(_SEED)
+    rates = []
+    with LLM(model, max_running=requests) as llm:
+        for repeat in range(repeats + 1):
+            prompts = [
+                [rng.randrange(3, 10_000) for _ in range(rng.randint(shortest, longest))] for _ in range(requests)
+            ]
+            params = [
+                SamplingParams(temperature=0.6, max_tokens=rng.randint(shortest, longest), ignore_eos=True, seed=i)
+                for i in range(requests)
+            ]
+            started = time.perf_counter()
+            results = llm.generate(prompts, params, use_tqdm=False)
+            taken = time.perf_counter() - started
+            tokens = sum(len(result.outputs[0].token_ids) for result in results)
+            if tokens != sum(p.max_tokens or 0 for p in params):
+                raise click.ClickException(f"{tokens} tokens came, not as many as asked for")
+            if repeat:  # the first round warms up
+                rates.append(tokens / taken)
+                print(f"  {tokens} tokens in {taken:.2f} s: {rates[-1]:,.0f} tok/s", flush=True)
+    print(f"offline: median {statistics.median(rates):,.0f} output tok/s over {repeats} repeats")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Logits of the GPU's decoder beside those of the plain one in float32 on the same GPU, for mixed batches.
+
+    python -m bench.gpu.parity [--small]
+
+Errors are norms of differences over norms of the reference. In float32 they must be below 1e-4, in bfloat16 below 3e-2;
+greedy tokens must be equal in float32. Steps replayed as graphs must give the tokens of steps that are not.
+"""
+
+import sys
+from dataclasses import replace
+
+import click
+import torch
+
+from bench.gpu.shapes import CONFIGS, make_model
+from bench.gpu.worker import PAGE
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.graphs import GraphedDecoder
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.decoder import Decoder
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.decoder_weights import DecoderWeights
+from worker_proc.models.spec import DecoderSpec
+from worker_proc.parallel import TensorParallel
+
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+ROWS = [(300, 300), (17, 1041), (64, 129), (1, 1), (1, 16), (1, 17), (1, 1024), (1, 4097)]  # new tokens, all tokens
+
+
+def cast(weights: DecoderWeights, dtype: torch.dtype) -> DecoderWeights:
+    """The same weights in another precision."""
+
+    def tensors(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype)
+        if isinstance(value, tuple):
+            return tuple(tensors(item) for item in value)
+        if hasattr(value, "__dataclass_fields__"):
+            names = value.__dataclass_fields__
+            return replace(value, **{name: tensors(getattr(value, name)) for name in names})  # type: ignore[type-var]
+        return value
+
+    made = tensors(weights)
+    assert isinstance(made, DecoderWeights)
+    return made
+
+
+def mixed_batch(rows: list[tuple[int, int]], vocab: int) -> tuple[ForwardBatch, int]:
+    """A step of chunks and decodes over shuffled pages, and how many pages it takes."""
+    need = [-(-total // PAGE) for _, total in rows]
+    pages = torch.randperm(sum(need), device="cuda").split(need)
+    table = torch.zeros(len(rows), max(need), dtype=torch.int64, device="cuda")
+    for row, held in enumerate(pages):
+        table[row, : len(held)] = held
+    positions = torch.cat([torch.arange(total - new, total, device="cuda") for new, total in rows])
+    counts = torch.tensor([new for new, _ in rows], device="cuda")
+    row_of_token = torch.arange(len(rows), device="cuda").repeat_interleave(counts)
+    return ForwardBatch(
+        token_ids=torch.randint(0, vocab, (len(positions),), device="cuda"),
+        positions=positions,
+        slot_mapping=table[row_of_token, positions // PAGE] * PAGE + positions % PAGE,
+        page_table=table,
+        kv_lens=torch.tensor([total for _, total in rows], device="cuda"),
+        q_lens=[new for new, _ in rows],
+        kv_lens_host=[total for _, total in rows],
+        num_prefill_rows=sum(new > 1 for new, _ in rows),
+        logit_rows=counts.cumsum(0) - 1,
+    ), sum(need)
+
+
+@click.command()
+@click.option("--small", is_flag=True, help="Short contexts and two layers, for slow tools.")
+@torch.inference_mode()
+def main(small: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rows = [(new, min(total, 129)) for new, total in ROWS[2:]] if small else ROWS
+    failed = False
+    for name in CONFIGS:
+        full = make_model(name)
+        layers = 2 if small or name == "llama-8b" else full.spec.num_layers  # the reference is slow
+        spec = replace(
+            full.spec, num_layers=layers, scales=full.spec.scales[:layers], windows=full.spec.windows[:layers]
+        )
+        weights = replace(full.weights, layers=full.weights.layers[:layers])
+        del full
+        batch, pages = mixed_batch(rows, 30_000)
+        exact = cast(weights, torch.float32)
+        reference = Decoder(spec, _shard(spec), exact, TensorParallel(), ReferenceAttention())
+        held = KVCache(reference.kv_spec, pages, PAGE, "cuda")
+        for tensor in (*held.k, *held.v):
+            tensor.normal_()
+        start = [tensor.clone() for tensor in (*held.k, *held.v)]
+        want = reference.forward(batch, held)
+        for dtype, bound in BOUNDS.items():
+            model = CudaDecoder(spec, _shard(spec), exact if dtype == torch.float32 else weights, TensorParallel())
+            cache = KVCache(model.kv_spec, pages, PAGE, "cuda")
+            for tensor, source in zip((*cache.k, *cache.v), start, strict=True):
+                tensor.copy_(source)
+            got = model.forward(batch, cache)
+            error = float((got - want).norm() / want.norm())
+            same = float((got.argmax(-1) == want.argmax(-1)).float().mean())
+            wrong = not error < bound or (dtype == torch.float32 and same < 1)
+            failed |= wrong
+            print(f"{name} {dtype}: error {error:.1e} (bound {bound:.0e}), equal greedy {same:.0%}{' WRONG' * wrong}")
+            failed |= not graphs_equal(model, cache, batch)
+        torch.cuda.empty_cache()
+    sys.exit(failed)
+
+
+def graphs_equal(model: CudaDecoder, cache: KVCache, batch: ForwardBatch) -> bool:
+    """Whether the decode rows of `batch` give the same tokens replayed in a graph with idle rows and not."""
+    first = batch.num_prefill_rows
+    tokens = sum(batch.q_lens[:first])
+    rows = len(batch.q_lens) - first
+    decodes = ForwardBatch(
+        batch.token_ids[tokens:], batch.positions[tokens:], batch.slot_mapping[tokens:], batch.page_table[first:],
+        batch.kv_lens[first:], [1] * rows, batch.kv_lens_host[first:], 0, torch.arange(rows, device="cuda"),
+    )  # fmt: skip
+    graphed = GraphedDecoder(model, 2 * rows, batch.page_table.shape[1] * PAGE)
+    graphed.capture(cache)
+    equal = torch.equal(graphed.greedy(decodes, cache), model.greedy(decodes, cache))
+    print(f"  graphs: {'equal greedy tokens' if equal else 'TOKENS DIFFER'}")
+    return equal
+
+
+def _shard(spec: DecoderSpec) -> Shard:
+    return Shard.of(spec, 0, 1)
+
+
+if __name__ == "__main__":
+    main()
