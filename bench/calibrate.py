@@ -3,10 +3,12 @@
 Every shape is known here without asking the scheduler, because the requests are chosen so that no prompt is ever cut
 into chunks: prompts alone, several at once, prompts onto a cached prefix, batches that only decode, and one short
 prompt beside a batch.
-Times come from the stamps that travel with each batch (CLOCK_MONOTONIC of one machine).
+Times come from the stamps that travel with each batch (CLOCK_MONOTONIC of one machine). Means, not medians, make the
+costs: what a run takes is made of all steps and all ways, the slow ones too.
 """
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +34,11 @@ class Samples:
     """What was measured, in seconds."""
 
     steps: dict[tuple[object, ...], list[tuple[StepWork, float]]] = field(default_factory=dict)  # by point of the plan
+    # steps that only decode, by batch and whether a request came meanwhile; the requests that came
+    beside: list[tuple[int, bool, float]] = field(default_factory=list)
+    comers: list[int] = field(default_factory=list)
     submit: list[float] = field(default_factory=list)
+    submit_busy: list[float] = field(default_factory=list)  # while the worker computes
     plan: list[float] = field(default_factory=list)
     result: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
@@ -103,6 +109,7 @@ class Calibration:
         self._budget = config.max_batch_tokens
         self._vocabulary = vocabulary
         self._numbers = itertools.count()
+        self._rng = random.Random(0)
         self.samples = Samples()
 
     def run(self, batches: Sequence[int], decode_steps: int) -> None:
@@ -172,41 +179,90 @@ class Calibration:
             context = sum(contexts)
             work = StepWork(batch, batch, 0, batch, context, context, batch * max(contexts))
             self.samples.step(("decodes", batch, shortest, longest, step.rows[0][1] // BIN), work, step.stamps)
+        in_time = 2e9 * statistics.median(self.samples.plan)
         for before, after in itertools.pairwise(steps):
-            gap = after.stamps[RECEIVED] - before.stamps[READY]
-            if after.stamps[PLANNED] < before.stamps[RECEIVED] and gap >= 0:  # its plan was there in time
-                self.samples.turnaround.append(gap / 1e9)
+            if before.stamps[READY] - after.stamps[PLANNED] > in_time:  # its plan was there before the worker was free
+                self.samples.turnaround.append((after.stamps[RECEIVED] - before.stamps[READY]) / 1e9)
         for before, after in zip(steps, steps[2:], strict=False):
             if after.stamps[PLANNED] >= before.stamps[COMMITTED]:
                 self.samples.commit.append((after.stamps[PLANNED] - before.stamps[COMMITTED]) / 1e9)
 
     def mixed(self, batch: int, length: int, times: int) -> None:
-        """A batch that decodes, and one prompt after another of a single chunk beside it."""
+        """A batch that decodes, and one prompt after another of a single chunk that comes at any moment beside it."""
         start = 16
         prompts = [self._prompt(start) for _ in range(batch)]
         extra = [self._prompt(length) for _ in range(times)]
         tokens = 16 + batch * start // self._chunk_tokens + 8 * times
         running = [self._connection.submit(prompt, greedy(tokens)) for prompt in prompts]
         positions = dict.fromkeys(running, 0)
-        chunk = -1
+        chunk, sent, since = -1, 0, 0
+        before: _Seen | None = None
         for step in _collect(self._connection, positions):
             seen = dict(step.rows)
             decoding = [position for rid, position in step.rows if rid != chunk]
+            contexts = [start + position for position in decoding]
+            context, padded = sum(contexts), len(decoding) * max(contexts, default=0)
+            steady = len(decoding) == batch and min(decoding) > 0
+            if steady and chunk not in seen:
+                came = chunk >= 0 and step.stamps[READY] > sent
+                self.samples.beside.append((batch, came, (step.stamps[READY] - step.stamps[RECEIVED]) / 1e9))
             if chunk in seen:
-                if len(decoding) == batch and min(decoding) > 0:
-                    contexts = [start + position for position in decoding]
-                    context, padded = sum(contexts), batch * max(contexts)
+                if steady and before is not None:
                     pairs = context + length * (length + 1) // 2
                     work = StepWork(batch + length, batch + 1, 1, batch + 1, context + length, pairs, padded)
                     self.samples.step(("mixed", batch, length), work, step.stamps)
-                chunk = -1
-            if chunk < 0 and extra and len(seen) >= batch and min(seen.values()) > 2:
-                chunk = self._connection.submit(extra.pop(), greedy(1))
+                    self.samples.comers.append(1)
+                    # it reached the scheduler between these two plans, and was sent at any moment between others
+                    between = (before.stamps[PLANNED] + step.stamps[PLANNED]) / 2
+                    self.samples.submit_busy.append((between - sent) / 1e9)
+                chunk, since = -1, 0
+            since += 1
+            if (
+                chunk < 0
+                and extra
+                and len(seen) >= batch
+                and min(seen.values()) > 2
+                and since > 2
+                and before is not None
+            ):
+                period = step.stamps[READY] - before.stamps[READY]
+                time.sleep(self._rng.random() * period / 1e9)
+                prompt, sent = extra.pop(), _now()
+                chunk = self._connection.submit(prompt, greedy(1))
                 positions[chunk] = 0
+            before = step
 
 
 def _median(taken: Sequence[tuple[StepWork, float]]) -> float:
     return statistics.median(seconds for _, seconds in taken)
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """Without pauses of the machine: more than five times the median. 0 when nothing was measured."""
+    if not seconds:
+        return 0.0
+    limit = 5 * statistics.median(seconds)
+    return statistics.fmean(s for s in seconds if s <= limit)
+
+
+def _longer(seconds: Sequence[float], than: float) -> float:
+    """By how much the mean of `seconds` is more; 0 when they scatter too much to say, as between long steps."""
+    if len(seconds) < 2 or statistics.stdev(seconds) / len(seconds) ** 0.5 > than:
+        return 0.0
+    return max(0.0, statistics.fmean(seconds) - than)
+
+
+def _lengthened(samples: Samples) -> float:
+    """By how much a request that comes lengthens the steps that it comes beside, against others of the same batch; 0
+    when that is less than twice its standard error, as between long steps."""
+    longer = variance = 0.0
+    for batch in {batch for batch, *_ in samples.beside}:
+        calm, busy = ([s for b, came, s in samples.beside if b == batch and came is which] for which in (False, True))
+        if len(calm) > 1 and len(busy) > 1:
+            longer += len(busy) * (statistics.fmean(busy) - statistics.fmean(calm))
+            variance += len(busy) * statistics.variance(busy)
+            variance += len(busy) ** 2 / len(calm) * statistics.variance(calm)
+    return longer / len(samples.comers) if longer > 2 * variance**0.5 else 0.0
 
 
 def _ladder(low: int, high: int) -> list[int]:
@@ -242,19 +298,22 @@ def fit(samples: Samples, model: str) -> tuple[Costs, list[tuple[str, float, flo
         solution, _ = nnls(matrix / scale * weights[:, None], times * weights)
         expected = matrix @ (solution / scale)
     coefficients = solution / scale
+    cost = LinearCost(*map(float, coefficients))
     by_rows: dict[int, list[float]] = {}
     for rows, seconds in samples.deliver:
         by_rows.setdefault(rows, []).append(seconds)
-    medians = [statistics.median(taken) for taken in by_rows.values()]
-    slope, intercept = statistics.linear_regression(list(by_rows), medians)
+    slope, intercept = statistics.linear_regression(list(by_rows), [_mean(taken) for taken in by_rows.values()])
+    submit = _mean(samples.submit)
     overheads = Overheads(
-        submit_s=statistics.median(samples.submit),
-        plan_s=statistics.median(samples.plan),
-        turnaround_s=statistics.median(samples.turnaround) if samples.turnaround else 0.0,
-        result_s=statistics.median(samples.result),
-        commit_s=statistics.median(samples.commit) if samples.commit else 0.0,
+        submit_s=submit,
+        submit_busy_s=_longer(samples.submit_busy, submit),
+        plan_s=_mean(samples.plan),
+        turnaround_s=_mean(samples.turnaround),
+        result_s=_mean(samples.result),
+        commit_s=_mean(samples.commit),
         deliver_s=max(0.0, intercept),
         deliver_row_s=max(0.0, slope),
+        arrival_s=_lengthened(samples),
     )
     shown = [(" ".join(map(str, key)), seconds, float(features @ coefficients)) for key, features, seconds, _ in points]
-    return Costs(LinearCost(*map(float, coefficients)), overheads, f"{model} on {machine()}"), shown
+    return Costs(cost, overheads, f"{model} on {machine()}"), shown

@@ -42,7 +42,7 @@ def replay(connection: Connection, workload: Workload, vocabulary: Vocabulary) -
                 traffic.ended(record.number, None, time.monotonic_ns() - start)
                 continue
             for token in row.token_ids:
-                record.token(token, row.received_ns - start)
+                record.token(token, row.received_ns - start, row.times, start)
             record.cached = row.cached_tokens
             if row.finish is not Finish.NONE:
                 record.finished = True

@@ -147,7 +147,8 @@ class Overheads:
                                └──────────────────────────────────────┘
 
     `turnaround_s` lies between two steps of a worker whose next plan is there already; `deliver_row_s` comes on top
-    of `deliver_s` for each row of a batch.
+    of `deliver_s` for each row of a batch. Processes share cores: while the worker computes, a request takes
+    `submit_busy_s` more to come, and lengthens the worker's computing by `arrival_s`.
     """
 
     submit_s: float = 0.0
@@ -157,6 +158,8 @@ class Overheads:
     commit_s: float = 0.0
     deliver_s: float = 0.0
     deliver_row_s: float = 0.0
+    submit_busy_s: float = 0.0
+    arrival_s: float = 0.0
 
 
 NO_OVERHEADS = Overheads()

@@ -22,6 +22,11 @@ class Residents:
     def full(self) -> bool:
         return not self._free
 
+    @property
+    def changed(self) -> bool:
+        """Slots were freed since the last plan."""
+        return bool(self._left)
+
     def holders(self) -> list[Request]:
         """Every request that holds a slot, ended ones with steps in flight too."""
         return [r for r in self.slots if r is not None]

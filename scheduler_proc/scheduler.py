@@ -254,6 +254,12 @@ class Scheduler:
         del self.requests[request.rid]
         self.residents.settle(request)
 
+    def skip(self, steps: int, tokens: int) -> None:
+        """So many steps with so many tokens have been planned and committed elsewhere (steady.py)."""
+        self._next_step += steps
+        self.measures.counts["steps"] += steps
+        self.measures.counts["output_tokens"] += tokens
+
     # ---- after a loss ---------------------------------------------------------------------------------------------
 
     def reset(self, epoch: int) -> None:

@@ -9,8 +9,10 @@ modelled: that the processes around the worker can fall behind when their own wo
 
 import heapq
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count as count_up
 from typing import NamedTuple
 
 from common.codec import Message
@@ -20,8 +22,11 @@ from common.sampling_params import DrawParams
 from scheduler_proc.cost_model import NO_OVERHEADS, CostModel, Overheads, StepWork
 from scheduler_proc.invariants import check
 from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.steady import Steady
 from scheduler_proc.workload import SECOND, Submission, Traffic, Vocabulary
 
+FOREVER = 2**63
+LEAST_LEAP = 3  # steps: looking for fewer takes longer than they do
 STOP_TOKEN = 0  # what the simulated model says when an answer ends before its max_tokens
 
 
@@ -44,16 +49,26 @@ class Record:
     cached: int = -1
     answer: IntArray = field(default_factory=ints)
     gaps: list[int] = field(default_factory=list)  # between tokens
+    marks: tuple[int, ...] = ()  # of the step with the first token: planned, taken by the worker, ready, committed
     finished: bool = False
     problem: str = ""  # why it was refused
 
-    def token(self, token: int, when: int) -> None:
+    def token(self, token: int, when: int, times: Sequence[int], start: int = 0) -> None:
+        """A token comes to the client; `times` are its batch's, on a clock that showed `start` at the beginning."""
         if self.first < 0:
             self.first = when
+            self.marks = tuple(times[i] - start for i in (0, 1, 3, 4))
         else:
             self.gaps.append(when - self.last)
         self.last = when
         self.answer.append(token)
+
+    def several(self, tokens: IntArray, whens: Sequence[int], between: Sequence[int]) -> None:
+        """Further tokens, one at each of `whens`; `between` are the differences of those."""
+        self.gaps.append(whens[0] - self.last)
+        self.gaps.extend(between)
+        self.last = whens[-1]
+        self.answer.extend(tokens)
 
 
 @dataclass(slots=True)
@@ -84,7 +99,8 @@ class _Event(NamedTuple):
 
 
 class Simulation:
-    """One run. `check_every` steps the scheduler's invariants are checked; 0 is never."""
+    """One run. `check_every` steps the scheduler's invariants are checked; 0 is never. With `leaps`, and nothing to
+    check, steps in a row that only decode the same requests are taken together (steady.py): the same, sooner."""
 
     def __init__(
         self,
@@ -94,6 +110,7 @@ class Simulation:
         cost: CostModel,
         overheads: Overheads = NO_OVERHEADS,
         check_every: int = 0,
+        leaps: bool = True,
     ):
         self.scheduler = scheduler
         self.records: dict[int, Record] = {}
@@ -108,7 +125,11 @@ class Simulation:
         self._commit = _ns(overheads.commit_s)
         self._deliver = _ns(overheads.deliver_s)
         self._deliver_row = _ns(overheads.deliver_row_s)
+        self._submit_busy = _ns(overheads.submit_busy_s)
+        self._arrival = _ns(overheads.arrival_s)
+        self._disturbed = 0  # ns by which the next step takes longer
         self._check_every = check_every
+        self._leaps = leaps and not check_every and vocabulary.first > STOP_TOKEN
         self._events: list[_Event] = []
         self._order = 0
         self._worker_free = 0
@@ -119,6 +140,8 @@ class Simulation:
         """Until everything that the workload sends has ended. Raises Stuck when that cannot be."""
         while self._events or self._traffic.next_due is not None:
             self._turn(self._next_time())
+            if self._leaps:
+                self._leap()
         if not self._traffic.done:
             left = [r.number for r in self.records.values() if not r.finished and not r.problem]
             raise Stuck(f"{len(left)} requests will never end, the first is {left[0] if left else '?'}")
@@ -169,7 +192,9 @@ class Simulation:
             salt=submission.salt,
             priority=submission.priority,
         )
-        self._push(now + self._submit, request)
+        busy = now < self._worker_free
+        self._disturbed += self._arrival * busy
+        self._push(now + self._submit + self._submit_busy * busy, request)
 
     def _execute(self, plan: StepPlan, now: int, arrives: int) -> None:
         """The worker runs a plan when it has it and is free."""
@@ -192,7 +217,8 @@ class Simulation:
         decoding = step.rows[chunks:]
         padded = len(decoding) * max((r.cached_len for r in decoding), default=0)
         work = StepWork(step.shape.tokens, len(step.rows), chunks, sampled, context, pairs, padded)
-        duration = _ns(self._cost.seconds(work))
+        duration = _ns(self._cost.seconds(work)) + self._disturbed
+        self._disturbed = 0
         started = max(arrives, self._worker_free + self._turnaround) if self.meter.steps else arrives
         ready = self._worker_free = started + duration
         pool = scheduler.kv.pool
@@ -202,6 +228,65 @@ class Simulation:
         self._push(ready + self._result, StepResult(plan.step_id, plan.epoch, plan.group, tokens, times))
         if self._check_every and self.meter.steps % self._check_every == 0:
             check(scheduler)
+
+    def _leap(self) -> None:
+        """Take steps together as long as nothing happens but results of steps that decode the same requests."""
+        flying = sorted(event for event in self._events if isinstance(event.what, StepResult))
+        if self._disturbed or len(flying) != self.scheduler.config.steps_in_flight:
+            return
+        others = [event for event in self._events if not isinstance(event.what, StepResult)]
+        until = min((event.when for event in others), default=FOREVER)
+        if self._traffic.next_due is not None:
+            until = min(until, self._traffic.next_due)
+        if flying[0].when >= until or (steady := Steady.of(self.scheduler)) is None:
+            return
+        rows = steady.rows
+        count = len(rows)
+        told = [len(r.tokens) - r.prompt_len for r in rows]
+        ends = self._ends
+        most = min(ends.get(r.rid, FOREVER) - 1 - n for r, n in zip(rows, told, strict=True))
+        most = min(most, steady.most)
+        if most < LEAST_LEAP:
+            return
+        steps = deque((event.when, event.order, *event.what.times[1:]) for event in flying)
+        longest, deliver = steady.longest, self._deliver + self._deliver_row * count
+        pool, kv, meter, cost = self.scheduler.kv.pool, self.scheduler.kv, self.meter, self._cost
+        whens: list[int] = []
+        now = steps[0][0]
+        while len(whens) < most and now < until and steady.has_room():
+            if len(steps) > 1 and steps[1][0] <= now:
+                break  # two results at one moment
+            _, _, started, ready = steps.popleft()
+            steady.commit((ready - started) / 1e9)
+            self._delivered = max(self._delivered, now + deliver)
+            whens.append(self._delivered)
+            shape = steady.plan(now)
+            longest += 1
+            work = StepWork(count, count, 0, count, shape.context, shape.context, count * longest)
+            duration = _ns(cost.seconds(work))
+            started = max(now + self._commit + self._plan, self._worker_free + self._turnaround)
+            self._worker_free = started + duration
+            meter.step(work, duration, pool.num_pages - kv.available)
+            self._order += 1
+            steps.append((self._worker_free + self._result, self._order, started, self._worker_free))
+            now = steps[0][0]
+        if not whens:
+            return
+        taken = len(whens)
+        tokens = [self._vocabulary.answers(r.rid, n, taken) for r, n in zip(rows, told, strict=True)]
+        steady.end(tokens)
+        between = list(map(int.__sub__, whens[1:], whens))
+        for request, own in zip(rows, tokens, strict=True):
+            self.records[request.rid].several(own, whens, between)
+        self._events = others
+        for ahead, (when, order, started, ready), step in zip(
+            count_up(), steps, self.scheduler.in_flight, strict=False
+        ):
+            sampled = ints(*(self._sample(r.rid, n + taken + ahead) for r, n in zip(rows, told, strict=True)))
+            times = array("q", (started, started, ready))
+            result = StepResult(step.step_id, self.scheduler.epoch, flying[0].what.group, sampled, times)
+            self._events.append(_Event(when, order, result))
+        heapq.heapify(self._events)
 
     def _sample(self, rid: int, position: int) -> int:
         """The token of a request's output at `position`."""
@@ -219,7 +304,7 @@ class Simulation:
                 for i, rid in enumerate(msg.rids):
                     record = self.records[rid]
                     for token in msg.token_ids[at : at + msg.counts[i]]:
-                        record.token(token, when)
+                        record.token(token, when, msg.times)
                     at += msg.counts[i]
                     if msg.finish[i]:
                         record.finished = True

@@ -43,13 +43,16 @@ class Setup:
     prefix_cache: bool = True
 
 
-def simulate(setup: Setup, workload: Workload, vocabulary: Vocabulary, check_every: int = 0) -> SimulationReport:
-    """Run a workload to its end. Raises Stuck, or InvariantViolation when `check_every` is not 0."""
+def simulate(
+    setup: Setup, workload: Workload, vocabulary: Vocabulary, check_every: int = 0, *, leaps: bool = True
+) -> SimulationReport:
+    """Run a workload to its end. Raises Stuck, or InvariantViolation when `check_every` is not 0. Without `leaps` every
+    step is taken by itself, which changes nothing but the time it takes."""
     started = time.perf_counter()
     kv = KVManager(setup.num_pages, setup.page_size, prefix_cache=setup.prefix_cache)
     scheduler = Scheduler(setup.scheduler, kv, setup.context_len)
     traffic = Traffic(workload, vocabulary)
-    simulation = Simulation(scheduler, traffic, vocabulary, setup.cost, setup.overheads, check_every)
+    simulation = Simulation(scheduler, traffic, vocabulary, setup.cost, setup.overheads, check_every, leaps)
     simulation.run()
     report, meter, stats = Report.of(list(simulation.records.values())), simulation.meter, scheduler.stats()
     steps, busy = max(1, meter.steps), max(1, meter.busy)

@@ -78,6 +78,11 @@ class Vocabulary:
         """The token that a simulated model gives: of the request alone, so that a batch cannot change it."""
         return self.first + (request * 2654435761 + position * 40503 + self.seed) % self.size
 
+    def answers(self, request: int, position: int, count: int) -> IntArray:
+        """`answer` at so many positions, from `position` on."""
+        first, size, start = self.first, self.size, request * 2654435761 + self.seed
+        return array("i", [first + (start + i * 40503) % size for i in range(position, position + count)])
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
