@@ -204,8 +204,8 @@ class Calibration:
             context, padded = sum(contexts), len(decoding) * max(contexts, default=0)
             steady = len(decoding) == batch and min(decoding) > 0
             if steady and chunk not in seen:
-                came = chunk >= 0 and step.stamps[READY] > sent
-                self.samples.beside.append((batch, came, (step.stamps[READY] - step.stamps[RECEIVED]) / 1e9))
+                # all steps from the decision to send on: those that were running then would be the longer ones
+                self.samples.beside.append((batch, chunk >= 0, (step.stamps[READY] - step.stamps[RECEIVED]) / 1e9))
             if chunk in seen:
                 if steady and before is not None:
                     pairs = context + length * (length + 1) // 2

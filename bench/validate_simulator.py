@@ -205,7 +205,9 @@ def main(
     samples, drift = first, []
     for _ in range(repeats):
         for name, workload in loads.items():
-            measured[name].append(attempts.undisturbed(functools.partial(bench.measured, workload)))
+            report = attempts.undisturbed(functools.partial(bench.measured, workload))
+            measured[name].append(report)
+            click.echo(f"{name}: {report.output_tokens_per_s:.0f} tokens/s, TTFT {1e3 * report.ttft_s.mean:.2f} ms")
         if costs_file is None:
             again = attempts.undisturbed(bench.calibrate)
             drift.append(again.slower_than(first))
@@ -220,8 +222,8 @@ def main(
         results.append({"workload": name, "figures": rows})
         click.echo(f"\n{name}: {workload.num_requests} requests, {repeats} runs\n\n{table(rows)}")
     if json_file is not None:
-        report = {"machine": machine(), "costs": dataclasses.asdict(costs), "workloads": results}
-        json.dump(report, json_file, indent=1)
+        everything = {"machine": machine(), "costs": dataclasses.asdict(costs), "workloads": results}
+        json.dump(everything, json_file, indent=1)
     worst = max(abs(row["error"]) for r in results for row in r["figures"] if row["judged"])
     click.echo(f"\nlargest error of throughput and mean TTFT: {worst:.1%}, allowed: {tolerance:.0%}")
     sys.exit(worst > tolerance)

@@ -46,8 +46,6 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.PREEMPTED, Event.FINISH): Status.FINISHED,
 }
 
-ENDED = frozenset({Status.FINISHED, Status.ABORTED})
-
 
 class IllegalTransition(RuntimeError):
     """An event came in a state that does not allow it: a bug in the scheduler."""
@@ -139,11 +137,11 @@ class Request:
     @property
     def is_running(self) -> bool:
         """It holds pages and will compute more."""
-        return self.status in (Status.PREFILLING, Status.DECODING)
+        return self.status is Status.DECODING or self.status is Status.PREFILLING
 
     @property
     def ended(self) -> bool:
-        return self.status in ENDED
+        return self.status is Status.FINISHED or self.status is Status.ABORTED  # asked for every row of every step
 
     @property
     def kv_len_at_end(self) -> int:

@@ -48,9 +48,9 @@ class Residents:
 
     def settle(self, request: Request) -> None:
         """Once no step in flight touches an ended or preempted request, take slot and pages back."""
-        preempted = request.status is Status.PREEMPTED
-        if request.steps_in_flight or request.slot < 0 or not (request.ended or preempted):
+        if request.is_running or request.steps_in_flight or request.slot < 0:
             return
+        preempted = request.status is Status.PREEMPTED
         self._kv.release(request)
         self.slots[request.slot] = None
         heapq.heappush(self._free, request.slot)

@@ -223,7 +223,7 @@ class Simulation:
         ready = self._worker_free = started + duration
         pool = scheduler.kv.pool
         self.meter.step(work, duration, pool.num_pages - scheduler.kv.available)
-        tokens = ints(*(self._sample(r.rid, r.generated - 1) for r in step.sampled))
+        tokens = array("i", [self._sample(r.rid, r.generated - 1) for r in step.sampled])
         times = array("q", (started, started, ready))
         self._push(ready + self._result, StepResult(plan.step_id, plan.epoch, plan.group, tokens, times))
         if self._check_every and self.meter.steps % self._check_every == 0:
@@ -282,7 +282,7 @@ class Simulation:
         for ahead, (when, order, started, ready), step in zip(
             count_up(), steps, self.scheduler.in_flight, strict=False
         ):
-            sampled = ints(*(self._sample(r.rid, n + taken + ahead) for r, n in zip(rows, told, strict=True)))
+            sampled = array("i", [self._sample(r.rid, n + taken + ahead) for r, n in zip(rows, told, strict=True)])
             times = array("q", (started, started, ready))
             result = StepResult(step.step_id, self.scheduler.epoch, flying[0].what.group, sampled, times)
             self._events.append(_Event(when, order, result))

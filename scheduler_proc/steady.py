@@ -8,23 +8,24 @@ A differential test (tests/unit/test_steady.py) holds it to what single steps do
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.fields import IntArray
 from scheduler_proc.request import Request
-from scheduler_proc.scheduler import Scheduler, Step
+from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.step_time import StepShape
 
 
 class Steady:
     """`of` says whether a scheduler is in such a state. Then, for each step, `commit` and `plan`; last of all `end`.
 
-    `rows` decode, `shapes` are those of the steps in flight, oldest first. At most `most` steps may follow, so that no
-    request reaches its limit.
+    `rows` decode, in the order of their slots. At most `most` steps may follow, so that no request reaches its limit;
+    `longest` is the longest context among them now, in tokens.
     """
 
     def __init__(self, scheduler: Scheduler, rows: list[Request]):
         self.rows = rows
-        self.shapes = deque(step.shape for step in scheduler.in_flight)
+        self._shapes = deque(step.shape for step in scheduler.in_flight)
         self.most = min(min(r.remaining, r.remaining + r.pending - 1) for r in rows)  # to plan, to commit
         self.longest = max(r.cached_len for r in rows)
         self._scheduler = scheduler
@@ -40,6 +41,8 @@ class Steady:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Steady | None":
+        if type(scheduler) is not Scheduler:
+            return None  # a subclass, such as one that records, wants to see every step
         residents, in_flight = scheduler.residents, scheduler.in_flight
         if len(in_flight) != scheduler.config.steps_in_flight or residents.prefilling or residents.changed:
             return None
@@ -64,7 +67,7 @@ class Steady:
 
     def commit(self, seconds: float) -> None:
         """The oldest step in flight has taken so long."""
-        shape = self.shapes.popleft()
+        shape = self._shapes.popleft()
         self._scheduler.step_time.learn(shape, seconds)
         self._scheduler.measures.step(shape.tokens, seconds)
 
@@ -78,7 +81,7 @@ class Steady:
         self._steps += 1
         self._context += self._count
         shape = StepShape(self._count, self._context)
-        self.shapes.append(shape)
+        self._shapes.append(shape)
         self._planned.append((now, shape))
         self._scheduler.planner.admission.after_step()
         return shape
@@ -91,6 +94,7 @@ class Steady:
             request.cached_len += steps
         first = scheduler.in_flight[-1].step_id + 1 + steps - len(self._planned)
         for number, (now, shape) in enumerate(self._planned, first):
+            last = scheduler.in_flight[-1]
             scheduler.in_flight.popleft()
-            scheduler.in_flight.append(Step(number, now, self.rows, self.rows, [], shape))
+            scheduler.in_flight.append(replace(last, step_id=number, planned=now, shape=shape))
         scheduler.skip(steps, steps * self._count)

@@ -25,11 +25,13 @@ class StepTimeModel:
         self.samples = 0
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        x = (1.0, shape.tokens / 1e3, shape.context / 1e6)
-        for i in range(3):
-            self._targets[i] = self._targets[i] * NEAR + x[i] * seconds
-            for j in range(3):
-                self._moments[i][j] = self._moments[i][j] * NEAR + x[i] * x[j]
+        t, c = shape.tokens / 1e3, shape.context / 1e6
+        (one, by_t, by_c), (_, tt, tc), (_, _, cc) = self._moments  # symmetric
+        one, by_t, by_c = one * NEAR + 1.0, by_t * NEAR + t, by_c * NEAR + c
+        tt, tc, cc = tt * NEAR + t * t, tc * NEAR + t * c, cc * NEAR + c * c
+        self._moments = [[one, by_t, by_c], [by_t, tt, tc], [by_c, tc, cc]]
+        y, y_t, y_c = self._targets
+        self._targets = [y * NEAR + seconds, y_t * NEAR + t * seconds, y_c * NEAR + c * seconds]
         self.samples += 1
 
     def coefficients(self) -> tuple[float, float, float]:

@@ -10,6 +10,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Self
 
@@ -125,7 +126,7 @@ class Traffic:
 
     def __init__(self, workload: Workload, vocabulary: Vocabulary):
         self._sessions = workload.sessions
-        self._vocabulary = vocabulary
+        self._tokens = lru_cache(256)(vocabulary.tokens)  # prefixes come again and again
         self._first = list(accumulate((len(s.turns) for s in self._sessions), initial=0))
         self._history: dict[int, IntArray] = {}
         self._live: dict[int, int] = {}  # request number -> session
@@ -155,7 +156,7 @@ class Traffic:
             turn = session.turns[index]
             prompt = self._history.pop(at, array("i"))
             for text in turn.own:
-                prompt.extend(self._vocabulary.tokens(text))
+                prompt.extend(self._tokens(text))
             if index + 1 < len(session.turns):
                 self._history[at] = prompt
             self._live[number] = at

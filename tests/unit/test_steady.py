@@ -104,3 +104,19 @@ def test_a_checked_run_takes_every_step_by_itself(skipped):
     scheduler = Scheduler(SchedulerConfig(), KVManager(100, 16), 100)
     Simulation(scheduler, Traffic(workload, VOCABULARY), VOCABULARY, COST, WAYS, check_every=1).run()
     assert not skipped
+
+
+def test_a_scheduler_that_is_watched_takes_every_step_by_itself(skipped):
+    class Watched(Scheduler):
+        plans = 0
+
+        def plan(self, now):
+            plan = super().plan(now)
+            self.plans += plan is not None
+            return plan
+
+    workload = generate(Recipe("random", 2, Lengths("fixed", 9), Lengths("fixed", 50)))
+    scheduler = Watched(SchedulerConfig(), KVManager(100, 16), 100)
+    run = Simulation(scheduler, Traffic(workload, VOCABULARY), VOCABULARY, COST, WAYS)
+    run.run()
+    assert not skipped and scheduler.plans == run.meter.steps == 50
