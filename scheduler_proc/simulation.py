@@ -21,7 +21,7 @@ from common.messages import AddRequest, RequestError, StepPlan, StepResult, Toke
 from common.sampling_params import DrawParams
 from scheduler_proc.cost_model import NO_OVERHEADS, CostModel, Overheads, StepWork
 from scheduler_proc.invariants import check
-from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.scheduler import GROUP, Scheduler
 from scheduler_proc.steady import Steady
 from scheduler_proc.workload import SECOND, Submission, Traffic, Vocabulary
 
@@ -231,14 +231,18 @@ class Simulation:
 
     def _leap(self) -> None:
         """Take steps together as long as nothing happens but results of steps that decode the same requests."""
-        flying = sorted(event for event in self._events if isinstance(event.what, StepResult))
+        flying, others = [], []
+        for event in self._events:
+            if isinstance(event.what, StepResult):
+                flying.append((event.when, event.order, *event.what.times[1:]))
+            else:
+                others.append(event)
         if self._disturbed or len(flying) != self.scheduler.config.steps_in_flight:
             return
-        others = [event for event in self._events if not isinstance(event.what, StepResult)]
         until = min((event.when for event in others), default=FOREVER)
         if self._traffic.next_due is not None:
             until = min(until, self._traffic.next_due)
-        if flying[0].when >= until or (steady := Steady.of(self.scheduler)) is None:
+        if min(flying)[0] >= until or (steady := Steady.of(self.scheduler)) is None:
             return
         rows = steady.rows
         count = len(rows)
@@ -248,7 +252,7 @@ class Simulation:
         most = min(most, steady.most)
         if most < LEAST_LEAP:
             return
-        steps = deque((event.when, event.order, *event.what.times[1:]) for event in flying)
+        steps = deque(sorted(flying))  # when their results come, event order, begin and end of computing
         longest, deliver = steady.longest, self._deliver + self._deliver_row * count
         pool, kv, meter, cost = self.scheduler.kv.pool, self.scheduler.kv, self.meter, self._cost
         whens: list[int] = []
@@ -284,7 +288,7 @@ class Simulation:
         ):
             sampled = array("i", [self._sample(r.rid, n + taken + ahead) for r, n in zip(rows, told, strict=True)])
             times = array("q", (started, started, ready))
-            result = StepResult(step.step_id, self.scheduler.epoch, flying[0].what.group, sampled, times)
+            result = StepResult(step.step_id, self.scheduler.epoch, GROUP, sampled, times)
             self._events.append(_Event(when, order, result))
         heapq.heapify(self._events)
 
