@@ -12,7 +12,6 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count as count_up
 from typing import NamedTuple
 
 from common.codec import Message
@@ -223,11 +222,17 @@ class Simulation:
         ready = self._worker_free = started + duration
         pool = scheduler.kv.pool
         self.meter.step(work, duration, pool.num_pages - scheduler.kv.available)
-        tokens = array("i", [self._sample(r.rid, r.generated - 1) for r in step.sampled])
+        tokens = ints(*(self._sample(r.rid, r.generated - 1) for r in step.sampled))
         times = array("q", (started, started, ready))
         self._push(ready + self._result, StepResult(plan.step_id, plan.epoch, plan.group, tokens, times))
         if self._check_every and self.meter.steps % self._check_every == 0:
             check(scheduler)
+
+    def _sample(self, rid: int, position: int) -> int:
+        """The token of a request's output at `position`."""
+        if position + 1 == self._ends.get(rid):
+            return STOP_TOKEN
+        return self._vocabulary.answer(rid, position)
 
     def _leap(self) -> None:
         """Take steps together as long as nothing happens but results of steps that decode the same requests."""
@@ -283,20 +288,13 @@ class Simulation:
         for request, own in zip(rows, tokens, strict=True):
             self.records[request.rid].several(own, whens, between)
         self._events = others
-        for ahead, (when, order, started, ready), step in zip(
-            count_up(), steps, self.scheduler.in_flight, strict=False
-        ):
+        flying_now = zip(steps, self.scheduler.in_flight, strict=True)
+        for ahead, ((when, order, started, ready), step) in enumerate(flying_now):
             sampled = array("i", [self._sample(r.rid, n + taken + ahead) for r, n in zip(rows, told, strict=True)])
             times = array("q", (started, started, ready))
             result = StepResult(step.step_id, self.scheduler.epoch, GROUP, sampled, times)
             self._events.append(_Event(when, order, result))
         heapq.heapify(self._events)
-
-    def _sample(self, rid: int, position: int) -> int:
-        """The token of a request's output at `position`."""
-        if position + 1 == self._ends.get(rid):
-            return STOP_TOKEN
-        return self._vocabulary.answer(rid, position)
 
     def _take(self, messages: Sequence[Message], now: int) -> None:
         """Deliver what the scheduler says to the client."""
