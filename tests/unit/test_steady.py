@@ -51,7 +51,7 @@ def skipped(monkeypatch):
     return counts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     load=st.sampled_from([{"rate": 20.0}, {"rate": 200.0}, {"concurrency": 3}, {}]),
