@@ -266,12 +266,15 @@ class AsyncConnection:
         add_special_tokens: bool = True,
         with_pieces: bool = False,
         timeout_s: float = SILENCE_LIMIT_S,
+        **template: Any,
     ) -> Tokens:
-        """The tokens of a text or chat, as `Tokenize` says. Raises RequestFailed and ConnectionLost."""
+        """The tokens of a text or chat; `template` and the rest are as in `Tokenize`. Raises RequestFailed and
+        ConnectionLost."""
         rid = self._number()
         text = prompt if isinstance(prompt, str) else None
         chat = None if isinstance(prompt, str) else tuple(prompt)
-        return await self._ask(rid, Tokenize(rid, text, chat, add_special_tokens, with_pieces), Tokens, timeout_s)
+        question = Tokenize(rid, text, chat, add_special_tokens, with_pieces, **template)
+        return await self._ask(rid, question, Tokens, timeout_s)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, timeout_s: float = SILENCE_LIMIT_S

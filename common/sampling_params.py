@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20  # alternatives of a token that a user may ask for
 MAX_DRAW_LOGPROBS = 2**9  # alternatives that beam search may ask for
 MAX_ENDS = 1024  # tokens that can end a request: the model's and the user's
 MAX_GRAMMAR_CHARS = 2**18
-GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf")
 
 LogitBias = Annotated[dict[int, float], IntMap(Ints(MAX_LOGIT_BIAS, 0, MAX_TOKEN_ID), Float(-100.0, 100.0))]
 RepetitionPenalty = Annotated[float, Float(0.0, 10.0, open_low=True)]
@@ -86,6 +86,7 @@ class Grammar:
     `regex`        the regular expression in `text`, in the syntax of Rust's regex crate
     `choice`       one of the strings in `text`, a JSON list
     `lark`         the grammar in `text`, in llguidance's variant of Lark's syntax
+    `ebnf`         the grammar in `text`, in llama.cpp's GBNF; the tokenizer passes it on as lark
 
     With a `closing`, such as `</think>`, the first of it ends free text that comes before all that, and white space.
     With an `opening` too, that text begins with it, and may be left out together with both.

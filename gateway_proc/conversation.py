@@ -1,6 +1,7 @@
 """From a chat request's messages and tools to what the cluster takes. Pure."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from gateway_proc.parsers import (
     needs_special_tokens,
 )
 from gateway_proc.schemas.chat import ChatRequest, Message, NamedTool
+from gateway_proc.schemas.native import TokenizeRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Conversation:
     tool_format: ToolFormat | None
     tool_names: frozenset[str]
     forced: bool
+    parallel: bool
     reasoning: Reasoning
     show_reasoning: bool
 
@@ -47,18 +50,18 @@ class Conversation:
     def parser(self) -> AnswerParser:
         """A new parser, for one choice."""
         return make_parser(
-            tools=self.tool_format, reasoning=self.reasoning, tool_names=self.tool_names, forced=self.forced
+            tools=self.tool_format,
+            reasoning=self.reasoning,
+            tool_names=self.tool_names,
+            forced=self.forced,
+            parallel=self.parallel,
         )
 
 
 def conversation_of(request: ChatRequest, info: Info) -> Conversation:
     """Raises ApiError."""
     arguments = dict(request.chat_template_kwargs or {})
-    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-        if name in arguments:
-            raise refused(f"chat_template_kwargs.{name}", "must be given as a field of the request")
-    if request.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+    arguments = _effort(request, info) | arguments
     thinking = arguments.get("enable_thinking", arguments.get("thinking", True))
     formats = detect_formats(info.chat_template, thinking=bool(thinking))
     reasoning = Reasoning.NONE if request.separate_reasoning is False else formats.reasoning
@@ -68,6 +71,7 @@ def conversation_of(request: ChatRequest, info: Info) -> Conversation:
     forced = choice == "required" or isinstance(choice, NamedTool)
     if forced and not tools:
         raise refused("tool_choice", "needs tools")
+    parallel = request.parallel_tool_calls is not False
     tool_format = None
     if choice != "none":
         tool_format = formats.tools
@@ -80,23 +84,33 @@ def conversation_of(request: ChatRequest, info: Info) -> Conversation:
             if grammar is not None:
                 raise refused("tool_choice", f"cannot be forced together with {grammar_field}")
             wanted = _wanted(request)
-            parallel = request.parallel_tool_calls is not False
             grammar, grammar_field = force_call(wanted, tool_format, parallel=parallel), "tools"
-        elif request.parallel_tool_calls is False and tool_format is not None:
-            raise unsupported("parallel_tool_calls", "false is only supported with a tool_choice that forces a call")
     if grammar is not None:
         grammar = after_reasoning(grammar, reasoning)
     return Conversation(
         messages=[wire_message(message, i) for i, message in enumerate(request.messages)],
         grammar=grammar,
         grammar_field=grammar_field,
-        template=_template_options(request, arguments, shown=choice != "none"),
+        template=template_options(request, arguments, shown=choice != "none"),
         tool_format=tool_format,
         tool_names=frozenset(tool.function.name for tool in tools),
         forced=forced,
+        parallel=parallel,
         reasoning=reasoning,
         show_reasoning=request.include_reasoning is not False,
     )
+
+
+def _effort(request: ChatRequest, info: Info) -> dict[str, Any]:
+    """What the template is told of `reasoning_effort`. "none" is, as with vLLM and SGLang, no thinking at all where the
+    template can be asked for that."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    switches = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", info.chat_template)]
+    if effort == "none" and switches and "reasoning_effort" not in info.chat_template:
+        return {switches[0]: False}
+    return {"reasoning_effort": effort}
 
 
 def _wanted(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]]:
@@ -111,7 +125,14 @@ def _wanted(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]]:
     return named[:1]
 
 
-def _template_options(request: ChatRequest, arguments: dict[str, Any], *, shown: bool) -> dict[str, Any]:
+def template_options(
+    request: ChatRequest | TokenizeRequest, arguments: dict[str, Any], *, shown: bool
+) -> dict[str, Any]:
+    """What the chat template gets beside the messages, as options of `submit`: the tools where they are `shown`, and
+    further `arguments`. Raises ApiError."""
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+        if name in arguments:
+            raise refused(f"chat_template_kwargs.{name}", "must be given as a field of the request")
     options: dict[str, Any] = {}
     if shown and request.tools:
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]

@@ -98,12 +98,14 @@ async def create(service: Service, request: Request) -> Any:
     body = await service.reader.read(request, NativeRequest)
     if (body.text is None) == (body.input_ids is None):
         raise refused("text", "exactly one of text and input_ids must be given")
-    fields = SamplingFields(model=body.model, stream=body.stream, priority=body.priority)
+    fields = SamplingFields(
+        model=body.model, stream=body.stream, priority=body.priority, cache_salt=body.cache_salt, request_id=body.rid
+    )
     connection, _, story = service.begin(request, fields)
     sampling = body.sampling_params or NativeParams()
     params = _params(body, sampling, service.defaults)
     prompts, several = _prompts(body)
-    plan = Plan(body, body.rid or story.id, several or (sampling.n or 1) > 1, sampling.n or 1)
+    plan = Plan(body, story.id, several or (sampling.n or 1) > 1, sampling.n or 1)
     generation = service.generation(
         connection, story, fields, prompts, params, n=plan.n, stream=bool(body.stream), names=NAMES
     )
@@ -126,13 +128,10 @@ def _prompts(body: NativeRequest) -> tuple[list[Prompt], bool]:
 def _params(body: NativeRequest, given: NativeParams, defaults: Defaults) -> SamplingParams:
     if given.max_new_tokens == 0:
         raise refused("sampling_params.max_new_tokens", "must be at least 1")
-    if given.json_schema is not None and given.regex is not None:
-        raise refused("sampling_params.regex", "cannot be used together with json_schema")
-    grammar = None
-    if given.json_schema is not None:
-        grammar = Grammar("json_schema", given.json_schema)
-    elif given.regex is not None:
-        grammar = Grammar("regex", given.regex)
+    grammars = [kind for kind in ("json_schema", "regex", "ebnf") if getattr(given, kind) is not None]
+    if len(grammars) > 1:
+        raise refused(f"sampling_params.{grammars[1]}", f"cannot be used together with {grammars[0]}")
+    grammar = Grammar(grammars[0], getattr(given, grammars[0])) if grammars else None
     for token in given.stop_token_ids or ():
         if not 0 <= token <= MAX_TOKEN_ID:
             raise refused("sampling_params.stop_token_ids", f"must be token ids, got {token}")

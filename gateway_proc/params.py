@@ -1,6 +1,7 @@
 """From a request's fields to SamplingParams. Pure: no sockets, no clock."""
 
 import json
+import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from gateway_proc.errors import refused
 from gateway_proc.schemas.sampling import SamplingFields
 
 SEED_MASK = 2**63 - 1
+_EBNF = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +140,10 @@ def _grammars(request: SamplingFields) -> list[tuple[str, Grammar | None]]:
         ("guided_json", _of_schema(request.guided_json)),
         ("guided_regex", _of("regex", request.guided_regex)),
         ("guided_choice", _of_choice(request.guided_choice)),
-        ("guided_grammar", _of("lark", request.guided_grammar)),
+        ("guided_grammar", _of_grammar(request.guided_grammar)),
         ("regex", _of("regex", request.regex)),
+        ("ebnf", _of("ebnf", request.ebnf)),
+        ("json_schema", _of_schema(request.json_schema)),
     ]
     outputs = request.structured_outputs
     if outputs is not None:
@@ -146,7 +151,7 @@ def _grammars(request: SamplingFields) -> list[tuple[str, Grammar | None]]:
             ("structured_outputs.json", _of_schema(outputs.json_)),
             ("structured_outputs.regex", _of("regex", outputs.regex)),
             ("structured_outputs.choice", _of_choice(outputs.choice)),
-            ("structured_outputs.grammar", _of("lark", outputs.grammar)),
+            ("structured_outputs.grammar", _of_grammar(outputs.grammar)),
             ("structured_outputs.json_object", Grammar("json_object") if outputs.json_object else None),
         ]
         if not any(grammar for _, grammar in own):
@@ -174,6 +179,13 @@ def _of_schema(schema: dict[str, Any] | str | None) -> Grammar | None:
 
 def _of(kind: str, text: str | None) -> Grammar | None:
     return None if text is None else Grammar(kind, text)
+
+
+def _of_grammar(text: str | None) -> Grammar | None:
+    """Lark's syntax, or EBNF where rules are defined with `::=`; vLLM takes both too."""
+    if text is None:
+        return None
+    return Grammar("ebnf" if _EBNF.search(text) and not _LARK.search(text) else "lark", text)
 
 
 def _of_choice(choice: list[str] | None) -> Grammar | None:

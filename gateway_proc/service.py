@@ -36,6 +36,7 @@ class Service:
         connection, info = self.backend.use()
         story = story_of(request)
         story.generates = True
+        story.id = fields.request_id or story.id
         story.stream = bool(fields.stream)
         story.user = shown(fields.user) if fields.user else "-"
         check_model(fields.model, info)

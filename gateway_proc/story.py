@@ -9,12 +9,12 @@ from common.messages import Finish
 from common.rows import Row
 from gateway_proc.errors import ApiError
 
-_SANE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
+SANE_ID = r"[A-Za-z0-9._:/@+=-]{1,128}"
 
 
 def request_id(given: str | None) -> str:
     """The client's own id where it is sane, else a new one."""
-    return given if given is not None and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+    return given if given is not None and re.fullmatch(SANE_ID, given) else secrets.token_hex(16)
 
 
 @dataclass(slots=True)

@@ -6,14 +6,14 @@ from starlette.requests import Request
 
 from common.async_connection import RequestFailed
 from common.connection import ConnectionLost
-from gateway_proc.conversation import wire_message
+from gateway_proc.conversation import template_options, wire_message
 from gateway_proc.errors import ApiError, of_cluster, refused
 from gateway_proc.http import Json, while_connected
 from gateway_proc.requests import check_model
 from gateway_proc.schemas.native import DetokenizeRequest, TokenizeRequest
 from gateway_proc.service import Service
 
-NAMES = {"text": "prompt", "chat": "messages", "token_ids": "tokens"}
+NAMES = {"text": "prompt", "chat": "messages", "token_ids": "tokens", "template_args": "chat_template_kwargs"}
 
 
 async def tokenize(service: Service, request: Request) -> Json:
@@ -25,12 +25,17 @@ async def tokenize(service: Service, request: Request) -> Json:
     prompt: Any = body.prompt
     if body.messages is not None:
         prompt = [wire_message(message, i) for i, message in enumerate(body.messages)]
-        if body.tools or body.chat_template_kwargs:
-            raise refused("tools" if body.tools else "chat_template_kwargs", "is not supported here", "unsupported")
+        options = template_options(body, dict(body.chat_template_kwargs or {}), shown=True)
+    else:
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+            if getattr(body, name) is not None:
+                raise refused(name, "is only allowed with messages")
+        options = {}
     question = connection.tokenize(
         prompt,
         add_special_tokens=body.add_special_tokens is not False,
         with_pieces=bool(body.return_token_strs),
+        **options,
     )
     try:
         tokens = await while_connected(request.receive, question)

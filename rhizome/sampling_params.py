@@ -16,8 +16,8 @@ class SamplingParams:
     """How to generate. The fields mean what they mean in `common.sampling_params.SamplingParams`; `n` is how many
     answers each prompt gets (with `use_beam_search` the beams), `stop` may be one text.
 
-    At most one of `json_schema` (a schema, or True for any JSON object), `regex`, `choice` and `lark` constrains the
-    answer. Raises ValueError, which names the field, for a value outside its range.
+    At most one of `json_schema` (a schema, or True for any JSON object), `regex`, `choice`, `lark` and `ebnf` says what
+    the answer must be. Raises ValueError, which names the field, for a value outside its range.
     """
 
     temperature: float = 1.0
@@ -45,6 +45,7 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     lark: str | None = None
+    ebnf: str | None = None
 
     def __post_init__(self) -> None:
         self.to_wire()
@@ -77,7 +78,9 @@ class SamplingParams:
                 return {"kind": "choice", "text": json.dumps(list(self.choice or ()), ensure_ascii=False)}
             case ["lark"]:
                 return {"kind": "lark", "text": str(self.lark)}
+            case ["ebnf"]:
+                return {"kind": "ebnf", "text": str(self.ebnf)}
         return None
 
 
-_GRAMMAR = ("json_schema", "regex", "choice", "lark")
+_GRAMMAR = ("json_schema", "regex", "choice", "lark", "ebnf")

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
 from common.codec import FrameError, Message, RefusedFrames, decode
@@ -154,7 +155,9 @@ class Frontend:
         self._pending_chars += _chars(msg)
         try:
             if msg.params.grammar is not None:
-                await self._in_time(entry, asyncio.ensure_future(self._grammars.check(msg.params.grammar)))
+                checking = asyncio.ensure_future(self._grammars.check(msg.params.grammar))
+                grammar = await self._in_time(entry, checking)
+                entry.params = replace(entry.params, grammar=grammar)
             prompt = self._encoder.encode(msg) if msg.token_ids is not None else await self._encode(entry, msg)
             if self._ledger.holds(entry):
                 self._handover.admit(entry, prompt)

@@ -10,6 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
@@ -17,7 +18,8 @@ from tokenizers import Tokenizer
 from common.fields import IntArray
 from common.grammars import LIMITS, GrammarError, to_llguidance
 from common.messages import ErrorCode
-from common.sampling_params import Grammar
+from common.sampling_params import MAX_GRAMMAR_CHARS, Grammar
+from tokenizer_proc.ebnf import ebnf_to_lark
 from tokenizer_proc.limits import RETRY_AFTER_S, Refused
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,14 @@ MAX_CACHED_CHARS = 2**23  # of their grammars
 MAX_PROBLEM_CHARS = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """A grammar as workers take it, or the problem that it has."""
+
+    grammar: Grammar
+    problem: str = ""
+
+
 class GrammarCheck:
     """Checks grammars against a model's vocabulary. All methods run in the event loop's thread."""
 
@@ -38,30 +48,31 @@ class GrammarCheck:
         self._eos = list(eos_token_ids)
         self._pool = pool
         self._vocabulary: LLTokenizer | None = None
-        self._verdicts: OrderedDict[Grammar, str] = OrderedDict()
+        self._verdicts: OrderedDict[Grammar, _Verdict] = OrderedDict()
         self._chars = 0
-        self._pending: dict[Grammar, asyncio.Future[str]] = {}
+        self._pending: dict[Grammar, asyncio.Future[_Verdict]] = {}
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raises Refused with the library's words when the grammar cannot be used."""
+    async def check(self, grammar: Grammar) -> Grammar:
+        """The grammar in a form that workers take. Raises Refused with the library's words when it cannot be used."""
         if not self._eos:
             raise _refused("this model has no end-of-sequence token that could end an answer")
-        problem = self._verdicts.get(grammar)
-        if problem is None:
-            problem = await self._compile(grammar)
+        verdict = self._verdicts.get(grammar)
+        if verdict is None:
+            verdict = await self._compile(grammar)
         else:
             self._verdicts.move_to_end(grammar)
-        if problem:
-            raise _refused(problem)
+        if verdict.problem:
+            raise _refused(verdict.problem)
+        return verdict.grammar
 
-    async def _compile(self, grammar: Grammar) -> str:
-        """The verdict: "" or a problem. Equal grammars are compiled once."""
+    async def _compile(self, grammar: Grammar) -> _Verdict:
+        """Equal grammars are compiled once."""
         compiling = self._pending.get(grammar)
         if compiling is None:
             if len(self._pending) >= MAX_PENDING:
                 problem = f"{FIELD}: {MAX_PENDING} grammars are waiting to be compiled; try again later"
                 raise Refused(ErrorCode.OVERLOADED, problem, FIELD, MAX_PENDING, RETRY_AFTER_S)
-            compiling = asyncio.get_running_loop().run_in_executor(self._pool, self._problem_of, grammar)
+            compiling = asyncio.get_running_loop().run_in_executor(self._pool, self._verdict_on, grammar)
             self._pending[grammar] = compiling
             compiling.add_done_callback(lambda done: self._note(grammar, done))
         done, _ = await asyncio.wait({compiling}, timeout=TIME_LIMIT_S)
@@ -69,27 +80,37 @@ class GrammarCheck:
             raise _refused(f"could not be compiled within {TIME_LIMIT_S:g} s", int(TIME_LIMIT_S))
         return compiling.result()
 
-    def _note(self, grammar: Grammar, done: "asyncio.Future[str]") -> None:
+    def _note(self, grammar: Grammar, done: "asyncio.Future[_Verdict]") -> None:
         del self._pending[grammar]
         if done.cancelled() or done.exception() is not None:
             return
         self._verdicts[grammar] = done.result()
-        self._chars += len(grammar.text)
+        self._chars += len(grammar.text) + len(done.result().grammar.text)
         while len(self._verdicts) > MAX_CACHED or self._chars > MAX_CACHED_CHARS:
-            oldest, _ = self._verdicts.popitem(last=False)
-            self._chars -= len(oldest.text)
+            oldest, verdict = self._verdicts.popitem(last=False)
+            self._chars -= len(oldest.text) + len(verdict.grammar.text)
 
-    def _problem_of(self, grammar: Grammar) -> str:
+    def _verdict_on(self, grammar: Grammar) -> _Verdict:
         """Runs in the pool."""
         try:
+            if grammar.kind == "ebnf":
+                grammar = replace(grammar, kind="lark", text=_lark(grammar.text))
             source = to_llguidance(grammar)
         except GrammarError as error:
-            return str(error)[:MAX_PROBLEM_CHARS]
+            return _Verdict(grammar, str(error)[:MAX_PROBLEM_CHARS])
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer, self._eos)
         limits = LLParserLimits(**LIMITS)
         wrong, words = LLMatcher.validate_grammar_with_warnings(source, self._vocabulary, limits=limits)
-        return (words[0].strip() or "cannot be compiled")[:MAX_PROBLEM_CHARS] if wrong else ""
+        problem = (words[0].strip() or "cannot be compiled")[:MAX_PROBLEM_CHARS] if wrong else ""
+        return _Verdict(grammar, problem)
+
+
+def _lark(ebnf: str) -> str:
+    lark = ebnf_to_lark(ebnf)
+    if len(lark) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"text: has more than {MAX_GRAMMAR_CHARS} characters in Lark's syntax")
+    return lark
 
 
 class _Bytes:

@@ -5,7 +5,7 @@ import string
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from gateway_proc.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+from gateway_proc.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from gateway_proc.parsers.formats import Reasoning, ToolFormat
 from gateway_proc.parsers.hermes import HermesParser
 from gateway_proc.parsers.llama3 import Llama3Parser
@@ -27,11 +27,13 @@ class ToolParser(Protocol):
 
 
 class AnswerParser:
-    """See the package's docstring. Without a splitter all is content and calls, without tools all is content."""
+    """See the package's docstring. Without a splitter all is content and calls, without tools all is content. Of calls
+    beyond `most` nothing is shown (None: of all calls everything is)."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolParser | None) -> None:
+    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolParser | None, most: int | None = None) -> None:
         self._splitter = splitter
         self._tools = tools
+        self._most = most
 
     @property
     def called(self) -> bool:
@@ -42,13 +44,18 @@ class AnswerParser:
 
     def finish(self) -> list[Delta]:
         deltas = self._read(self._splitter.finish()) if self._splitter is not None else []
-        return deltas + (self._tools.finish() if self._tools is not None else [])
+        return deltas + (self._wanted(self._tools.finish()) if self._tools is not None else [])
 
     def _read(self, split: Split) -> list[Delta]:
         deltas: list[Delta] = [ReasoningDelta(split.reasoning)] if split.reasoning else []
         if self._tools is not None:
-            return deltas + self._tools.feed(split.content)
+            return deltas + self._wanted(self._tools.feed(split.content))
         return deltas + ([ContentDelta(split.content)] if split.content else [])
+
+    def _wanted(self, deltas: list[Delta]) -> list[Delta]:
+        if self._most is None:
+            return deltas
+        return [d for d in deltas if not isinstance(d, ToolCallDelta | ArgumentsDelta) or d.index < self._most]
 
 
 def make_parser(
@@ -57,11 +64,12 @@ def make_parser(
     reasoning: Reasoning = Reasoning.NONE,
     tool_names: Collection[str] | None = None,
     forced: bool = False,
+    parallel: bool = True,
     new_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
     """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `tool_names` are the
     names of the offered ones, `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of
-    calls."""
+    calls. Without `parallel` only the first call is shown."""
     splitter = None if reasoning is Reasoning.NONE else ReasoningSplitter(opened=reasoning is Reasoning.OPENED)
     parser: ToolParser | None = None
     match tools:
@@ -71,7 +79,7 @@ def make_parser(
             parser = Llama3Parser(new_id or _call_id, tool_names)
         case ToolFormat.MISTRAL:
             parser = MistralParser(new_id or _short_id, forced=forced)
-    return AnswerParser(splitter, parser)
+    return AnswerParser(splitter, parser, None if parallel else 1)
 
 
 def needs_special_tokens(tools: ToolFormat | None) -> bool:

@@ -123,4 +123,11 @@ class ChatRequest(SamplingFields):
         "media_io_kwargs": (),
         "include": ([],),
         "best_of": (1,),
+        "input_ids": (),
+        "reasoning": (),
+        "task": (),
+        "return_meta_info": (False,),
+        "max_dynamic_patch": (),
+        "min_dynamic_patch": (),
+        "use_audio_in_video": (False,),
     }

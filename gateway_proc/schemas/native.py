@@ -9,7 +9,7 @@ from common.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_TOKENS
 from gateway_proc.schemas.base import ApiModel, within, within_generate
 from gateway_proc.schemas.chat import MAX_TOOLS, Message, Tool
 from gateway_proc.schemas.completions import Several, TokenId
-from gateway_proc.schemas.sampling import Seed, StopString
+from gateway_proc.schemas.sampling import ROUTING, CacheSalt, RequestId, Seed, StopString
 
 MAX_DETOKENIZE = 2**20
 
@@ -35,9 +35,10 @@ class NativeParams(ApiModel):
     sampling_seed: Seed | None = Field(default=None, validation_alias=AliasChoices("sampling_seed", "seed"))
     json_schema: str | None = None
     regex: str | None = None
+    ebnf: str | None = None
 
     UNSUPPORTED: ClassVar = {
-        "ebnf": (),
+        "beam_width": (1,),
         "structural_tag": (),
         "spaces_between_special_tokens": (True,),
         "no_stop_trim": (False,),
@@ -62,8 +63,9 @@ class NativeRequest(ApiModel):
     logprob_start_len: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_text_in_logprobs: bool | None = None
-    rid: Annotated[str, Field(max_length=128)] | None = None
+    rid: RequestId | None = None
     priority: Annotated[int | None, within_generate("priority")] = None
+    cache_salt: CacheSalt | None = None
     model: str | None = None
 
     UNSUPPORTED: ClassVar = {
@@ -78,9 +80,22 @@ class NativeRequest(ApiModel):
         "custom_logit_processor": (),
         "session_params": (),
         "background": (False,),
-        "bootstrap_host": (),
-        "bootstrap_room": (),
-        "bootstrap_port": (),
+        "return_sampling_mask": (False,),
+        "return_flat_raw_top_logprobs": (False,),
+        "return_flat_raw_top_logprobs_b64": (False,),
+        "return_routed_experts": (False,),
+        "return_indexer_topk": (False,),
+        "return_bytes": (False,),
+        "return_entropy": (False,),
+        "return_prompt_token_ids": (False,),
+        "modalities": (["text"], []),
+        "mm_hashes": (),
+        "require_reasoning": (False,),
+        "max_thinking_tokens": (),
+        "extra_key": (),
+        "custom_labels": (),
+        "no_logs": (False,),
+        **ROUTING,
     }
 
 
@@ -94,6 +109,8 @@ class TokenizeRequest(ApiModel):
     return_token_strs: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     UNSUPPORTED: ClassVar = {"chat_template": (), "mm_processor_kwargs": ()}
 

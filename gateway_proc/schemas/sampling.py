@@ -1,13 +1,17 @@
 """The fields that chat completions and completions share."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
 from common.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from gateway_proc.schemas.base import ApiModel, within, within_generate
+from gateway_proc.story import SANE_ID
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+RequestId = Annotated[str, Field(pattern=f"^(?:{SANE_ID})$")]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -48,6 +52,16 @@ class StructuredOutputs(ApiModel):
     }
 
 
+# A request's way through several servers, which there are not.
+ROUTING: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "routed_dp_rank",
+        "disagg_prefill_dp_rank", "data_parallel_rank",
+    ),
+    (),
+)  # fmt: skip
+
+
 class SamplingFields(ApiModel):
     """Sampling, structured output, streaming and scheduling fields of one request."""
 
@@ -56,6 +70,7 @@ class SamplingFields(ApiModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
+    request_id: RequestId | None = Field(default=None, validation_alias=AliasChoices("request_id", "rid"))
 
     temperature: Annotated[float | None, within("temperature")] = None
     top_p: Annotated[float | None, within("top_p")] = None
@@ -79,7 +94,7 @@ class SamplingFields(ApiModel):
     return_token_ids: bool | None = None
 
     priority: Annotated[int | None, within_generate("priority")] = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         default=None, validation_alias=AliasChoices("deadline_ms", "timeout_ms")
     )
@@ -91,6 +106,8 @@ class SamplingFields(ApiModel):
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | str | None = None
 
     UNSUPPORTED: ClassVar = {
         "include_stop_str_in_output": (False,),
@@ -102,7 +119,6 @@ class SamplingFields(ApiModel):
         "logprob_token_ids": (),
         "guided_decoding_backend": (),
         "guided_whitespace_pattern": (),
-        "ebnf": (),
         "structural_tag": (),
         "logits_processors": ([],),
         "custom_logit_processor": (),
@@ -120,5 +136,15 @@ class SamplingFields(ApiModel):
         "mm_processor_kwargs": (),
         "session_params": (),
         "no_stop_trim": (False,),
-        "bootstrap_host": (),
+        "stop_regex": (),
+        "extra_key": (),
+        "return_routed_experts": (False,),
+        "return_cached_tokens_details": (False,),
+        "return_prompt_token_ids": (False,),
+        "return_prompt_text": (False,),
+        "return_token_offsets": (False,),
+        "images_config": (),
+        "ngram_corpus_id": (),
+        "custom_labels": (),
+        **ROUTING,
     }

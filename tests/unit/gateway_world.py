@@ -63,6 +63,10 @@ def words(*texts: str, finish: Finish = Finish.STOP, cached: int = 1) -> Callabl
     return generate
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+HELLO = answering(words("He", "llo"))
+
+
 class World:
     """A running application: `client` asks it, `cluster` is what it asks."""
 

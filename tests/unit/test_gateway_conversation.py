@@ -62,7 +62,6 @@ def test_forced_calls_have_a_grammar() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "template": UNKNOWN}, "tool_choice"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
@@ -78,6 +77,14 @@ def test_template_arguments() -> None:
     assert json.loads(found.template["template_args"]) == {"a": 1, "reasoning_effort": "low"}
     assert found.template["continue_final_message"] is True and found.template["add_generation_prompt"] is False
     assert found.reasoning is Reasoning.TAGS
+    switched = "{{ enable_thinking }}" + THINKING
+    quiet = conversation(switched, reasoning_effort="none")
+    assert json.loads(quiet.template["template_args"]) == {"enable_thinking": False}
+    assert quiet.reasoning is Reasoning.NONE
+    own = conversation(switched, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert json.loads(own.template["template_args"]) == {"enable_thinking": True}
+    knows = conversation("{{ reasoning_effort }}" + switched, reasoning_effort="none")
+    assert json.loads(knows.template["template_args"]) == {"reasoning_effort": "none"}
     assert conversation(THINKING, separate_reasoning=False).reasoning is Reasoning.NONE
 
 
@@ -105,6 +112,23 @@ def test_calls_are_read_alike_at_once_and_streamed(width: int) -> None:
     assert message["content"].strip() == content.strip() == "Let me see."
     assert whole.finish_reason(Finish.STOP) == streamed.finish_reason(Finish.STOP) == "tool_calls"
     assert whole.finish_reason(Finish.LENGTH) == "length"
+
+
+@pytest.mark.parametrize("width", [1, 7, 1000])
+def test_without_parallel_calls_one_is_shown(width: int) -> None:
+    found = conversation(tools=TOOLS, parallel_tool_calls=False)
+    assert found.grammar is None, "auto: the model decides whether it calls"
+    whole, streamed = ChoiceReader(found), ChoiceReader(found)
+    text = CALL + "\n" + CALL.replace("Rome", "Oslo") + CALL
+    shown = []
+    for i in range(0, len(text), width):
+        each = row(text[i : i + width], Finish.STOP if i + width >= len(text) else Finish.NONE)
+        whole.collect(each)
+        shown += [call for piece in streamed.feed(each) for call in piece.delta.get("tool_calls", ())]
+    (call,) = whole.message()["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+    assert {c["index"] for c in shown} == {0} and "Oslo" not in json.dumps(shown)
+    assert whole.message()["content"] is None and whole.finish_reason(Finish.STOP) == "tool_calls"
 
 
 def test_an_answer_without_a_call_is_content() -> None:

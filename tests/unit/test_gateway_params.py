@@ -139,3 +139,28 @@ def test_grammars_that_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         grammar_of(request(**fields))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('root ::= "a"', "ebnf"),
+        ('# a comment\n\n  root::= x\nx ::= "start: "', "ebnf"),
+        ('start: "a"', "lark"),
+        ('start: "root ::= x"', "lark"),
+        ("nonsense", "lark"),
+    ],
+)
+def test_vllms_grammars_are_lark_or_ebnf(text: str, kind: str) -> None:
+    assert grammar_of(request(guided_grammar=text)) == (Grammar(kind, text), "guided_grammar")
+    outputs = request(structured_outputs={"grammar": text})
+    assert grammar_of(outputs) == (Grammar(kind, text), "structured_outputs.grammar")
+
+
+def test_sglangs_names() -> None:
+    assert grammar_of(request(ebnf="start: x")) == (Grammar("ebnf", "start: x"), "ebnf")
+    schema = '{"type": "object"}'
+    for given in (schema, json.loads(schema)):
+        assert grammar_of(request(json_schema=given)) == (Grammar("json_schema", schema), "json_schema")
+    with pytest.raises(ApiError, match="cannot be used together with regex"):
+        grammar_of(request(ebnf="x", regex="y"))

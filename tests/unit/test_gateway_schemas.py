@@ -54,6 +54,7 @@ def refusal(kind: type[ApiModel], **fields: Any) -> ApiError:
 
 MAPS = {  # any map is of their type
     "logit_bias", "guided_json", "chat_template_kwargs", "stream_options", "structured_outputs", "sampling_params",
+    "json_schema",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from common.grammars import GrammarError, to_llguidance
 from common.messages import AddRequest, ErrorCode, RequestError, ints
@@ -13,6 +14,7 @@ from common.sampling_params import Grammar, SamplingParams
 from tests.helpers_grammars import EOS, straddling
 from tests.unit.frontend_world import World, request, run
 from tokenizer_proc import grammar_check
+from tokenizer_proc.ebnf import ebnf_to_lark
 from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.limits import Refused
 
@@ -33,6 +35,8 @@ def check(grammar: Grammar, eos: tuple[int, ...] = (EOS,)) -> None:
         Grammar("regex", r"[/]\/a/\d+"),
         Grammar("choice", '["a", "\\"b\\"\\n"]'),
         Grammar("lark", 'start: <|end|> | "a"'),
+        Grammar("ebnf", 'root ::= "(" root ")" | "x"'),
+        Grammar("ebnf", 'root ::= [a-z]+ "b"', "<think>", "</think>"),
         Grammar("json_object", "", "<think>", "</think>"),
         Grammar("regex", "a", "", "</think>"),
     ],
@@ -63,6 +67,13 @@ def test_good_grammars(grammar: Grammar) -> None:
         (Grammar("lark", "start: nothing"), "nothing"),
         (Grammar("lark", "start: <no_such_token>"), "no_such_token"),
         (Grammar("lark", 'x: "a"'), "start"),
+        (Grammar("ebnf", "root ::= nothing"), "Rule 'nothing' not found"),
+        (Grammar("ebnf", 'x ::= "a"'), "No 'root' rule"),
+        (Grammar("ebnf", 'root ::= "a'), "not EBNF: Unexpected end"),
+        (Grammar("ebnf", 'root ::= "\\'), "ends within an escape"),
+        (Grammar("ebnf", 'root ::= "\\ud800"'), "is no character"),
+        (Grammar("ebnf", "root ::= " + "(" * 100_000), "too deeply"),
+        (Grammar("ebnf", "r ::= r\n" * 5000), "more than 4000 rules"),
         (Grammar("json_object", "", "<think>"), "closing"),
     ],
 )
@@ -143,7 +154,7 @@ def test_equal_grammars_are_compiled_once_and_verdicts_are_kept(monkeypatch: pyt
         await asyncio.sleep(0)
         gate.opened.set()
         results = await asyncio.gather(*asked, return_exceptions=True)
-        assert [type(result) for result in results] == [type(None), Refused, type(None), Refused]
+        assert [type(result) for result in results] == [Grammar, Refused, Grammar, Refused]
         await checker.check(SCHEMA)
         assert gate.submitted == 2
         monkeypatch.setattr(grammar_check, "MAX_CACHED", 1)
@@ -187,5 +198,38 @@ def test_the_frontend_passes_a_grammar_on_and_refuses_a_bad_one() -> None:
         seen = {(m.grammar, m.ignore_eos, tuple(m.stop_token_ids)) for m in world.added}
         assert seen == {(SCHEMA, True, (0,)), (None, False, ())}, "a complete answer ends, with ignore_eos too"
         assert all(isinstance(m, AddRequest) for m in world.added) and len(world.added) == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("ebnf", "inside", "outside"),
+    [
+        ('root ::= a "b"\na ::= [ab]+', ["ab", "aab", "abb"], ["a", "b", "ac"]),
+        ('root ::= "caf\\u00e9" | [\\u4e00-\\u9fff]+', ["café", "中文"], ["cafe", ""]),
+        ('root ::= "\\u0022" "\\\\u0041"', ['"\\u0041'], ['"A']),
+        ('root ::= "(" root ")" | "x" # as often as you like', ["x", "((x))"], ["((x)", "()"]),
+        ('root ::= one-two{2,3}\none-two ::= "a" | "b"', ["ab", "aba"], ["a", "abab"]),
+    ],
+)
+def test_ebnf_means_what_it_says(ebnf: str, inside: list[str], outside: list[str]) -> None:
+    source = to_llguidance(Grammar("lark", ebnf_to_lark(ebnf)))
+    for text in inside + outside:
+        matcher = LLMatcher(LLTokenizer("byte"), source)
+        tokens = list(text.encode())
+        matched = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert matched is (text in inside), text
+
+
+def test_workers_get_ebnf_as_lark() -> None:
+    async def test() -> None:
+        world = World()
+        params = SamplingParams(temperature=0.0, seed=1, grammar=Grammar("ebnf", 'root ::= "a"', "", "</think>"))
+        for rid in (1, 2):
+            world.receive(request(rid, params))
+            await world.settle()
+        first, again = (added.grammar for added in world.added)
+        assert first == again and first is not None
+        assert (first.kind, first.closing) == ("lark", "</think>") and first.text.startswith("%llguidance")
 
     run(test)

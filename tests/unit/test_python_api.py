@@ -17,7 +17,7 @@ from rhizome.cluster import _command
 from rhizome.requests import Options, conversations_of, make_requests, prompts_of
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, echo, rows, silent_after_one_row
 
-GRAMMAR = ("json_schema", "regex", "choice", "lark")
+GRAMMAR = ("json_schema", "regex", "choice", "lark", "ebnf")
 
 
 def test_every_field_of_the_wire_is_there_with_its_default() -> None:

@@ -1,0 +1,80 @@
+"""Who may ask: keys, their limits, other origins."""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import HttpConfig
+from common.messages import Generate
+from tests.unit.gateway_world import HELLO, KEYS, World, answering, play
+
+
+def test_keys(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def bearer(key: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {key}"}
+
+    async def test(world: World) -> None:
+        for headers in (
+            {},
+            bearer("wrong-key"),
+            {"authorization": f"Basic {KEYS['alice']}"},
+            {"authorization": KEYS["bob"]},
+        ):
+            response = await world.post("/v1/completions", {"prompt": "x"}, headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
+        assert (await world.client.get("/metrics")).status_code == 401
+        assert (await world.client.get("/health")).status_code == 200
+        salts = set()
+        for key in KEYS.values():
+            for salt in (None, "s"):
+                body = {"prompt": "x", "cache_salt": salt}
+                assert (await world.post("/v1/completions", body, headers=bearer(key))).status_code == 200
+                salts.add((await world.generated()).cache_salt)
+        assert len(salts) == 4 and "" not in salts and "s" not in salts
+
+    with caplog.at_level("DEBUG"):
+        play(short_dir, HELLO, test, keys=True)
+    assert "key=alice" in caplog.text and not any(key in caplog.text for key in KEYS.values())
+
+
+def test_a_key_has_a_limit_of_its_own(short_dir: Path) -> None:
+    def forever(msg: Generate) -> Iterable[Any]:
+        return ()
+
+    async def test(world: World) -> None:
+        alice, bob = ({"authorization": f"Bearer {KEYS[name]}"} for name in ("alice", "bob"))
+        waiting = asyncio.create_task(world.post("/v1/completions", {"prompt": "x"}, headers=alice))
+        await world.generated()
+        second = await world.post("/v1/completions", {"prompt": "x"}, headers=alice)
+        assert second.status_code == 429 and second.headers["retry-after"] == "1"
+        other = asyncio.create_task(world.post("/v1/completions", {"prompt": "x"}, headers=bob))
+        await world.generated()
+        for task in (waiting, other):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        again = asyncio.create_task(world.post("/v1/completions", {"prompt": "x"}, headers=alice))
+        await world.generated()
+        again.cancel()
+        await asyncio.gather(again, return_exceptions=True)
+
+    play(short_dir, answering(forever), test, HttpConfig(key_concurrency=1), keys=True)
+
+
+def test_cross_origin_requests_are_refused_by_default(short_dir: Path) -> None:
+    async def asks(world: World) -> tuple[str | None, int]:
+        headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        preflight = await world.client.options("/v1/completions", headers=headers)
+        response = await world.post("/v1/completions", {"prompt": "x"}, headers={"origin": "https://a.example"})
+        return response.headers.get("access-control-allow-origin"), preflight.status_code
+
+    async def closed(world: World) -> None:
+        assert await asks(world) == (None, 405)
+
+    async def opened(world: World) -> None:
+        assert await asks(world) == ("https://a.example", 200)
+
+    play(short_dir, HELLO, closed)
+    play(short_dir, HELLO, opened, HttpConfig(cors_origins=("https://a.example",)))

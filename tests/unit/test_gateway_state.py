@@ -1,0 +1,135 @@
+"""What the gateway says of itself and of the cluster: health, models, tokens, description, metrics."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.messages import ChatMessage, Generate, Tokenize, Tokens, ints
+from tests.unit.fake_frontend import rows
+from tests.unit.gateway_world import CHAT, HELLO, World, answering, play
+
+
+def test_before_the_cluster_is_there(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        assert (await world.client.get("/health/live")).status_code == 200
+        for path in ("/health", "/health/ready"):
+            response = await world.client.get(path)
+            assert response.status_code == 503 and "starting" in response.json()["reason"]
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
+            response = await world.post(path, body)
+            assert response.status_code == 503 and "starting" in response.json()["error"]["message"]
+            assert response.headers["retry-after"] == "1"
+        assert (await world.client.get("/v1/models")).status_code == 503
+        metrics = (await world.client.get("/metrics")).text
+        assert 'rhizome_up{model_name=""} 0.0' in metrics
+
+    play(short_dir, HELLO, test, started=False)
+
+
+def test_a_cluster_that_dies_and_stopping(short_dir: Path) -> None:
+    def begin(msg: Generate) -> Iterable[Any]:
+        yield rows(msg.rid, "begun", 1)
+
+    async def test(world: World) -> None:
+        assert (await world.client.get("/health/ready")).status_code == 200
+        asked = asyncio.create_task(world.post("/v1/completions", {"prompt": "x"}))
+        await world.generated()
+        await asyncio.get_running_loop().run_in_executor(None, world.cluster.close)
+        response = await asked
+        assert response.status_code == 503 and "ended" in response.json()["error"]["message"]
+        assert (await world.client.get("/health/ready")).status_code == 503
+        world.service.backend.stop()
+        assert "stopping" in (await world.client.get("/health/ready")).json()["reason"]
+
+    play(short_dir, answering(begin), test)
+
+
+def test_models_and_information(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        get = world.client.get
+        (model,) = (await get("/v1/models")).json()["data"]
+        assert (model["id"], model["root"], model["max_model_len"], model["created"]) == ("tiny", "/models/tiny", 32, 5)
+        assert (await get("/v1/models/tiny")).json() == model
+        assert (await get("/version")).json() == {"version": "9"}
+        assert (await get("/get_model_info")).json()["model_path"] == "/models/tiny"
+        for path in ("/server_info", "/get_server_info"):
+            info = (await get(path)).json()
+            assert info["max_total_num_tokens"] == 4096 and info["stats"]["scheduler.running"] == 2
+            assert "chat_template" not in info
+        detokenized = await world.post("/detokenize", {"tokens": [1, 2]})
+        assert detokenized.json()["prompt"] == "ab"
+
+    play(short_dir, HELLO, test)
+
+
+def test_the_description_covers_every_endpoint(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        schema = (await world.client.get("/openapi.json")).json()
+        assert (await world.client.get("/docs")).status_code == 200
+        chat = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert chat == {"$ref": "#/components/schemas/ChatRequest"}
+        components = schema["components"]["schemas"]
+        assert components["ChatRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
+        text = json.dumps(schema)
+        for reference in {part.split('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}:
+            assert reference in components, reference
+
+    play(short_dir, HELLO, test)
+
+
+def test_metrics(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        await world.post("/v1/completions", {"prompt": "x"})
+        await world.client.get("/secret/path/of/somebody")
+        response = await world.client.get("/metrics")
+        found = {f.name: f for f in text_string_to_metric_families(response.text)}
+        assert found["vllm:num_requests_running"].samples[0].value == 2
+        assert found["vllm:kv_cache_usage_perc"].samples[0].value == 0.25
+        assert found["rhizome_process_up"].samples[0].value == 1
+        requests = {
+            tuple(s.labels.values()): s.value
+            for s in found["rhizome_http_requests"].samples
+            if s.name.endswith("_total")
+        }
+        assert requests["POST", "/v1/completions", "200"] == 1 and requests["GET", "unknown", "404"] == 1
+        tokens = {s.labels["kind"]: s.value for s in found["rhizome_http_tokens"].samples if s.name.endswith("_total")}
+        assert tokens == {"prompt": 3, "cached": 1, "output": 2}
+        assert "secret" not in response.text
+
+    play(short_dir, HELLO, test)
+
+
+def test_tokens_of_a_chat_with_tools(short_dir: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked: list[Any] = []
+
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Tokenize):
+            asked.append(msg)
+            yield Tokens(msg.rid, ints(5, 6), ("a", "b") if msg.with_pieces else ())
+        else:
+            yield from HELLO(msg)
+
+    async def test(world: World) -> None:
+        body = CHAT | {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}, "return_token_strs": True}
+        found = (await world.post("/tokenize", body | {"add_generation_prompt": False})).json()
+        assert (found["tokens"], found["token_strs"], found["count"]) == ([5, 6], ["a", "b"], 2)
+        (question,) = asked
+        assert json.loads(question.tools) == tools and json.loads(question.template_args) == {"enable_thinking": False}
+        assert not question.add_generation_prompt and question.chat == (ChatMessage("user", "hi"),)
+        for more, param in (
+            ({"prompt": "x", "tools": tools}, "tools"),
+            ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+            (CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+            (CHAT | {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+            (CHAT | {"prompt": "x"}, "prompt"),
+        ):
+            refused = await world.post("/tokenize", more)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert len(asked) == 1
+
+    play(short_dir, answer, test)
