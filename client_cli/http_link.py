@@ -182,7 +182,7 @@ class _Answer:
         counted = usage.completion_tokens if self._alone and self._usage is not None else None
         return Row(
             self.rid, piece.choice, text, piece.token_ids, finish, usage.prompt_tokens, usage.cached_tokens, (), now,
-            tokens_so_far=counted,
+            piece.logprobs, tokens_so_far=counted,
         )  # fmt: skip
 
 

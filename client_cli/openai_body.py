@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from client_cli.openai_logprobs import logprobs_of
+from common.logprobs import TokenLogprobs
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError
 from common.sampling_params import Grammar, SamplingParams
 
@@ -82,6 +84,7 @@ class Piece:
     token_ids: Sequence[int]
     finish: Finish
     generated: bool
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ def pieces(answer: dict[str, Any]) -> list[Piece]:
         finish = Finish.NONE if reason is None else _FINISH.get(reason, Finish.STOP)
         ids = choice.get("token_ids") or ()
         generated = bool(text or thought or ids or "role" not in said)
-        found.append(Piece(choice.get("index", 0), text or "", thought, ids, finish, generated))
+        scores = logprobs_of(choice)
+        found.append(Piece(choice.get("index", 0), text or "", thought, ids, finish, generated, scores))
     return found
 
 

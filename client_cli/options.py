@@ -53,6 +53,8 @@ GRAMMAR = [
     click.option("--choice", "choices", multiple=True, metavar="TEXT", help="The answer is one of these (repeatable)."),
     click.option("--lark", type=click.File(encoding="utf-8"), help="The answer is in the grammar of this file "
                  "(llguidance's Lark)."),
+    click.option("--ebnf", type=click.File(encoding="utf-8"), help="The answer is in the grammar of this file (EBNF "
+                 "with a rule root, as llama.cpp has it)."),
 ]  # fmt: skip
 REQUEST = [
     click.option("--logprobs", type=int, metavar="K", help="With --json: log probabilities of the answer's tokens and "
@@ -82,11 +84,16 @@ def chat_options(function: Callable[..., None]) -> Callable[..., None]:
     return _packed(function, [*SAMPLING, *GRAMMAR, *QUEUE])
 
 
-GRAMMAR_FLAGS = ("json_object", "json_schema", "regex", "choices", "lark")
+GRAMMAR_FLAGS = ("json_object", "json_schema", "regex", "choices", "lark", "ebnf")
 
 
 def _grammar(
-    json_object: bool, json_schema: TextIO | None, regex: str | None, choices: tuple[str, ...], lark: TextIO | None
+    json_object: bool,
+    json_schema: TextIO | None,
+    regex: str | None,
+    choices: tuple[str, ...],
+    lark: TextIO | None,
+    ebnf: TextIO | None,
 ) -> dict[str, str] | None:
     """What the flags of GRAMMAR say, as `common.sampling_params.Grammar`."""
     given = [
@@ -97,11 +104,12 @@ def _grammar(
             ("regex", regex),
             ("choice", json.dumps(list(choices), ensure_ascii=False) if choices else None),
             ("lark", lark.read() if lark else None),
+            ("ebnf", ebnf.read() if ebnf else None),
         )
         if text is not None
     ]
     if len(given) > 1:
-        raise click.UsageError("Give one of --json-object, --json-schema, --regex, --choice and --lark.")
+        raise click.UsageError("Give one of --json-object, --json-schema, --regex, --choice, --lark and --ebnf.")
     return given[0] if given else None
 
 

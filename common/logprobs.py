@@ -24,7 +24,7 @@ class TopLogprob:
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """A token of an answer or a prompt. `rank` 1 is the likeliest token of the vocabulary; `top` holds the likeliest
-    ones, best first, whether or not this one is among them."""
+    ones, best first, whether or not this one is among them. An id or rank of -1 is not known (over HTTP)."""
 
     token_id: int
     token: bytes
@@ -34,9 +34,9 @@ class TokenLogprobs:
 
     def as_dict(self) -> dict[str, object]:
         """JSON-ready; bytes that are not UTF-8 by themselves show as the replacement character."""
-        top = [{"token_id": t.token_id, "token": _shown(t.token), "logprob": t.logprob} for t in self.top]
+        top = [_known({"token_id": t.token_id, "token": _shown(t.token), "logprob": t.logprob}) for t in self.top]
         own = {"token_id": self.token_id, "token": _shown(self.token), "logprob": self.logprob, "rank": self.rank}
-        return own | {"top": top}
+        return _known(own) | {"top": top}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,10 @@ class LogprobRows:
 
     def by_row(self) -> dict[int, Logprobs]:
         return dict(zip(self.rows, self.entries.split(self.counts), strict=True))
+
+
+def _known(entry: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in entry.items() if value != -1 or name == "logprob"}
 
 
 def _shown(token: bytes) -> str:

@@ -25,6 +25,7 @@ BOUNDS: Mapping[str, tuple[float, ...]] = {
         0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     ),
     "tokenizer.e2e": _LATENCY,
+    "tokenizer.prefill": _LATENCY,
     "tokenizer.decode": _LATENCY,
     "tokenizer.prompt_tokens": _TOKENS,
     "tokenizer.output_tokens": _TOKENS,

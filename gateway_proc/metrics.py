@@ -26,6 +26,7 @@ _VLLM_HISTOGRAMS = {
     "tokenizer.ttft": ("vllm:time_to_first_token_seconds", "Time to first token."),
     "tokenizer.itl": ("vllm:inter_token_latency_seconds", "Time between tokens of one answer."),
     "tokenizer.e2e": ("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end."),
+    "tokenizer.prefill": ("vllm:request_prefill_time_seconds", "Time from the first step to the first token."),
     "tokenizer.decode": ("vllm:request_decode_time_seconds", "Time from the first token to the last."),
     "tokenizer.prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens per request."),
     "tokenizer.output_tokens": ("vllm:request_generation_tokens", "Generated tokens per answer."),
@@ -41,6 +42,7 @@ _OWN_HISTOGRAMS = {
     "tokenizer.ttft": ("rhizome_time_to_first_token_seconds", "Time to first token."),
     "tokenizer.itl": ("rhizome_inter_token_latency_seconds", "Time between tokens of one answer."),
     "tokenizer.e2e": ("rhizome_e2e_request_latency_seconds", "Time from a request's arrival to its end."),
+    "tokenizer.prefill": ("rhizome_request_prefill_time_seconds", "Time from the first step to the first token."),
     "tokenizer.decode": ("rhizome_request_decode_time_seconds", "Time from the first token to the last."),
     "tokenizer.prompt_tokens": ("rhizome_request_prompt_tokens", "Prompt tokens per request."),
     "tokenizer.output_tokens": ("rhizome_request_generation_tokens", "Generated tokens per answer."),
@@ -56,6 +58,8 @@ _GAUGES = frozenset(
         "detokenizer.streams",
     }
 )  # fmt: skip
+_RESTARTS = "launcher.restarts."
+_LABELLED = ("tokenizer.finished_", "tokenizer.errors_", _RESTARTS)  # what follows is a label
 _FINISHED = {"stop": "finished_stop", "length": "finished_length", "abort": "finished_abort"}
 
 
@@ -85,7 +89,7 @@ class ClusterCollector(Collector):
 
 def _cluster(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
     for name, value in stats.items():
-        if "/" in name or name.startswith("tokenizer.finished_") or name.startswith("tokenizer.errors_"):
+        if "/" in name or name.startswith(_LABELLED):
             continue
         own = "rhizome_" + name.replace(".", "_")
         text = f"{name} of the cluster's statistics."
@@ -119,7 +123,11 @@ def _outcomes(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
     for name, value in stats.items():
         if name.startswith("tokenizer.errors_"):
             errors.add_metric([model, name.removeprefix("tokenizer.errors_")], value)
-    yield from (finished, errors, success)
+    restarts = CounterMetricFamily("rhizome_process_restarts", "Restarts of a process.", labels=["process"])
+    for name, value in stats.items():
+        if name.startswith(_RESTARTS):
+            restarts.add_metric([name.removeprefix(_RESTARTS)], value)
+    yield from (finished, errors, success, restarts)
 
 
 def _as_vllm(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
@@ -137,6 +145,9 @@ def _as_vllm(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
         yield _gauge(name, text, value, model, engine=True)
     for name, (shown, text) in _VLLM_COUNTERS.items():
         yield _counter(shown, text, stats.get(name, 0), model, engine=True)
+    found, asked = stats.get("scheduler.cached_tokens", 0), stats.get("scheduler.prompt_tokens", 0)
+    rate = found / asked if asked else 0.0
+    yield _gauge("rhizome_prefix_cache_hit_rate", "Part of all prompt tokens that were cached (0 to 1).", rate, model)
     # In tokens: how many of the prompts' tokens were looked up, and how many found.
     yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
                    stats.get("scheduler.prompt_tokens", 0), model, engine=True)  # fmt: skip

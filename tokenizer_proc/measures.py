@@ -11,7 +11,7 @@ class Measures:
     """Histograms and counters by name. Times are nanoseconds of one clock."""
 
     def __init__(self) -> None:
-        names = ("ttft", "itl", "e2e", "decode", "prompt_tokens", "output_tokens")
+        names = ("ttft", "itl", "e2e", "prefill", "decode", "prompt_tokens", "output_tokens")
         self._histograms = {name: histogram(f"tokenizer.{name}") for name in names}
         self._counters: Counter[str] = Counter(
             {f"finished_{f.name.lower()}": 0 for f in Finish if f is not Finish.NONE}
@@ -25,6 +25,8 @@ class Measures:
         if not choice.first_ns:
             choice.first_ns = now
             self._histograms["ttft"].observe((now - choice.entry.arrival) / 1e9)
+            if choice.started_ns:
+                self._histograms["prefill"].observe((now - choice.started_ns) / 1e9)
         else:
             self._histograms["itl"].observe((now - choice.last_ns) / 1e9 / count, count)
         choice.last_ns = now

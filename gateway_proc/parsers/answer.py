@@ -3,9 +3,9 @@
 import secrets
 import string
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from gateway_proc.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from gateway_proc.parsers.driver import CallParser
 from gateway_proc.parsers.formats import Reasoning, ToolFormat
 from gateway_proc.parsers.hermes import HermesParser
 from gateway_proc.parsers.llama3 import Llama3Parser
@@ -15,22 +15,11 @@ from gateway_proc.parsers.reasoning import ReasoningSplitter, Split
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
-class ToolParser(Protocol):
-    """Content and calls of a text. `calls` counts those that have begun."""
-
-    @property
-    def calls(self) -> int: ...
-
-    def feed(self, text: str) -> list[Delta]: ...
-
-    def finish(self) -> list[Delta]: ...
-
-
 class AnswerParser:
     """See the package's docstring. Without a splitter all is content and calls, without tools all is content. Of calls
     beyond `most` nothing is shown (None: of all calls everything is)."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolParser | None, most: int | None = None) -> None:
+    def __init__(self, splitter: ReasoningSplitter | None, tools: CallParser | None, most: int | None = None) -> None:
         self._splitter = splitter
         self._tools = tools
         self._most = most
@@ -71,7 +60,7 @@ def make_parser(
     names of the offered ones, `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of
     calls. Without `parallel` only the first call is shown."""
     splitter = None if reasoning is Reasoning.NONE else ReasoningSplitter(opened=reasoning is Reasoning.OPENED)
-    parser: ToolParser | None = None
+    parser: CallParser | None = None
     match tools:
         case ToolFormat.HERMES:
             parser = HermesParser(new_id or _call_id)

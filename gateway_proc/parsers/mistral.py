@@ -6,8 +6,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from gateway_proc.parsers.call_object import CallObject
-from gateway_proc.parsers.content import Content
-from gateway_proc.parsers.deltas import Delta, DeltaWriter
+from gateway_proc.parsers.driver import CallParser
 from gateway_proc.parsers.scanning import JsonValue
 
 _OPEN = "[TOOL_CALLS]"
@@ -18,48 +17,24 @@ _HEADER = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(
 class _State(Enum):
     CONTENT = auto()
     MARKED = auto()  # behind the marker
-    OBJECT = auto()  # in an object of a list
-    BETWEEN = auto()  # behind one
+    BETWEEN = auto()  # behind an object of a list
     ARGUMENTS = auto()  # behind a name
 
 
-class MistralParser:
+class MistralParser(CallParser):
     """`forced` reads the list alone, without the marker, as a grammar for forced calls allows it."""
 
     def __init__(self, new_id: Callable[[], str], *, forced: bool = False) -> None:
-        self._writer = DeltaWriter(new_id)
-        self._content = Content(self._writer)
+        super().__init__(new_id)
         self._state = _State.MARKED if forced else _State.CONTENT
         self._raw = ""  # behind content and before what can be a call: content again if it is none
-        self._call: CallObject | None = None
         self._value = JsonValue()
-        self._text = ""
 
-    @property
-    def calls(self) -> int:
-        return self._writer.calls
-
-    def feed(self, text: str) -> list[Delta]:
-        self._text += text
-        self._run(final=False)
-        return self._writer.take()
-
-    def finish(self) -> list[Delta]:
-        self._run(final=True)
+    def _at_end(self) -> None:
         if self._state is _State.MARKED:
             self._content.restore(self._raw)
-        elif self._call is not None:
-            self._call.finish()
-            self._end_object(self._call)
-            self._run(final=True)
-        return self._writer.take()
 
-    def _run(self, *, final: bool) -> None:
-        while self._text and self._step(final):
-            pass
-
-    def _step(self, final: bool) -> bool:
-        """Read on; whether more can be read without more text."""
+    def _step(self, *, final: bool) -> bool:
         match self._state:
             case _State.CONTENT:
                 self._text, self._raw = self._content.scan(self._text, (_OPEN,), final=final)
@@ -68,12 +43,6 @@ class MistralParser:
                 return bool(self._raw)
             case _State.MARKED:
                 return self._read_header(final)
-            case _State.OBJECT:
-                assert self._call is not None
-                self._text = self._text[self._call.feed(self._text) :]
-                if self._call.ended:
-                    self._end_object(self._call)
-                return True
             case _State.BETWEEN:
                 return self._read_separator(final)
             case _State.ARGUMENTS:
@@ -121,13 +90,10 @@ class MistralParser:
 
     def _begin_object(self) -> None:
         self._call = CallObject(self._writer)
-        self._state = _State.OBJECT
+        self._state = _State.BETWEEN
 
-    def _end_object(self, call: CallObject) -> None:
-        self._call = None
-        if call.began:
-            self._state = _State.BETWEEN
-        else:
+    def _end_call(self, call: CallObject) -> None:
+        if not call.began:
             self._content.restore(self._raw + call.raw)
             self._to_content(after_call=False)
 

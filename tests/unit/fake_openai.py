@@ -92,9 +92,11 @@ class FakeOpenAI:
             said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             answer = {"id": "x1", "choices": [{"index": 0, **said, "finish_reason": "stop"}], "usage": usage}
             return web.json_response(answer)
-        return await self._stream(request, chat, text, usage)
+        return await self._stream(request, chat, text, usage, body)
 
-    async def _stream(self, request: web.Request, chat: bool, text: str, usage: dict[str, Any]) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, chat: bool, text: str, usage: dict[str, Any], body: dict[str, Any]
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
 
@@ -104,7 +106,8 @@ class FakeOpenAI:
 
         def chunk(said: str | None, finish: str | None = None, **more: str) -> dict[str, Any]:
             own = {"delta": {**({} if said is None else {"content": said}), **more}} if chat else {"text": said or ""}
-            return {"choices": [{"index": 0, **own, "finish_reason": finish}]}
+            scores = logprobs(chat, said) if said and body.get("logprobs") else None
+            return {"choices": [{"index": 0, **own, "logprobs": scores, "finish_reason": finish}]}
 
         try:
             if chat:
@@ -132,3 +135,11 @@ class FakeOpenAI:
         except ConnectionError:
             self.gone.set()
         return response
+
+
+def logprobs(chat: bool, token: str) -> dict[str, Any]:
+    """Those of one token, and of a likelier one."""
+    own, other = {"token": token, "logprob": -1.5}, {"token": "e", "logprob": -0.25}
+    if chat:
+        return {"content": [{**own, "top_logprobs": [other, own]}]}
+    return {"tokens": [token], "token_logprobs": [-1.5], "top_logprobs": [{token: -1.5, "e": -0.25}], "text_offset": []}

@@ -27,6 +27,10 @@ from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.frontend_world import INFO
 
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
+STATS = {
+    "scheduler.running": 2, "scheduler.waiting": 1, "scheduler.total_pages": 8, "scheduler.free_pages": 5,
+    "scheduler.evictable_pages": 1, "launcher.restarts.worker-0": 3,
+}  # fmt: skip
 Answer = Callable[[Any], Iterable[Any]]
 
 
@@ -40,8 +44,7 @@ def answering(generate: Callable[[Generate], Iterable[Any]], info: Info = INFO) 
             case GetInfo():
                 yield replace(info, rid=msg.rid)
             case GetStats():
-                yield Stats(msg.query, {"scheduler.running": 2, "scheduler.waiting": 1, "scheduler.total_pages": 8,
-                                        "scheduler.free_pages": 5, "scheduler.evictable_pages": 1})  # fmt: skip
+                yield Stats(msg.query, STATS)
             case Detokenize():
                 yield Text(msg.rid, "".join(chr(96 + t) for t in msg.token_ids))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,9 @@ def test_metrics(short_dir: Path) -> None:
         tokens = {s.labels["kind"]: s.value for s in found["rhizome_http_tokens"].samples if s.name.endswith("_total")}
         assert tokens == {"prompt": 3, "cached": 1, "output": 2}
         assert "secret" not in response.text
+        (restarts,) = [s for s in found["rhizome_process_restarts"].samples if s.name.endswith("_total")]
+        assert (restarts.labels["process"], restarts.value) == ("worker-0", 3), "names of processes are no names here"
+        assert all(re.fullmatch(r"(rhizome_|vllm:)[a-z0-9_]+", name) for name in found)
 
     play(short_dir, HELLO, test)
 

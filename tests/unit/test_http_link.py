@@ -10,7 +10,9 @@ import pytest
 
 from client_cli.http_link import HttpLink
 from client_cli.http_loop import Server
+from client_cli.openai_logprobs import logprobs_of
 from common.connection import Answer, Row, Unreachable
+from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError, ints
 from common.sampling_params import Grammar, SamplingParams
 from tests.unit.client_runs import run, start
@@ -121,6 +123,32 @@ def test_reasoning_reads_as_from_the_model(server: FakeOpenAI) -> None:
     assert "".join(row.text for row in rows) == "<think>hmm</think>think"
 
 
+@pytest.mark.parametrize("prompt", ["ab", [ChatMessage("user", "ab")]])
+def test_log_probabilities_are_read_in_both_formats(server: FakeOpenAI, prompt: Any) -> None:
+    (_, _, body), rows = asked(server, prompt, SamplingParams(logprobs=1))
+    assert (body["logprobs"], body.get("top_logprobs")) == ((1, None) if isinstance(prompt, str) else (True, 1))
+    first, second = (row.logprobs for row in rows)
+    likeliest = TopLogprob(-1, b"e", -0.25)
+    assert first == (TokenLogprobs(-1, b"a", -1.5, 2, (likeliest, TopLogprob(-1, b"a", -1.5))),)
+    assert second is not None and second[0].token == b"b"
+    assert first[0].as_dict() == {
+        "token": "a", "logprob": -1.5, "rank": 2,
+        "top": [{"token": "e", "logprob": -0.25}, {"token": "a", "logprob": -1.5}],
+    }  # fmt: skip
+
+
+def test_tokens_by_number_and_by_bytes() -> None:
+    top = {"token": "token_id:7", "logprob": -1.0, "bytes": None}
+    entry = {"token": "\ufffd", "logprob": -2.0, "bytes": [0xF0, 0x9F], "top_logprobs": [top]}
+    (found,) = logprobs_of({"logprobs": {"content": [entry]}}) or ()
+    assert (found.token, found.rank, found.top) == (b"\xf0\x9f", -1, (TopLogprob(7, b"token_id:7", -1.0),))
+    for nothing in ({}, {"logprobs": None}, {"logprobs": {"content": None}}):
+        assert logprobs_of(nothing) is None
+    for wrong in ({"logprobs": {"content": [{}]}}, {"logprobs": {"tokens": ["a"], "token_logprobs": []}}):
+        with pytest.raises((LookupError, ValueError)):
+            logprobs_of(wrong)
+
+
 def test_the_key_is_sent_and_its_lack_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeOpenAI(key="secret") as server:
         with pytest.raises(Unreachable, match="wrong key"):
@@ -165,7 +193,7 @@ def test_ctrl_c_cuts_the_connection(server: FakeOpenAI) -> None:
         (["x", "--model", "m"], "--model belongs to --url"),
         (["x", "--api-key-env", "K"], "--api-key-env belongs to --url"),
         (["--stats", "--url", "http://h"], "--stats does not work over HTTP"),
-        (["x", "--json", "--logprobs", "2", "--url", "http://h"], "do not work over HTTP"),
+        (["x", "--json", "--prompt-logprobs", "2", "--url", "http://h"], "does not work over HTTP"),
         (["x", "--logprobs", "2"], "are shown by --json"),
         (["x", "--regex", "a", "--json-object"], "Give one of --json-object"),
         (["x", "--logit-bias", "a:1"], "TOKEN_ID:VALUE expected"),

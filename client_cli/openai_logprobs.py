@@ -1,0 +1,41 @@
+"""Log probabilities in the two formats of OpenAI's API, read as those of a cluster."""
+
+from typing import Any
+
+from common.logprobs import TokenLogprobs, TopLogprob
+
+UNKNOWN = -1  # OpenAI's API names tokens by their text
+
+
+def logprobs_of(choice: dict[str, Any]) -> tuple[TokenLogprobs, ...] | None:
+    """Those of one choice of a chunk or answer, None where it has none. Ids and ranks that it does not tell are
+    unknown. Raises LookupError, TypeError or ValueError for what is in neither format."""
+    found = choice.get("logprobs")
+    if not found:
+        return None
+    if found.get("content") is not None:  # of chats
+        return tuple(_entry(each, [_top(t) for t in each.get("top_logprobs") or ()]) for each in found["content"])
+    if found.get("tokens") is None:
+        return None
+    columns = zip(
+        found["tokens"], found["token_logprobs"], found.get("top_logprobs") or [{}] * len(found["tokens"]), strict=True
+    )
+    entries = []
+    for text, logprob, top in columns:
+        likely = sorted((top or {}).items(), key=lambda pair: -pair[1])
+        alternatives = [_top({"token": token, "logprob": value}) for token, value in likely]
+        entries.append(_entry({"token": text, "logprob": logprob}, alternatives))
+    return tuple(entries)
+
+
+def _entry(said: dict[str, Any], top: list[TopLogprob]) -> TokenLogprobs:
+    own = _top(said)
+    rank = next((i for i, each in enumerate(top, start=1) if each.token == own.token), UNKNOWN)
+    return TokenLogprobs(own.token_id, own.token, own.logprob, rank, tuple(top))
+
+
+def _top(said: dict[str, Any]) -> TopLogprob:
+    text, raw = str(said["token"]), said.get("bytes")
+    number = text.removeprefix("token_id:")
+    token_id = int(number) if number != text and number.isdecimal() else UNKNOWN
+    return TopLogprob(token_id, bytes(raw) if raw is not None else text.encode(), float(said["logprob"]))

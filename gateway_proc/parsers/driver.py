@@ -1,0 +1,64 @@
+"""What the parsers of tool calls share: text in, deltas out, and the call that is being read."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from gateway_proc.parsers.call_object import CallObject
+from gateway_proc.parsers.content import Content
+from gateway_proc.parsers.deltas import Delta, DeltaWriter
+
+
+class CallParser(ABC):
+    """Content and calls of a text. A format says in `_step` how it goes on from what is in `_text`, and in `_end_call`
+    what follows a call."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._writer = DeltaWriter(new_id)
+        self._content = Content(self._writer)
+        self._call: CallObject | None = None
+        self._text = ""
+
+    @property
+    def calls(self) -> int:
+        """How many have begun."""
+        return self._writer.calls
+
+    def feed(self, text: str) -> list[Delta]:
+        """What more text adds."""
+        self._text += text
+        self._run(final=False)
+        return self._writer.take()
+
+    def finish(self) -> list[Delta]:
+        """What was held back, once no more text comes."""
+        self._run(final=True)
+        if self._call is not None:
+            self._call.finish()
+            self._close(self._call)
+            self._run(final=True)
+        self._at_end()
+        return self._writer.take()
+
+    def _run(self, *, final: bool) -> None:
+        while self._text:
+            if self._call is not None:
+                self._text = self._text[self._call.feed(self._text) :]
+                if self._call.ended:
+                    self._close(self._call)
+            elif not self._step(final=final):
+                return
+
+    def _close(self, call: CallObject) -> None:
+        self._call = None
+        self._end_call(call)
+
+    @abstractmethod
+    def _step(self, *, final: bool) -> bool:
+        """Read on outside of calls; whether more can be read without more text."""
+
+    @abstractmethod
+    def _end_call(self, call: CallObject) -> None:
+        """A call has ended, or turned out to be none."""
+
+    def _at_end(self) -> None:  # noqa: B027 (most formats hold nothing else back)
+        """All text has been read."""
