@@ -140,11 +140,13 @@ def _runner(target: Target) -> Runner:
     from client_cli.batch_local import LocalRunner
 
     models: set[str] = set()
+    served = "model"
     if target.address is None:
         model = target.cluster().get("model", {})
-        names = (model.get("path"), Path(model.get("path", "")).name, model.get("served_name"))
+        names = (model.get("served_name"), Path(model.get("path", "")).name, model.get("path"))
         models = {str(name) for name in names if name}
-    return LocalRunner(target.open(), frozenset(models))
+        served = next((str(name) for name in names if name), served)
+    return LocalRunner(target.open(), frozenset(models), served)
 
 
 @contextmanager

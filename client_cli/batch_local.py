@@ -32,9 +32,9 @@ def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
     """The request of a line. Raises FieldError for what ipc cannot do, which includes every unknown field."""
     body = dict(line.body)
     model = body.pop("model", None)
-    if type(model) is not str:
+    if model is not None and type(model) is not str:
         raise FieldError("model", "must be text")
-    if models and model not in models:
+    if model is not None and models and model not in models:
         raise FieldError("model", f"{model!r} is not served here; served is {', '.join(sorted(models))}")
     for name in ("stream", "user"):  # false as checked before; for logs of the provider
         body.pop(name, None)
@@ -70,11 +70,11 @@ def _message(item: Any, index: int) -> Any:
         if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
             raise FieldError(f"messages[{index}].content", "parts must be of type text")
         texts.append(part["text"])
-    return {**item, "content": "".join(texts)}
+    return {**item, "content": "\n".join(texts)}  # as the gateway and vLLM join them
 
 
-def to_response(line: Line, answers: list[Answer]) -> dict[str, Any]:
-    """A whole answer as OpenAI's response body."""
+def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any]:
+    """A whole answer as OpenAI's response body. `served` is the model's name for lines that name none."""
     chat = line.url == CHAT
     choices = []
     for index, answer in enumerate(answers):
@@ -86,7 +86,7 @@ def to_response(line: Line, answers: list[Answer]) -> dict[str, Any]:
         "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
-        "model": line.body["model"],
+        "model": line.body.get("model") or served,
         "choices": choices,
         "usage": {
             "prompt_tokens": prompt,
@@ -111,10 +111,12 @@ class _Running:
 
 
 class LocalRunner:
-    """Runs lines over a connection of which it is the only user."""
+    """Runs lines over a connection of which it is the only user. They may call the model by one of `models` (any name
+    where that is empty); to lines that do not, answers call it `served`."""
 
-    def __init__(self, link: "Link", models: frozenset[str]):
+    def __init__(self, link: "Link", models: frozenset[str], served: str):
         self._link = link
+        self._served = served
         self._models = models
         self._running: dict[int, _Running] = {}
         self._refused: list[Outcome] = []
@@ -152,7 +154,7 @@ class LocalRunner:
         if any(answer.finish is Finish.ABORT for answer in running.answers):
             error = {"code": "aborted", "message": "the cluster aborted the request"}
             return Outcome(running.line.custom_id, 0, None, error)
-        return Outcome(running.line.custom_id, 200, to_response(running.line, running.answers))
+        return Outcome(running.line.custom_id, 200, to_response(running.line, running.answers, self._served))
 
     def stop(self) -> None:
         """Abort what runs; its lines are not written, so that the next run does them again."""

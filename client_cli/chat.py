@@ -105,7 +105,7 @@ class Chat:
                     conversation.save(Path(text).expanduser())
                     click.echo(f"({len(conversation.messages)} messages saved to {text})")
                 except OSError as error:
-                    click.echo(f"Error: {error}", err=True)
+                    click.echo(f"Error: {text} cannot be written: {error.strerror}", err=True)
             case Do.HELP:
                 click.echo(HELP)
             case Do.WRONG:

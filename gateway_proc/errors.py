@@ -97,7 +97,9 @@ def of_validation(error: ValidationError) -> ApiError:
     found: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         if problem["type"] == "json_invalid":
-            return ApiError(400, f"the body is not valid JSON: {_decapitalized(problem['msg'])}", code="invalid_json")
+            return ApiError(
+                400, f"the body is not valid JSON: {problem['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
+            )
         text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         found.setdefault(path_of(problem["loc"]), []).append(_decapitalized(text))
     param = max(found, key=lambda path: path.count(".") + path.count("["))

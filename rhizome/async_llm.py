@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from common.async_connection import AsyncConnection, RequestFailed, Stream
 from common.codec import FrameError
@@ -81,39 +81,28 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_ms: int = 0,
+        **options: Unpack[Options],
     ) -> list[RequestOutput]:
         """As LLM.generate, without a progress bar. A cancelled call aborts its requests on the cluster."""
-        options = Options(cache_salt, priority, deadline_ms)
         return await self._run(make_requests("prompt", prompts_of(prompts), params, options))
 
     async def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_ms: int = 0,
+        **options: Unpack[Options],
     ) -> list[RequestOutput]:
         """As LLM.chat, without a progress bar."""
-        options = Options(cache_salt, priority, deadline_ms)
         return await self._run(make_requests("messages", conversations_of(messages), params, options))
 
     async def stream(
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_ms: int = 0,
+        **options: Unpack[Options],
     ) -> AsyncIterator[StreamOutput]:
         """As LLM.stream: `async for piece in llm.stream("..."): ...`."""
-        request = make_request(prompt, params, Options(cache_salt, priority, deadline_ms))
+        request = make_request(prompt, params, options)
         await self._reconnect()
         progress = Progress(0, request)
         stream = self._submit(request, stream=True)

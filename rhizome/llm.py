@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from common.codec import FrameError
 from common.connection import Connection, ConnectionLost, Row
@@ -89,16 +89,13 @@ class LLM:
         params: Params = None,
         *,
         use_tqdm: bool = True,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_ms: int = 0,
+        **options: Unpack[Options],
     ) -> list[RequestOutput]:
         """The answers to prompts, texts or lists of token ids, in their order; `params` for all or one for each.
 
         Raises ValueError for wrong arguments before anything is sent, GenerationError when the cluster ends a prompt
         with an error (the others are aborted), ClusterError when the cluster goes away.
         """
-        options = Options(cache_salt, priority, deadline_ms)
         return self._run(make_requests("prompt", prompts_of(prompts), params, options), use_tqdm)
 
     def chat(
@@ -107,25 +104,19 @@ class LLM:
         params: Params = None,
         *,
         use_tqdm: bool = True,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_ms: int = 0,
+        **options: Unpack[Options],
     ) -> list[RequestOutput]:
         """The same for conversations, lists of {"role": ..., "content": ...}, through the model's chat template."""
-        options = Options(cache_salt, priority, deadline_ms)
         return self._run(make_requests("messages", conversations_of(messages), params, options), use_tqdm)
 
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_ms: int = 0,
+        **options: Unpack[Options],
     ) -> Iterator[StreamOutput]:
         """The answer to a prompt or conversation as it is generated. Leaving the loop aborts it on the cluster."""
-        request = make_request(prompt, params, Options(cache_salt, priority, deadline_ms))
+        request = make_request(prompt, params, options)
         return self._stream(request)
 
     def stats(self) -> dict[str, int]:

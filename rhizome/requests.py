@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypedDict, cast
 
 from common.connection import Answer, Row
 from common.fields import FieldError
@@ -17,13 +17,12 @@ Message: TypeAlias = Mapping[str, str]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a request says beside its prompt and sampling."""
+class Options(TypedDict, total=False):
+    """What a call says of its requests beside prompts and sampling, as in `common.messages.Generate`."""
 
-    cache_salt: str = ""
-    priority: int = 0
-    deadline_ms: int = 0
+    cache_salt: str
+    priority: int
+    deadline_ms: int
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -45,7 +44,11 @@ def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
 
 
 def make_requests(kind: str, inputs: Sequence[Any], params: Params, options: Options) -> list[JsonRequest]:
-    """Checked requests; `kind` is prompt or messages. Raises ValueError naming the prompt and the field."""
+    """Checked requests; `kind` is prompt or messages. Raises ValueError naming the prompt and the field, and TypeError
+    for an unknown option."""
+    for name in options:
+        if name not in Options.__annotations__:
+            raise TypeError(f"unexpected keyword argument {name!r}; how to sample is said by SamplingParams")
     if isinstance(params, Sequence):
         each = list(params)
         if len(each) != len(inputs):
@@ -75,11 +78,7 @@ def _request(kind: str, given: Any, params: SamplingParams, options: Options) ->
         value = {"prompt": given}
     else:
         value = {"token_ids": [int(token) for token in given]}
-    values = {
-        **value, "n": params.n, "cache_salt": options.cache_salt, "priority": options.priority,
-        "deadline_ms": options.deadline_ms,
-    }  # fmt: skip
-    checked = parse_request(values)
+    checked = parse_request({**value, "n": params.n, **options})
     return JsonRequest(
         checked.prompt, params.to_wire(), checked.n, checked.cache_salt, checked.priority, checked.deadline_ms
     )

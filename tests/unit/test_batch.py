@@ -98,8 +98,11 @@ def test_bodies_become_requests() -> None:
     message = {"role": "user", "content": parts}
     request = to_request(local(url=CHAT, messages=[message], max_completion_tokens=9, n=2), frozenset())
     assert request.params.max_tokens == 9 and request.n == 2
-    assert [(m.role, m.content) for m in request.prompt if not isinstance(m, int | str)] == [("user", "ab")]
+    assert [(m.role, m.content) for m in request.prompt if not isinstance(m, int | str)] == [("user", "a\nb")], (
+        "as over HTTP"
+    )
     assert to_request(local(url=CHAT, messages=[message]), frozenset()).params.max_tokens is None
+    assert to_request(local(model=None, prompt="x"), frozenset({"m"})).prompt == "x", "HTTP servers need no name either"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,17 @@ def test_python_values_become_those_of_the_wire() -> None:
         "json_schema", '{"type": "object"}'
     )
     assert SamplingParams(choice=["ä", "b"]).to_wire().grammar == Grammar("choice", '["ä", "b"]')
+    assert SamplingParams(ebnf='root ::= "a"').to_wire().grammar == Grammar("ebnf", 'root ::= "a"')
     assert SamplingParams(lark="start: /a/").to_wire().grammar == Grammar("lark", "start: /a/")
+
+
+def test_options_of_a_call() -> None:
+    (request,) = make_requests("prompt", ["x"], None, {"cache_salt": "s", "priority": 3, "deadline_ms": 5})
+    assert (request.cache_salt, request.priority, request.deadline_ms) == ("s", 3, 5)
+    with pytest.raises(ValueError, match="prompt 0: priority"):
+        make_requests("prompt", ["x"], None, {"priority": 10**6})
+    with pytest.raises(TypeError, match="'temperature'; how to sample is said by SamplingParams"):
+        make_requests("prompt", ["x"], None, {"temperature": 0.5})  # type: ignore[typeddict-unknown-key]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +77,9 @@ def test_one_prompt_or_several() -> None:
 
 def test_requests() -> None:
     params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2, n=3)]
-    first, second = make_requests("prompt", ["x", (5, 6)], params, Options("salt", 1, 2))
+    first, second = make_requests(
+        "prompt", ["x", (5, 6)], params, Options(cache_salt="salt", priority=1, deadline_ms=2)
+    )
     assert (first.prompt, first.params.max_tokens, first.n) == ("x", 1, 1)
     assert (second.prompt, second.n, second.cache_salt, second.priority, second.deadline_ms) == (
         [5, 6],
