@@ -142,6 +142,8 @@ def _grammars(request: SamplingFields) -> list[tuple[str, Grammar | None]]:
         ("guided_choice", _of_choice(request.guided_choice)),
         ("guided_grammar", _of_grammar(request.guided_grammar)),
         ("regex", _of("regex", request.regex)),
+        ("choice", _of_choice(request.choice)),
+        ("grammar", _of_grammar(request.grammar)),
         ("ebnf", _of("ebnf", request.ebnf)),
         ("json_schema", _of_schema(request.json_schema)),
     ]

@@ -106,6 +106,8 @@ class SamplingFields(ApiModel):
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
 

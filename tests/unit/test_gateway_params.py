@@ -153,11 +153,13 @@ def test_grammars_that_are_refused(fields: dict[str, Any], param: str) -> None:
 )
 def test_vllms_grammars_are_lark_or_ebnf(text: str, kind: str) -> None:
     assert grammar_of(request(guided_grammar=text)) == (Grammar(kind, text), "guided_grammar")
+    assert grammar_of(request(grammar=text)) == (Grammar(kind, text), "grammar")
     outputs = request(structured_outputs={"grammar": text})
     assert grammar_of(outputs) == (Grammar(kind, text), "structured_outputs.grammar")
 
 
 def test_sglangs_names() -> None:
+    assert grammar_of(request(choice=["a", "b"])) == (Grammar("choice", '["a", "b"]'), "choice")
     assert grammar_of(request(ebnf="start: x")) == (Grammar("ebnf", "start: x"), "ebnf")
     schema = '{"type": "object"}'
     for given in (schema, json.loads(schema)):
