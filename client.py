@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 DEFAULT = "complete"
+LATE = "client.late"  # a command behind an option, where it is taken for a prompt
 COMMANDS = {
     "complete": "Generate text for a prompt or a file of prompts (the default).",
     "chat": "Talk with the model in the terminal.",
@@ -38,8 +39,19 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0] not in COMMANDS and args not in (["-h"], ["--help"])):
+            ctx.meta[LATE] = next((arg for arg in args if arg in COMMANDS), None)
             args = [DEFAULT, *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            late = ctx.meta.get(LATE)
+            if late is None:
+                raise
+            hint = f"a command comes before its options: client.py {late} ..."
+            raise click.UsageError(f"{error.format_message()}; {hint}", error.ctx) from None
 
 
 @click.group(

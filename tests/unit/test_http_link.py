@@ -196,6 +196,7 @@ def test_ctrl_c_cuts_the_connection(server: FakeOpenAI) -> None:
         (["x", "--json", "--prompt-logprobs", "2", "--url", "http://h"], "does not work over HTTP"),
         (["x", "--logprobs", "2"], "are shown by --json"),
         (["x", "--regex", "a", "--json-object"], "Give one of --json-object"),
+        (["--max-tokens", "5", "chat", "x"], "a command comes before its options: client.py chat ..."),
         (["x", "--logit-bias", "a:1"], "TOKEN_ID:VALUE expected"),
     ],
 )
