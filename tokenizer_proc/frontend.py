@@ -103,9 +103,12 @@ class Frontend:
             msg = decode(frame, _FROM_CLIENTS, max_bytes=self._limits.max_frame)
         except FrameError as error:
             self.refused.count(error)
+            problem = f"{error.field}: {error.problem}" if error.field else error.problem
+            refusal = Refused(ErrorCode.INVALID, problem, error.field)
+            if error.cause == "oversized":
+                refusal = self._limits.too_large(problem)
             for rid in error.rids:
-                problem = f"{error.field}: {error.problem}" if error.field else error.problem
-                self._answers.send(owner, Refused(ErrorCode.INVALID, problem, error.field).answer(rid))
+                self._answers.send(owner, refusal.answer(rid))
             return
         match msg:
             case Generate():

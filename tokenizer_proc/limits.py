@@ -81,6 +81,10 @@ class Limits:
             )
             raise Refused(ErrorCode.TOO_LONG, problem, field, self.max_chars)
 
+    def too_large(self, problem: str) -> Refused:
+        """The refusal of a message that is too large for any prompt that fits; `problem` says how large it is."""
+        return Refused(ErrorCode.TOO_LONG, f"{problem}: {self._prompt_limit()}", "", self.max_frame)
+
     def check_prompt(self, tokens: IntArray, field: str) -> None:
         """Length first: it is cheaper to say and explains more."""
         if not tokens:

@@ -389,3 +389,11 @@ def test_clients_hear_when_what_happened(stream: bool) -> None:
         assert world.answers[b"a"][-1].times[-1] == 400
 
     run(test)
+
+
+def test_a_message_that_is_too_large_is_a_prompt_that_is_too_long() -> None:
+    world = World()
+    world.receive(request(5, text="x" * 2**21))
+    (error,) = world.answers[b"a"]
+    assert (error.rid, error.code) == (5, ErrorCode.TOO_LONG) and "maximum context length is 32 tokens" in error.problem
+    assert world.frontend.refused.by_cause["oversized"] == 1
