@@ -1,0 +1,90 @@
+"""The processes of a cluster under test: hurting them, seeing that they are all there again, and measuring them."""
+
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+
+from tests.faults.checks import Measure
+from tests.faults.plan import Fault, Kind, Shape
+from tests.integration.cluster import Cluster
+
+_BROKEN = re.compile(r"will be replaced|workers are restarted")
+_WHOLE = "everybody is there"
+
+
+class Processes:
+    """What the run directory and the log of a cluster say of its processes."""
+
+    def __init__(self, cluster: Cluster, shape: Shape):
+        self._cluster = cluster
+        self._shape = shape
+        self._hurt: list[tuple[str, int]] = []  # killed or frozen: another one must take the place
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return dict(self._cluster.info["pids"])
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        return dict(self._cluster.info["restarts"])
+
+    def can_be(self, fault: Fault) -> bool:
+        """Whether the process is there; and serves, where it is to stand still: a launcher cannot know how long
+        loading takes, so it waits for --start-timeout for one that is stopped while it loads."""
+        if fault.kind is Kind.RENEW:
+            return True
+        return fault.target in self.pids and (fault.kind is Kind.KILL or self.whole())
+
+    def hurt(self, fault: Fault) -> int:
+        """Do it; the id of the process."""
+        if fault.kind is Kind.RENEW:
+            self._cluster.process.send_signal(signal.SIGHUP)
+            return self._cluster.process.pid
+        pid = self.pids[fault.target]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if fault.kind is Kind.KILL else signal.SIGSTOP)
+        if fault.kind is not Kind.PAUSE:
+            self._hurt.append((fault.target, pid))
+        return pid
+
+    def go_on(self, pid: int) -> None:
+        """End a pause."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    def whole(self) -> bool:
+        """Whether every process lives, those that were hurt are replaced, and the cluster said so."""
+        pids = self.pids
+        there = all(name in pids and _lives(pids[name]) for name in self._shape.processes)
+        replaced = all(pids.get(name) != pid for name, pid in self._hurt)
+        return there and replaced and self._announced()
+
+    def _announced(self) -> bool:
+        """The launcher's last word on its units, the gateway's aside."""
+        lines = [line for line in self._cluster.log.splitlines() if "the gateway will be replaced" not in line]
+        broken = max((i for i, line in enumerate(lines) if _BROKEN.search(line)), default=-1)
+        return broken < 0 or any(_WHOLE in line for line in lines[broken:])
+
+    def measure(self) -> dict[str, tuple[int, Measure]]:
+        """Of every process that lives: its id and size."""
+        found = {}
+        for name, pid in self.pids.items():
+            with contextlib.suppress(OSError):
+                found[name] = (pid, Measure(len(os.listdir(f"/proc/{pid}/fd")), _rss_anon(pid)))  # noqa: PTH208
+        return found
+
+
+def _rss_anon(pid: int) -> int:
+    text = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
