@@ -73,6 +73,13 @@ _ALL = (
     Request("logprobs", (31, 32), _draw(4, 32, logprobs=2), http={"logprobs": 2, "return_tokens_as_token_ids": True}),
     Request("prompt-logprobs", _LONG[:40], _greedy(24, prompt_logprobs=1)),
     Request("stops", (41, 42, 43), _draw(5, 64, min_tokens=24, stop_token_ids=ints(*range(40, 70)))),
+    Request(
+        "stop-strings",
+        (46, 47),
+        _draw(11, 64, min_tokens=16, stop=("a", "e ", "t")),
+        http={"min_tokens": 16, "stop": ["a", "e ", "t"]},
+    ),
+    Request("beams", (48, 49), SamplingParams(use_beam_search=True, max_tokens=12, ignore_eos=True), n=3),
     Request("long", _LONG, _greedy(32), http={}),
     Request("longer", (*_LONG, 9, 9), _draw(6, 32), http={}),
     Request("regex", (51, 52), _draw(7, 64, grammar=Grammar("regex", _REGEX)), http={"guided_regex": _REGEX}),

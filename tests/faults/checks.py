@@ -7,7 +7,7 @@ from tests.faults.judge import Finding, Kind
 from tests.faults.plan import Kind as FaultKind
 from tests.faults.plan import Round
 
-WARM_UP = 3  # measurements of a process from which its baseline is taken
+WARM_UP = 2  # measurements of a process from which its baseline is taken
 MORE_FDS = 8  # than at the baseline: connections that are being closed or made
 MORE_RSS = 24 * 2**20  # bytes: allocators keep pieces; a leak of one request's tokens a round is much less than this,
 MORE_RSS_WORKER = 64 * 2**20  # so only leaks that would matter within hours are seen. A worker touches its KV cache.
@@ -69,6 +69,7 @@ class Growth:
     """Whether processes stay as large as they were. A process is known by its name and id."""
 
     _first: dict[tuple[str, int], list[Measure]] = field(default_factory=dict)
+    worst: dict[str, Measure] = field(default_factory=dict)  # the most that a process of this name has grown
 
     def take(self, name: str, pid: int, measure: Measure) -> list[Finding]:
         """Note a measurement at idle; what is too much of it."""
@@ -76,6 +77,9 @@ class Growth:
         if len(first) < WARM_UP:
             first.append(measure)
             return []
+        worst = self.worst.get(name, Measure(0, 0))
+        fds, rss = measure.fds - max(m.fds for m in first), measure.rss - max(m.rss for m in first)
+        self.worst[name] = Measure(max(worst.fds, fds), max(worst.rss, rss))
         return self.too_much(name, pid, measure)
 
     def too_much(self, name: str, pid: int, measure: Measure) -> list[Finding]:

@@ -17,7 +17,7 @@ from tests.faults.plan import Kind as FaultKind
 from tests.faults.processes import Processes
 from tests.faults.progress import Progress
 from tests.faults.report import Report
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import LAUNCH, Cluster
 
 ROUND_S = 120.0  # within which every request has ended
 SETTLE_S = 90.0  # within which every process is back
@@ -34,10 +34,9 @@ Solos = dict[str, list[Choice]]
 class Stretch:
     """Rounds on one cluster. Use it in `async with`: it starts the cluster, and whatever happens leaves nothing."""
 
-    def __init__(self, model: Path, shape: Shape, report: Report, *, program: Sequence[str] = ()):
-        more = {"program": tuple(program)} if program else {}
+    def __init__(self, model: Path, shape: Shape, report: Report, *, program: Sequence[str] = (str(LAUNCH),)):
         self.shape = shape
-        self.cluster = Cluster(model, *shape.flags, **more)
+        self.cluster = Cluster(model, *shape.flags, program=program)
         self.processes = Processes(self.cluster, shape)
         self._report = report
         self._growth = checks.Growth()
@@ -101,7 +100,7 @@ class Stretch:
         if strays:
             findings.append(Finding(Kind.DUPLICATED, f"{strays} rows for requests that nobody has"))
         findings += checks.check_restarts(plan, before, after)
-        if not any(finding.kind is Kind.DEATH for finding in findings):
+        if not any(finding.kind in (Kind.DEATH, Kind.ABORT) for finding in findings):  # it would be waited for in vain
             findings += await self._check_idle()
         findings += self._check_log()
         self._report.add_round(plan)
@@ -125,11 +124,12 @@ class Stretch:
 
     async def end(self, how: End, solos: Solos, number: int) -> list[Finding]:
         """End the cluster, and see that nothing is left."""
-        findings = await end_cluster(self, how, solos)
+        findings = await end_cluster(self, how, number, solos)
         self._report.faults[f"end: {how.value}"] += 1
         self._report.findings += [(number, finding) for finding in findings]
         for name, count in self._totals.items():
             self._report.pressure[name] += count
+        self._report.add_growth(self._growth.worst)
         return findings
 
     # ---- during a round -------------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ class HttpClient:
     async def _leave_in_the_middle(self, body: bytes, outcome: Outcome) -> Outcome:
         """Half of the body, then nobody."""
         parts = urlsplit(self._address)
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        lines = (f"POST {PATH} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}")
+        head = "\r\n".join((*lines, "", ""))
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection(parts.hostname, parts.port)
             writer.write(head.encode() + body[: len(body) // 2])

@@ -1,6 +1,7 @@
 """A client on the cluster's own socket that hides nothing: also rows that come after an end are seen."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,7 +17,7 @@ from common.messages import Abort, Beat, ErrorCode, Finish, Generate, GetStats, 
 from common.rows import Row, RowReader
 from common.sockets import Inbox, open_socket
 from tests.faults.catalog import CATALOG, Request
-from tests.faults.judge import Choice, Ending, Outcome
+from tests.faults.judge import LATE_TOKENS, Choice, Ending, Outcome
 from tests.faults.plan import Ask, Conduct
 from tests.faults.progress import Progress
 
@@ -75,14 +76,21 @@ class IpcClient:
 
     async def play(self, ask: Ask) -> Outcome:
         """Do what `ask` says; returns at its end."""
-        request = CATALOG[ask.request]
         deadline_ms = ask.after_ms if ask.conduct is Conduct.DEADLINE else 0
-        rid, live = self.submit(request, stream=ask.stream, deadline_ms=deadline_ms)
+        rid, live = self.submit(CATALOG[ask.request], stream=ask.stream, deadline_ms=deadline_ms)
+        with contextlib.suppress(asyncio.CancelledError):  # the driver has given it up: it is silent
+            await self._behave(ask, rid, live)
+            await live.ended.wait()
+        return live.outcome
+
+    async def _behave(self, ask: Ask, rid: int, live: _Live) -> None:
         after_s = ask.after_ms / 1e3
         match ask.conduct:
             case Conduct.CANCEL:
                 await asyncio.sleep(after_s)
-                self._send_for(live, Abort(rid))
+                if not live.ended.is_set():
+                    live.outcome.given_up_at = live.outcome.tokens
+                    self._send_for(live, Abort(rid))
             case Conduct.DISCONNECT:
                 await asyncio.sleep(after_s)
                 self._close(Ending.LEFT)
@@ -91,8 +99,6 @@ class IpcClient:
                 self._reading.clear()
                 await asyncio.sleep(after_s)
                 self._reading.set()
-        await live.ended.wait()
-        return live.outcome
 
     def submit(self, request: Request, *, stream: bool = True, deadline_ms: int = 0) -> tuple[int, _Live]:
         self._connect()
@@ -199,6 +205,8 @@ class IpcClient:
                 live.open.remove(row.choice)
                 if not live.open:
                     self._end(row.rid, Ending.FINISHED)
+            elif live.outcome.late_tokens > LATE_TOKENS:
+                self._end(row.rid, Ending.IGNORED)
 
     def _is_open(self, rid: int, choice: int) -> bool:
         if rid in self._live and choice in self._live[rid].open:
@@ -206,7 +214,7 @@ class IpcClient:
         outcome = self._live[rid].outcome if rid in self._live else self._done.get(rid)
         if outcome is None:
             self.strays += 1
-        else:
+        elif outcome.ending is not Ending.IGNORED:
             outcome.stray_rows += 1
         return False
 
@@ -214,10 +222,8 @@ class IpcClient:
         self._reader.forget(error.rid)
         if error.rid in self._live:
             self._end(error.rid, _ENDINGS.get(ErrorCode(error.code), Ending.OTHER_ERROR), error.problem)
-        elif error.rid in self._done:
-            self._done[error.rid].stray_rows += 1
         else:
-            self.strays += 1
+            self._is_open(error.rid, -1)
 
     def _end(self, rid: int, ending: Ending, problem: str = "") -> None:
         live = self._live.pop(rid)

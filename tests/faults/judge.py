@@ -8,7 +8,7 @@ Which errors are allowed (everything else is `lost`):
 | not served (503, 500)    | HTTP only: the same, and before the first token or as the last event                 |
 | overloaded (429)         | in a round with a burst, before the first token; or to a client that does not read   |
 | deadline                 | to a request that has one                                                            |
-| shutting down            | after SIGTERM, before the first token                                                |
+| shutting down            | after SIGTERM, before the first token; after a second one always                     |
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ from enum import Enum
 from common.messages import Finish
 from tests.faults.catalog import CATALOG
 from tests.faults.plan import Ask, Conduct
+
+LATE_TOKENS = 256  # that may come between an abort and the end: no pipeline is so long
 
 
 class Kind(Enum):
@@ -52,6 +54,7 @@ class Ending(Enum):
     OTHER_ERROR = "other error"
     DISCONNECTED = "disconnected"  # the cluster broke the connection
     LEFT = "left"  # the client itself did
+    IGNORED = "ignored"  # so many tokens after its abort that the client waits no longer
     SILENT = "silent"  # it has not ended
 
 
@@ -75,10 +78,16 @@ class Outcome:
     ending: Ending = Ending.SILENT
     problem: str = ""
     stray_rows: int = 0  # after the end
+    given_up_at: int | None = None  # how many tokens had come when its client aborted it
 
     @property
-    def began(self) -> bool:
-        return any(choice.tokens for choice in self.choices)
+    def tokens(self) -> int:
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    @property
+    def late_tokens(self) -> int:
+        """Those that came after its client had aborted it."""
+        return 0 if self.given_up_at is None else self.tokens - self.given_up_at
 
 
 Solo = Sequence[Choice]
@@ -92,7 +101,8 @@ class Allowed:
     gateway_replaced: bool = False
     burst: bool = False
     paused: bool = False  # a process stood still and went on: aborts may have come late
-    stopping: bool = False
+    stopping: bool = False  # it was told to end
+    stopped: bool = False  # and not to wait for what runs
 
 
 class Served(Enum):
@@ -121,10 +131,14 @@ def judge(ask: Ask, outcome: Outcome, solo: Solo, allowed: Allowed) -> Served | 
             aborted = [c for c in outcome.choices if c.finish is Finish.ABORT]
             if aborted and ask.conduct is not Conduct.CANCEL:
                 return finding(Kind.LOST, "aborted, and nobody had asked for it")
-            if not aborted and CATALOG[ask.request].endless and not allowed.paused:
-                return finding(Kind.ABORT, "it ran to its end after its client had given it up")
+            if outcome.late_tokens > LATE_TOKENS and not allowed.paused:
+                return finding(Kind.ABORT, f"{outcome.late_tokens} tokens came after its client had given it up")
             return Served.GIVEN_UP if aborted else Served.SERVED
         case Ending.LEFT:
+            return Served.GIVEN_UP
+        case Ending.IGNORED:
+            if not allowed.paused:
+                return finding(Kind.ABORT, f"it went on for {LATE_TOKENS} tokens after its client had given it up")
             return Served.GIVEN_UP
         case Ending.SILENT:
             return finding(Kind.LOST, "it has not ended")
@@ -137,11 +151,11 @@ def _may_end(ask: Ask, outcome: Outcome, allowed: Allowed) -> bool:
     gone = allowed.tokenizer_replaced or (ask.http and allowed.gateway_replaced)
     match outcome.ending:
         case Ending.OVERLOADED:
-            return (allowed.burst and not outcome.began) or ask.conduct is Conduct.SLOW
+            return (allowed.burst and not outcome.tokens) or ask.conduct is Conduct.SLOW
         case Ending.DEADLINE:
             return ask.conduct is Conduct.DEADLINE
         case Ending.STOPPING:
-            return allowed.stopping and not outcome.began
+            return allowed.stopped or (allowed.stopping and not outcome.tokens)
         case Ending.NOT_SERVED:
             return ask.http and gone
         case Ending.DISCONNECTED:

@@ -1,11 +1,11 @@
 """What happens in a round: a pure function of the seed and the round's number.
 
 A round asks for some requests, in different ways and with clients that behave differently, and hurts the cluster
-meanwhile. Rounds come in stretches, each on a cluster of its own. `plan_round(seed, number)` is all that is needed to do
-one again.
+meanwhile. Rounds come in stretches, each on a cluster of its own. `plan_round(seed, number)` is all that is needed to
+play one again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 
@@ -45,6 +45,8 @@ class End(Enum):
 
     DRAIN = "drain"  # SIGTERM when idle
     DRAIN_BUSY = "drain-busy"  # SIGTERM while requests run, which finish
+    DRAIN_HURT = "drain-hurt"  # the same, and a process is killed
+    STOP = "stop"  # SIGTERM twice while requests run
     KILL = "kill"  # SIGKILL to the launcher while requests run
 
 
@@ -119,7 +121,7 @@ class Shape:
         return (*workers, "scheduler", "detokenizer", "tokenizer", *(["gateway"] if self.http else []))
 
 
-PLENTY, PRESSURE = 32_768, 1_024
+PLENTY, PRESSURE = 32_768, 512
 SHAPES = (
     Shape("tp1-http", 1, True, PLENTY),
     Shape("tp2-pressure", 2, False, PRESSURE),
@@ -143,21 +145,23 @@ def plan_round(seed: int, number: int, shape: Shape | None = None) -> Round:
     """The round of this number; `shape` is that of `shape_of` unless another one is given."""
     shape = shape or shape_of(seed, number)
     random = Random(f"round {seed} {number}")
-    asks = [_ask(random, shape) for _ in range(random.randint(14, 26))]
+    asks = [_ask(random, shape) for _ in range(random.randint(16, 32))]
     if random.random() < 0.3:
         http = shape.http and random.random() < 0.5
         begin = random.randint(0, 400)
         asks += [Ask("tiny", http, True, begin, Conduct.BURST, client=99) for _ in range(BURST)]
-    faults = tuple(_fault(random, shape) for _ in range(random.choice((1, 1, 2, 2, 3))))
+    faults = [_fault(random, shape) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))]
+    if random.random() < 0.3:  # all at once
+        faults = [replace(fault, at=faults[0].at) for fault in faults]
     return Round(seed, number, tuple(asks), tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def _ask(random: Random, shape: Shape) -> Ask:
     http = shape.http and random.random() < 0.5
-    kinds = [c for c in Conduct if c is not Conduct.BURST and (http or c is not Conduct.HALF)]
+    kinds: list[Conduct] = [c for c in Conduct if c is not Conduct.BURST and (http or c is not Conduct.HALF)]
     if http:  # where to abort is to disconnect
         kinds.remove(Conduct.CANCEL)
-    conduct = random.choice([Conduct.READ] * 8 + kinds)
+    conduct = random.choice([*[Conduct.READ] * 8, *kinds])
     after_ms = {
         Conduct.CANCEL: random.randint(1, 50),
         Conduct.DISCONNECT: random.choice((random.randint(0, 50), random.randint(50, 800))),
@@ -171,7 +175,8 @@ def _ask(random: Random, shape: Shape) -> Ask:
     if http:
         names = tuple(name for name in names if CATALOG[name].http is not None)
     stream = conduct is Conduct.SLOW or random.random() < 0.75
-    return Ask(random.choice(names), http, stream, random.randint(0, 1500), conduct, after_ms, random.randint(0, 2))
+    begin_ms = random.choice((random.randint(0, 100), random.randint(0, 1500)))
+    return Ask(random.choice(names), http, stream, begin_ms, conduct, after_ms, random.randint(0, 2))
 
 
 def _fault(random: Random, shape: Shape) -> Fault:

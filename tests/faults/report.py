@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tests.faults.checks import Measure
 from tests.faults.judge import Finding, Kind, Served
 from tests.faults.plan import Conduct, Round
 
@@ -20,6 +21,7 @@ class Report:
     served: Counter[Served] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     pressure: Counter[str] = field(default_factory=Counter)  # evictions, preemptions, requests handed in again
+    growth: dict[str, Measure] = field(default_factory=dict)  # the most of any process, by name
     findings: list[tuple[int, Finding]] = field(default_factory=list)
 
     def add_round(self, plan: Round) -> None:
@@ -31,6 +33,12 @@ class Report:
             if ask.conduct is not Conduct.READ:
                 way = "http" if ask.http else "ipc"
                 self.faults[f"{ask.conduct.value} ({way})"] += 1
+
+    def add_growth(self, worst: dict[str, Measure]) -> None:
+        """By how much the processes of one cluster have grown at most."""
+        for name, measure in worst.items():
+            most = self.growth.get(name, Measure(0, 0))
+            self.growth[name] = Measure(max(most.fds, measure.fds), max(most.rss, measure.rss))
 
     def of_kind(self, kind: Kind) -> list[Finding]:
         return [finding for _, finding in self.findings if finding.kind is kind]
@@ -52,6 +60,10 @@ class Report:
             *((f"  {kind.value}", f"{len(self.of_kind(kind))}") for kind in _COUNTED),
             ("tokens received", f"{self.tokens}"),
             *((name, f"{count}") for name, count in sorted(self.pressure.items())),
+            *(
+                (f"growth of {name}", f"{m.fds} fds, {m.rss / 2**20:.1f} MiB")
+                for name, m in sorted(self.growth.items())
+            ),
             *((f"other findings: {kind.value}", f"{len(self.of_kind(kind))}") for kind in self._other_kinds()),
         ]
         width = max(len(name) for name, _ in rows)
