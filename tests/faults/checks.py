@@ -38,8 +38,9 @@ def check_restarts(plan: Round, before: Mapping[str, int], after: Mapping[str, i
     """No process was replaced more often than it was hurt; `before` and `after` count restarts by unit."""
     hurt = dict.fromkeys(after, 0)
     for fault in plan.faults:
-        if fault.kind is not FaultKind.RENEW:
-            hurt["workers" if fault.target.startswith("worker") else fault.target] += 1
+        unit = "workers" if fault.target.startswith("worker") else fault.target
+        if fault.kind is not FaultKind.RENEW and unit in hurt:  # the launcher is no unit, nor is the whole cluster
+            hurt[unit] += 1
     return [
         Finding(Kind.DEATH, f"{unit} was replaced {after[unit] - before[unit]} times and hurt {hurt[unit]} times")
         for unit in after

@@ -13,7 +13,6 @@ from tests.faults.http_client import HttpClient
 from tests.faults.ipc_client import IpcClient
 from tests.faults.judge import Allowed, Choice, Ending, Finding, Kind, Outcome, Served, judge
 from tests.faults.plan import Ask, Conduct, End, Fault, Round, Shape
-from tests.faults.plan import Kind as FaultKind
 from tests.faults.processes import Processes
 from tests.faults.progress import Progress
 from tests.faults.report import Report
@@ -94,7 +93,7 @@ class Stretch:
             tokenizer_replaced=after["tokenizer"] > before["tokenizer"],
             gateway_replaced=after.get("gateway", 0) > before.get("gateway", 0),
             burst=plan.has_burst,
-            paused=any(fault.kind is FaultKind.PAUSE for fault in plan.faults),
+            paused=any(fault.hold_ms for fault in plan.faults),
         )
         findings += self.judge_all(plan.asks, outcomes, solos, allowed)
         if strays:
@@ -145,10 +144,10 @@ class Stretch:
                 await self._do(fault)
 
     async def _do(self, fault: Fault) -> None:
-        pid = self.processes.hurt(fault)
-        if fault.kind is FaultKind.PAUSE:
+        stopped = self.processes.hurt(fault)
+        if stopped:
             await asyncio.sleep(fault.hold_ms / 1e3)
-            self.processes.go_on(pid)
+            self.processes.go_on(stopped)
 
     async def _until_ended(
         self, asks: list["asyncio.Task[Outcome]"], faults: "asyncio.Task[None]", clients: "Clients", progress: Progress

@@ -13,6 +13,7 @@ from tests.faults.catalog import CATALOG, ENDING, ENDLESS
 
 STRETCH = 12  # rounds on one cluster
 FREEZE_S = 3.0  # --freeze-timeout of the clusters
+MAX_SUSPENSION_MS = 4500  # of the launcher too, so that it must blame nobody
 MAX_PAUSE_MS = 1200  # well below it, for a machine that is busy with other things
 QUEUE = 40  # --max-waiting
 SLOTS = 12  # --max-running
@@ -37,6 +38,7 @@ class Kind(Enum):
     KILL = "kill"  # SIGKILL
     FREEZE = "freeze"  # SIGSTOP, until the launcher replaces it
     PAUSE = "pause"  # SIGSTOP, and SIGCONT after `hold_ms`
+    SUSPEND = "suspend"  # the same with all processes of the cluster, as a laptop's lid does
     RENEW = "renew"  # SIGHUP to the launcher: all workers are replaced
 
 
@@ -146,7 +148,7 @@ def plan_round(seed: int, number: int, shape: Shape | None = None) -> Round:
     shape = shape or shape_of(seed, number)
     random = Random(f"round {seed} {number}")
     asks = [_ask(random, shape) for _ in range(random.randint(16, 32))]
-    if random.random() < 0.3:
+    if random.random() < 0.25:
         http = shape.http and random.random() < 0.5
         begin = random.randint(0, 400)
         asks += [Ask("tiny", http, True, begin, Conduct.BURST, client=99) for _ in range(BURST)]
@@ -180,8 +182,12 @@ def _ask(random: Random, shape: Shape) -> Ask:
 
 
 def _fault(random: Random, shape: Shape) -> Fault:
-    kind = random.choice((Kind.KILL, Kind.KILL, Kind.KILL, Kind.FREEZE, Kind.PAUSE, Kind.PAUSE, Kind.RENEW))
+    kinds = (Kind.KILL, Kind.KILL, Kind.KILL, Kind.FREEZE, Kind.PAUSE, Kind.PAUSE, Kind.SUSPEND, Kind.RENEW)
+    kind = random.choice(kinds)
     if kind is Kind.RENEW:
         return Fault(kind, "workers", random.random())
+    if kind is Kind.SUSPEND:
+        return Fault(kind, "cluster", random.random(), random.randint(50, MAX_SUSPENSION_MS))
     hold_ms = random.randint(50, MAX_PAUSE_MS) if kind is Kind.PAUSE else 0
-    return Fault(kind, random.choice(shape.processes), random.random(), hold_ms)
+    victims = (*shape.processes, "launcher") if kind is Kind.PAUSE else shape.processes
+    return Fault(kind, random.choice(victims), random.random(), hold_ms)

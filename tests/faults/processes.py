@@ -33,26 +33,31 @@ class Processes:
     def can_be(self, fault: Fault) -> bool:
         """Whether the process is there; and serves, where it is to stand still: a launcher cannot know how long
         loading takes, so it waits for --start-timeout for one that is stopped while it loads."""
-        if fault.kind is Kind.RENEW:
+        if fault.kind in (Kind.RENEW, Kind.SUSPEND):
             return True
         return fault.target in self.pids and (fault.kind is Kind.KILL or self.whole())
 
-    def hurt(self, fault: Fault) -> int:
-        """Do it; the id of the process."""
-        if fault.kind is Kind.RENEW:
-            self._cluster.process.send_signal(signal.SIGHUP)
-            return self._cluster.process.pid
-        pid = self.pids[fault.target]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL if fault.kind is Kind.KILL else signal.SIGSTOP)
-        if fault.kind is not Kind.PAUSE:
-            self._hurt.append((fault.target, pid))
-        return pid
+    def hurt(self, fault: Fault) -> list[int]:
+        """Do it; the processes that stand still until `go_on`."""
+        pids = self.pids
+        match fault.kind:
+            case Kind.RENEW:
+                self._cluster.process.send_signal(signal.SIGHUP)
+                return []
+            case Kind.SUSPEND:
+                stopped = sorted(pids.values())  # the launcher first: its children were started after it
+            case Kind.PAUSE:
+                stopped = [pids[fault.target]]
+            case Kind.KILL | Kind.FREEZE:
+                self._hurt.append((fault.target, pids[fault.target]))
+                _signal([pids[fault.target]], signal.SIGKILL if fault.kind is Kind.KILL else signal.SIGSTOP)
+                return []
+        _signal(stopped, signal.SIGSTOP)
+        return stopped
 
-    def go_on(self, pid: int) -> None:
+    def go_on(self, pids: list[int]) -> None:
         """End a pause."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        _signal(pids, signal.SIGCONT)
 
     def whole(self) -> bool:
         """Whether every process lives, those that were hurt are replaced, and the cluster said so."""
@@ -74,6 +79,12 @@ class Processes:
             with contextlib.suppress(OSError):
                 found[name] = (pid, Measure(len(os.listdir(f"/proc/{pid}/fd")), _rss_anon(pid)))  # noqa: PTH208
         return found
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _rss_anon(pid: int) -> int:

@@ -60,10 +60,7 @@ class Report:
             *((f"  {kind.value}", f"{len(self.of_kind(kind))}") for kind in _COUNTED),
             ("tokens received", f"{self.tokens}"),
             *((name, f"{count}") for name, count in sorted(self.pressure.items())),
-            *(
-                (f"growth of {name}", f"{m.fds} fds, {m.rss / 2**20:.1f} MiB")
-                for name, m in sorted(self.growth.items())
-            ),
+            *((f"growth of {name}", _size(m)) for name, m in sorted(self.growth.items())),
             *((f"other findings: {kind.value}", f"{len(self.of_kind(kind))}") for kind in self._other_kinds()),
         ]
         width = max(len(name) for name, _ in rows)
@@ -79,6 +76,10 @@ class Report:
 
     def _other_kinds(self) -> list[Kind]:
         return [kind for kind in Kind if kind not in _COUNTED and self.of_kind(kind)]
+
+
+def _size(more: Measure) -> str:
+    return f"{more.fds} fds, {more.rss / 2**20:.1f} MiB"
 
 
 _COUNTED = (Kind.LOST, Kind.DUPLICATED, Kind.WRONG)

@@ -14,7 +14,7 @@ from tests.faults.report import Report
 from tests.faults.run import make_model
 
 SEED = 1
-REVEALING = 2  # a round with aborts and losses of detokenizer and scheduler, in which the tokenizer stays
+REVEALING = 85  # a round with aborts and the loss of a scheduler
 START = str(Path(__file__).parent / "planted" / "start.py")
 BY_NAME = {shape.name: shape for shape in SHAPES}
 PLAIN = BY_NAME["tp1"]
@@ -57,8 +57,8 @@ def play(ground: Ground, shape: Shape, numbers: list[int], end: End, *program: s
     ("name", "numbers", "end"),
     [
         ("tp1", [REVEALING, 16], End.KILL),
-        ("tp1-http", [3, 4], End.DRAIN_HURT),
-        ("tp2-pressure-http", [5, 7], End.STOP),
+        ("tp1-http", [4, 5], End.DRAIN_HURT),
+        ("tp2-pressure-http", [5, 16], End.STOP),
     ],
 )
 def test_nothing_is_lost(ground: Ground, name: str, numbers: list[int], end: End) -> None:

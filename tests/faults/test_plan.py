@@ -23,7 +23,9 @@ def test_plans_ask_for_what_there_is(seed: int, number: int, shape) -> None:  # 
     assert 1 <= len(plan.faults) <= 4 and list(plan.faults) == sorted(plan.faults, key=lambda fault: fault.at)
     for fault in plan.faults:
         assert 0 <= fault.at <= 1
-        assert fault.target in shape.processes or (fault.kind is Kind.RENEW and fault.target == "workers")
+        others = {Kind.RENEW: "workers", Kind.SUSPEND: "cluster", Kind.PAUSE: "launcher"}
+        assert fault.target in (*shape.processes, others.get(fault.kind))
+        assert bool(fault.hold_ms) == (fault.kind in (Kind.PAUSE, Kind.SUSPEND))
     for ask in plan.asks:
         request = CATALOG[ask.request]
         assert shape.http or not ask.http
@@ -43,8 +45,8 @@ def test_all_there_is_happens() -> None:
     assert {shape_of(7, number) for number in range(300)} == set(SHAPES)
     assert {end_of(7, number) for number in range(100)} == set(End)
     hurt = {fault.target for plan in plans for fault in plan.faults}
-    assert hurt == {"workers", *(name for shape in SHAPES for name in shape.processes)}
-    assert 0.2 < sum(plan.has_burst for plan in plans) / len(plans) < 0.4
+    assert hurt == {"workers", "cluster", "launcher", *(name for shape in SHAPES for name in shape.processes)}
+    assert 0.15 < sum(plan.has_burst for plan in plans) / len(plans) < 0.35
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)

@@ -4,7 +4,7 @@ from itertools import count
 
 from common.messages import Finish
 from tokenizer_proc.detokenizer import cli
-from tokenizer_proc.streams import Rows
+from tokenizer_proc.rows import Rows
 
 add = Rows.add
 ends = count(1)
