@@ -1,19 +1,18 @@
 """The tokenizer, but after a loss its ledger has forgotten the last token that each client was sent."""
 
-from common.fields import IntArray
-from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.ledger import Choice
+from tokenizer_proc.handover import Handover
+from tokenizer_proc.ledger import Entry
 from tokenizer_proc.tokenizer import cli
 
-submit = Frontend._submit
+again = Handover.again
 
 
-def forget(self: Frontend, choice: Choice, prompt: IntArray, left_ms: int, *, again: bool = False) -> None:
-    if again:
+def forget(self: Handover, entry: Entry) -> None:
+    for choice in entry.choices:
         del choice.emitted[-1:]
-    submit(self, choice, prompt, left_ms, again=again)
+    again(self, entry)
 
 
 if __name__ == "__main__":
-    Frontend._submit = forget  # type: ignore[method-assign]
+    Handover.again = forget  # type: ignore[method-assign]
     cli()
