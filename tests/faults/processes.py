@@ -20,7 +20,8 @@ class Processes:
     def __init__(self, cluster: Cluster, shape: Shape):
         self._cluster = cluster
         self._shape = shape
-        self._hurt: list[tuple[str, int]] = []  # killed or frozen: another one must take the place
+        self._killed: list[tuple[str, int]] = []  # another one must take the place
+        self._frozen: list[tuple[str, int]] = []  # the same, if nobody wakes it
 
     @property
     def pids(self) -> dict[str, int]:
@@ -48,22 +49,27 @@ class Processes:
                 stopped = sorted(pids.values())  # the launcher first: its children were started after it
             case Kind.PAUSE:
                 stopped = [pids[fault.target]]
-            case Kind.KILL | Kind.FREEZE:
-                self._hurt.append((fault.target, pids[fault.target]))
-                _signal([pids[fault.target]], signal.SIGKILL if fault.kind is Kind.KILL else signal.SIGSTOP)
+            case Kind.KILL:
+                self._killed.append((fault.target, pids[fault.target]))
+                _signal([pids[fault.target]], signal.SIGKILL)
+                return []
+            case Kind.FREEZE:
+                self._frozen.append((fault.target, pids[fault.target]))
+                _signal([pids[fault.target]], signal.SIGSTOP)
                 return []
         _signal(stopped, signal.SIGSTOP)
         return stopped
 
     def go_on(self, pids: list[int]) -> None:
-        """End a pause."""
+        """End a pause; also for one that was frozen before it."""
+        self._frozen = [(name, pid) for name, pid in self._frozen if pid not in pids]
         _signal(pids, signal.SIGCONT)
 
     def whole(self) -> bool:
         """Whether every process lives, those that were hurt are replaced, and the cluster said so."""
         pids = self.pids
         there = all(name in pids and _lives(pids[name]) for name in self._shape.processes)
-        replaced = all(pids.get(name) != pid for name, pid in self._hurt)
+        replaced = all(pids.get(name) != pid for name, pid in (*self._killed, *self._frozen))
         return there and replaced and self._announced()
 
     def _announced(self) -> bool:
