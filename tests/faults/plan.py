@@ -114,7 +114,7 @@ class Shape:
         queue = ("--max-waiting", str(QUEUE), "--max-running", str(SLOTS), "--chunk-tokens", "32")
         limits = ("--kv-tokens", str(self.kv_tokens), "--freeze-timeout", f"{FREEZE_S:g}", "--restarts", "1000")
         http = ("--port", "0", "--generation-config", "none") if self.http else ()
-        return ("--tp", str(self.tp), "--dtype", "bfloat16", *queue, *limits, *http)
+        return ("--tp", str(self.tp), "--device", "cpu", "--dtype", "bfloat16", *queue, *limits, *http)
 
     @property
     def processes(self) -> tuple[str, ...]:
