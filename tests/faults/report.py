@@ -29,10 +29,10 @@ class Report:
         self.rounds += 1
         for fault in plan.faults:
             self.faults[f"{fault.kind.value} {fault.target}"] += 1
-        for ask in plan.asks:
-            if ask.conduct is not Conduct.READ:
-                way = "http" if ask.http else "ipc"
-                self.faults[f"{ask.conduct.value} ({way})"] += 1
+        ways = [(ask.conduct, "http" if ask.http else "ipc") for ask in plan.asks if ask.conduct is not Conduct.READ]
+        one_by_one = [way for way in ways if way[0] is not Conduct.BURST]
+        bursts = {way for way in ways if way[0] is Conduct.BURST}  # one fault, of many requests
+        self.faults.update(f"{conduct.value} ({name})" for conduct, name in (*one_by_one, *bursts))
 
     def add_growth(self, worst: dict[str, Measure]) -> None:
         """By how much the processes of one cluster have grown at most."""

@@ -148,6 +148,13 @@ def test_growth_is_measured_against_a_processs_own_beginning() -> None:
     assert not growth.take("scheduler", 2, Measure(2000, 2**40)), "another process with the same name"
 
 
+def test_a_report_counts_a_burst_once() -> None:
+    report = Report(1)
+    asks = [replace(READ, conduct=conduct) for conduct in (*[Conduct.BURST] * 5, Conduct.CANCEL, Conduct.CANCEL)]
+    report.add_round(Round(1, 1, (READ, *asks), (Fault(FaultKind.KILL, "scheduler", 0.5),)))
+    assert report.faults == {"burst (ipc)": 1, "cancel (ipc)": 2, "kill scheduler": 1}
+
+
 def test_a_report_names_the_round_to_play_again() -> None:
     report = Report(5)
     assert report.ok
