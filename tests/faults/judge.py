@@ -176,10 +176,10 @@ def compare(got: Choice, expected: Choice, *, complete: bool, endless: bool) -> 
         return Kind.WRONG, f"text or end differ: {got.text!r} {got.finish}, alone {expected.text!r} {expected.finish}"
     if got.scored != expected.scored[: len(got.scored)] or (complete and len(got.scored) != len(expected.scored)):
         return Kind.WRONG, "log probabilities of other tokens"
-    if got.prompt_scored and got.prompt_scored != expected.prompt_scored:
+    if got.prompt_scored != expected.prompt_scored[: len(got.prompt_scored)]:
         return Kind.WRONG, "log probabilities of other prompt tokens"
-    if complete and expected.prompt_scored and not got.prompt_scored:
-        return Kind.LOST, "the prompt's log probabilities are missing"
+    if (complete or got.tokens) and len(got.prompt_scored) != len(expected.prompt_scored):
+        return Kind.LOST, f"log probabilities of {len(got.prompt_scored)} prompt tokens"
     return None
 
 

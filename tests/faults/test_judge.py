@@ -82,6 +82,23 @@ def test_ends() -> None:
     assert kind_of(READ, wrong, Allowed(tokenizer_replaced=True)) is Kind.WRONG, "what came before an error counts too"
 
 
+def test_log_probabilities() -> None:
+    """Those of the prompt come before the first token; a request that is aborted before it has the first of them."""
+    solo = [Choice([1, 2, 3], "abc", Finish.LENGTH, [1, 2, 3], [-1, 7, 8])]
+
+    def verdict(tokens: int, scored: list[int], prompt: list[int], finish: Finish) -> object:
+        got = Outcome([Choice([1, 2, 3][:tokens], "abc"[:tokens], finish, scored, prompt)], Ending.FINISHED)
+        found = judge(replace(READ, conduct=Conduct.CANCEL), got, solo, NOTHING)
+        return found.kind if isinstance(found, Finding) else found
+
+    assert verdict(3, [1, 2, 3], [-1, 7, 8], Finish.LENGTH) is Served.SERVED
+    assert verdict(3, [1, 2], [-1, 7, 8], Finish.LENGTH) is Kind.WRONG
+    assert verdict(3, [1, 2, 3], [-1, 7], Finish.LENGTH) is Kind.LOST
+    assert verdict(1, [1], [-1, 7], Finish.ABORT) is Kind.LOST
+    assert verdict(0, [], [-1, 7], Finish.ABORT) is Served.GIVEN_UP
+    assert verdict(0, [], [-1, 9], Finish.ABORT) is Kind.WRONG
+
+
 def test_an_abort_that_is_swallowed() -> None:
     endless = Ask("endless", False, True, 0, Conduct.CANCEL, 5)
     got = outcome(Ending.FINISHED, 48 + LATE_TOKENS + 1)
