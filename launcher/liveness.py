@@ -6,7 +6,7 @@ frozen   a process that has pulsed before has not pulsed for `frozen_s`: it is s
 stuck    some process of a group is busy, and none of the group has made any progress for `stuck_s`: a broken collective
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 STUCK_FACTOR = 2  # stuck_s, in terms of frozen_s
@@ -19,6 +19,13 @@ class _Life:
     changed: float
     progress: int
     busy: bool
+
+
+def left_alone(joined: Iterable[int], computing: Iterable[int]) -> bool:
+    """Whether ranks that have `joined` a new epoch, after so many steps each, have left another one in a step that they
+    will never come to. `computing` are the steps behind those that still compute: theirs is the next one."""
+    least = min(joined, default=None)
+    return least is not None and any(steps >= least for steps in computing)
 
 
 class Liveness:

@@ -29,6 +29,7 @@ class Proc:
     identity: bytes = b""
     progress: tuple[int, int] = (0, 0)
     refused: int = 0  # frames
+    computing: int | None = None  # the steps behind it, while it computes the next one
 
     @property
     def control_identity(self) -> bytes:

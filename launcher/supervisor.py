@@ -20,7 +20,7 @@ from common.messages import Drained, Fatal, Go, Joined, Progress, Pulse, Ready, 
 from common.run_dir import RunDir
 from common.sockets import Endpoints
 from launcher.control import Control
-from launcher.liveness import Liveness
+from launcher.liveness import Liveness, left_alone
 from launcher.process import Proc, Spawner, State, Unit
 from launcher.restarts import Restarts
 from launcher.show import VERSION, describe
@@ -238,9 +238,11 @@ class Supervisor:
     def _all_joined(self) -> bool:
         unit = self._units[WORKERS]
         joined = [p.joined for p in unit.procs.values() if p.joined and p.joined.epoch == self.go.epoch]
-        if len(joined) < len(unit.procs):
+        late = [p.computing for p in unit.procs.values() if p.joined is None or p.joined.epoch != self.go.epoch]
+        stuck = left_alone([j.steps for j in joined], [steps for steps in late if steps is not None])
+        if late and not stuck:
             return False
-        if len({j.steps for j in joined}) > 1:
+        if stuck or len({j.steps for j in joined}) > 1:
             log.warning("the scheduler left the ranks out of step; the workers will be replaced")
             self._end(unit, 0.0)
             return False
@@ -275,7 +277,7 @@ class Supervisor:
             case Progress(done=done, total=total):
                 proc.progress = (done, total)
             case Pulse(progress=progress, busy=busy) if proc.ready is not None and proc.alive:
-                proc.refused = msg.refused
+                proc.refused, proc.computing = msg.refused, msg.steps if busy else None
                 self._liveness.pulse(proc.name, progress, busy, time.monotonic())
             case Joined():
                 proc.joined = msg

@@ -93,6 +93,7 @@ class Detokenizer:
             case Stats():
                 own = {
                     "detokenizer.streams": len(self._streams),
+                    "detokenizer.early": self._streams.early,
                     "detokenizer.refused_frames": self._child.refused.total,
                 }
                 return replace(msg, values={**msg.values, **own})

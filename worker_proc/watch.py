@@ -48,7 +48,7 @@ class Watch:
             self._worked_ns += now_ns - self._seen_ns
         self._seen_ns = now_ns
         progress = self.steps + self._tp.collectives + self._worked_ns // 10**6
-        return Pulse(self._child.name, progress, self.busy, self._child.refused.total)
+        return Pulse(self._child.name, progress, self.busy, self._child.refused.total, self.steps)
 
     def _run(self) -> None:
         socket = self._child.open_control("watch")

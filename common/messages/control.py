@@ -62,13 +62,14 @@ class Go:
 @dataclass(frozen=True, slots=True)
 class Pulse:
     """A process is alive. `progress` changes with all that its work comes on while `busy` with it. `refused` counts
-    the frames that it has refused."""
+    the frames that it has refused, `steps` the plans that a worker rank has executed in its life."""
 
     TAG: ClassVar[int] = 40
     name: Annotated[str, Str(64, 1)]
     progress: Annotated[int, Int(0, MAX_COUNT)]
     busy: Annotated[bool, Bool()]
     refused: Annotated[int, Int(0, MAX_COUNT)] = 0
+    steps: Annotated[int, Int(0, MAX_COUNT)] = 0
 
 
 @message

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,23 @@ import psutil
 from common.connection import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "launch.py"
 START_S = 120.0
 STOP_S = 30.0
 
 
 class Cluster:
-    """A running `launch.py`; `log` holds everything that it and its children printed."""
+    """A running `launch.py`, or another `program` that takes its options; `log` holds everything that it and its
+    children printed."""
 
-    def __init__(self, model: Path | str, *flags: str, home: Path | None = None, env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        home: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str] = (str(LAUNCH),),
+    ):
         self.home = home or Path(tempfile.mkdtemp(prefix="rhz-"))  # short: the paths of Unix sockets are limited
         self.run_dir = self.home / "run"
         self._log = (self.home / "log").open("wb")
@@ -33,7 +42,7 @@ class Cluster:
             flags = (*flags, "--no-http")
         self.shared_memory = set(Path("/dev/shm").iterdir())
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "launch.py"), "--model", str(model), "--run-dir", str(self.run_dir), *flags],
+            [sys.executable, *program, "--model", str(model), "--run-dir", str(self.run_dir), *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from common.sampling_params import SamplingParams
 from common.sockets import Endpoints
 from tests.helpers_http import dial, head, post, until, until_closed
 from tests.helpers_models import make_checkpoint
-from tests.helpers_plans import empty_plan
+from tests.helpers_plans import GREEDY, PlanWriter, empty_plan
 from tests.helpers_wire import StampedSocket
 from tests.integration.cluster import Cluster, running, wait_until
 
@@ -295,6 +295,26 @@ def test_ranks_that_are_out_of_step_are_replaced(checkpoint: Path) -> None:
             plans.socket.close()
         assert "ProtocolError: result of step" in cluster.log
         assert Streams(connection, count=4).finish() == expected
+        cluster.remember()
+
+
+def test_a_rank_that_is_left_in_a_collective_is_not_waited_for(checkpoint: Path) -> None:
+    """A plan with something to compute reaches one rank only, and then its scheduler dies."""
+    with running(checkpoint, *FLAGS) as cluster, cluster.connect() as connection:
+        expected = Streams(connection, count=4).finish()
+        steps = cluster.check_idle()["scheduler.steps"]
+        with zmq.Context() as context:
+            plans = StampedSocket(context, "scheduler", Endpoints(cluster.run_dir).plan(1, 0))
+            for _ in range(steps):
+                plans.stamper.stamp()
+            writer = PlanWriter(8, 16, step_id=steps)
+            plans.send(writer.plan(enter={STREAMS: GREEDY}, chunks=((STREAMS, [5, 6, 7], True),)))
+            os.kill(cluster.pid("scheduler"), signal.SIGKILL)
+            wait_until(lambda: "out of step" in cluster.log, PATIENCE_S, lambda: cluster.log)
+            plans.socket.close()
+        assert Streams(connection, count=4).finish() == expected
+        assert "got nowhere" not in cluster.log, "it was found by what the ranks say, not by a timeout"
+        assert cluster.info["restarts"]["workers"] == 0, "it is no failure of theirs"
         cluster.remember()
 
 

@@ -159,6 +159,29 @@ def test_answers_go_on_after_a_loss(victim):
         wait_until(lambda: cluster.info["pids"].get(victim, pid) != pid, 60, lambda: cluster.log)
 
 
+def test_a_rank_dies_in_the_middle_of_answers():
+    """The grammar of each goes on where its answer was: in streams, in an answer sent as a whole, and in both of two
+    choices."""
+    seeds = range(4)
+    with running(DEMO, *FLOAT32, "--tp", "2") as cluster, cluster.connect() as connection:
+        alone = [ask(connection, PROMPT, sampled(seed, SCHEMA), n=2) for seed in seeds]
+        expected = [[(answer.token_ids, text(answer)) for answer in answers] for answers in alone]
+        for victim in ("worker-1", "worker-0"):
+            rids = [connection.submit(PROMPT, sampled(seed, SCHEMA), n=2, stream=seed > 0) for seed in seeds]
+            rows, tokens = [], dict.fromkeys(rids, 0)
+            while min(tokens[rid] for rid in rids[1:]) < 16:
+                for row in connection.poll(10):
+                    tokens[row.rid] += len(row.token_ids)
+                    rows.append(row)
+            pid = cluster.pid(victim)
+            os.kill(pid, signal.SIGKILL)
+            ended = collect(connection, dict.fromkeys(rids, 2), rows=rows)
+            assert [[(answer.token_ids, text(answer)) for answer in ended[rid]] for rid in rids] == expected
+            assert check([answer for rid in rids for answer in ended[rid]]) >= 4
+            wait_until(lambda: cluster.info["pids"].get(victim, pid) != pid, 60, lambda: cluster.log)  # noqa: B023
+            cluster.remember()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_random_models_and_tensor_parallel_ranks(kind, tmp_path):
     """An odd vocabulary, which two ranks must pad; both write the same answers, which validate."""

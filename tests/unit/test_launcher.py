@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.liveness import STUCK_FACTOR, Liveness
+from launcher.liveness import STUCK_FACTOR, Liveness, left_alone
 from launcher.restarts import Restarts
 
 FROZEN_S = 3.0
@@ -129,6 +129,21 @@ def test_idle_ranks_are_not_stuck() -> None:
     watched.busy = {"a": True, "b": True}
     watched.run(STUCK_S - 0.2)
     assert not watched.stuck, "the time before the step does not count"
+
+
+@pytest.mark.parametrize(
+    ("joined", "computing", "alone"),
+    [
+        ([], [5], False),  # nobody has joined yet: both may be in step 6
+        ([5], [4], False),  # it still has to come to where the other one is
+        ([5], [5], True),  # in step 6, which the other one leaves out
+        ([6], [5], False),  # in step 6, which the other one has behind it
+        ([7, 5, 6], [5], True),
+        ([5], [], False),  # it will join soon
+    ],
+)
+def test_a_rank_that_the_others_have_left_alone(joined: list[int], computing: list[int], alone: bool) -> None:
+    assert left_alone(joined, computing) is alone
 
 
 def test_a_launcher_that_was_stopped_itself_blames_nobody() -> None:
