@@ -25,6 +25,8 @@ NAMES = {
     "min_tokens": "sampling_params.min_new_tokens", "grammar": "sampling_params.json_schema",
     "logprobs": "return_logprob", "prompt_logprobs": "logprob_start_len", "n": "sampling_params.n",
 }  # fmt: skip
+# SGLang takes no `model` here; routers that need one (smg) fill in such a word when the client said none
+NO_MODEL = ("unknown", "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,9 @@ async def create(service: Service, request: Request) -> Any:
     body = await service.reader.read(request, NativeRequest)
     if (body.text is None) == (body.input_ids is None):
         raise refused("text", "exactly one of text and input_ids must be given")
+    model = None if body.model in NO_MODEL else body.model
     fields = SamplingFields(
-        model=body.model, stream=body.stream, priority=body.priority, cache_salt=body.cache_salt, request_id=body.rid
+        model=model, stream=body.stream, priority=body.priority, cache_salt=body.cache_salt, request_id=body.rid
     )
     connection, _, story = service.begin(request, fields)
     sampling = body.sampling_params or NativeParams()

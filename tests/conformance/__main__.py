@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from tests.conformance.environments import Unavailable
-from tests.conformance.suites import SUITES, Server, report
+from tests.conformance.server import Server, report
+from tests.conformance.suites import SUITES
 from tests.integration.cluster import ROOT, running
 
 
@@ -31,7 +32,7 @@ def main() -> int:
         # float32, so that log probabilities can be compared with those of transformers
         flags = ("--port", "0", "--api-key-file", str(keys), "--dtype", "float32")
         with running(ROOT / "demo_model", *flags) as cluster:
-            server = Server(cluster.info["addresses"]["http"], key, ROOT / "demo_model", home)
+            server = Server(cluster.info["addresses"]["http"], key, keys, ROOT / "demo_model", home)
             failed = [name for name in options.clients or SUITES if not _passes(name, server)]
             cluster.remember()
     print(f"Failed: {', '.join(failed)}" if failed else "All passed.")

@@ -1,32 +1,45 @@
 """Environments that hold one public client each, below a directory of the caller's."""
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 INSTALL_S = 900
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 class Unavailable(Exception):
     """A client cannot be installed here; the text says why."""
 
 
-def python_environment(directory: Path, *packages: str) -> Path:
+def python_environment(directory: Path, *packages: str, alone: str = "", torch: bool = False) -> Path:
     """The newest versions of some packages; returns the directory of the environment's programs. Uses uv where it is
-    there, which takes seconds instead of minutes. Raises Unavailable."""
+    there, which takes seconds instead of minutes. `alone` is installed without what it depends on. `torch` installs
+    this project's version first, by pip, which is what people configure for builds without CUDA. Raises Unavailable."""
     programs = directory / "bin"
     if (programs / "installed").exists():
         return programs
     _run([sys.executable, "-m", "venv", str(directory)])
     interpreter = str(programs / "python")
+    pip = [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     uv = shutil.which("uv")
-    if uv:
-        _run([uv, "pip", "install", "--quiet", "--python", interpreter, *packages])
-    else:
-        _run([interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
+    install = [uv, "pip", "install", "--quiet", "--python", interpreter] if uv else pip
+    if torch:
+        pinned = _pinned("torch")
+        _run([*pip, pinned])
+        packages = (*packages, pinned)
+    if alone:
+        _run([*install, "--no-deps", alone])
+    _run([*install, *packages])
     (programs / "installed").touch()
     return programs
+
+
+def _pinned(package: str) -> str:
+    found = re.search(rf"^{package}==\S+", CONSTRAINTS.read_text(), re.MULTILINE)
+    return found.group() if found else package
 
 
 def node_modules(directory: Path, *packages: str) -> Path:

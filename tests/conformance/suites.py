@@ -1,48 +1,17 @@
 """How each public client is installed and run. A suite prints one line per check, PASS or FAIL first."""
 
 import json
-import os
+import shutil
 import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tests.conformance import loads, router
 from tests.conformance.environments import node_modules, python_environment
 from tests.conformance.reference import Reference
+from tests.conformance.server import HERE, Server, report, run, version_of
 
-HERE = Path(__file__).parent
-RUN_S = 300
 TASKS = ("rhizome_choice", "rhizome_rolling", "rhizome_until")
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """The gateway under test and a directory for environments and files. `url` has no path."""
-
-    url: str
-    key: str
-    model: Path
-    home: Path
-
-    @property
-    def name(self) -> str:
-        return self.model.name
-
-
-def report(passed: bool, client: str, title: str, note: str = "") -> bool:
-    print(f"{'PASS' if passed else 'FAIL'}  {client}  {title}{': ' if note and not passed else ' ' * bool(note)}{note}")
-    sys.stdout.flush()
-    return passed
-
-
-def run(command: list[Any], **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a client's program with what it finds in the environment, and no way to a model hub."""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    environment = os.environ | offline | more
-    arguments = [str(part) for part in command]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=RUN_S, env=environment, cwd=HERE)
 
 
 def _script(server: Server, script: str, *packages: str) -> bool:
@@ -100,8 +69,7 @@ def compatcanary(server: Server) -> bool:
 def lm_eval(server: Server) -> bool:
     """local-completions on local tasks of its three kinds of requests, compared with transformers."""
     programs = python_environment(server.home / "lm_eval", "lm-eval[api]", "transformers")
-    version = run([programs / "python", "-c", "from importlib.metadata import version; print(version('lm-eval'))"])
-    client = f"lm-eval {version.stdout.strip()}"
+    client = version_of(programs, "lm-eval")
     out = server.home / "lm_eval_out"
     arguments = {
         "model": server.name, "base_url": f"{server.url}/v1/completions", "tokenizer": server.model,
@@ -146,28 +114,46 @@ def _differences(task: str, sample: dict[str, Any], reference: Reference) -> lis
     return problems
 
 
-def aiperf(server: Server) -> bool:
-    """A load generator: chats and completions, streamed, four at a time."""
-    programs = python_environment(server.home / "aiperf", "aiperf")
-    passed, count = True, 16
-    for kind in ("chat", "completions"):
-        out = server.home / f"aiperf_{kind}"
-        done = run(
-            [programs / "aiperf", "profile", "--model", server.name, "--url", server.url, "--endpoint-type", kind,
-             "--streaming", "--tokenizer", server.model, "--concurrency", 4, "--request-count", count,
-             "--synthetic-input-tokens-mean", 40, "--output-tokens-mean", 12, "--extra-inputs", "ignore_eos:true",
-             "--api-key", server.key, "--ui", "none", "--artifact-dir", out],
-        )  # fmt: skip
-        results = out / "profile_export_aiperf.json"
-        if done.returncode or not results.exists():
-            passed = report(False, "aiperf", kind, (done.stdout + done.stderr).strip()[-400:])
-            continue
-        found = json.loads(results.read_text())
-        fine = found["request_count"]["avg"] == count and not found["error_summary"]
-        lengths = found["output_sequence_length"]["avg"]
-        note = f"({count} requests, {lengths:g} tokens each)" if fine else f"{found['error_summary']}"
-        passed &= report(fine, f"aiperf {found['aiperf_version']}", f"{kind}: every request answered", note)
-    return passed
+def llm(server: Server) -> bool:
+    """The command line tool of that name, told of the server by its file of further OpenAI-compatible models."""
+    programs = python_environment(server.home / "llm", "llm")
+    home = server.home / "llm_home"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    base = f"  model_name: {server.name}\n  api_base: {server.url}/v1\n  api_key_name: rhizome\n"
+    chat = f"- model_id: chat\n{base}  supports_schema: true\n  supports_tools: true\n"
+    (home / "extra-openai-models.yaml").write_text(f"{chat}- model_id: text\n{base}  completion: true\n")
+    (home / "keys.json").write_text(json.dumps({"rhizome": server.key}))
+    client = version_of(programs, "llm")
+
+    def ask(*arguments: str) -> str:
+        done = run([programs / "llm", *arguments], LLM_USER_PATH=str(home))
+        if done.returncode:
+            raise AssertionError(done.stderr.strip()[-400:])
+        return done.stdout.strip()
+
+    greedy = ("-o", "temperature", "0", "-o", "max_tokens", "12")
+    streamed = ask("-m", "chat", "What does len do?", "-s", "Be brief.", *greedy)
+    whole = ask("-m", "chat", "What does len do?", "-s", "Be brief.", *greedy, "--no-stream")
+    passed = report(
+        bool(whole) and streamed == whole, client, "chat: a stream says what the whole answer says", f"({whole!r})"
+    )
+    before = loads.counters(server)
+    ask("-m", "chat", "What does sum do?", *greedy)
+    after = loads.counters(server)
+    logged = json.loads(ask("logs", "-n", "1", "--json"))[0]
+    spent = [after[f"scheduler.{name}_tokens"] - before[f"scheduler.{name}_tokens"] for name in ("prompt", "output")]
+    fine = spent == [logged["input_tokens"], logged["output_tokens"]]
+    passed &= report(fine, client, "its log has the usage", f"({logged['input_tokens']} + {logged['output_tokens']})")
+    passed &= report(bool(ask("-c", "And sum?", *greedy)), client, "a conversation goes on")
+    text = ask("-m", "text", "Return a", *greedy)
+    passed &= report(bool(text), client, "text completions", f"({text!r})")
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    found = ask("-m", "chat", "Is it so?", "--schema", json.dumps(schema))
+    passed &= report(isinstance(json.loads(found).get("ok"), bool), client, "a schema is kept", f"({found!r})")
+    with_tool = ask("-m", "chat", "Which version?", "-T", "llm_version", *greedy)
+    return passed & report(True, client, "a tool may be called", f"({with_tool!r})")
 
 
 SUITES: dict[str, Callable[[Server], bool]] = {
@@ -177,5 +163,10 @@ SUITES: dict[str, Callable[[Server], bool]] = {
     "compatcanary": compatcanary,
     "openai-node": openai_node,
     "langchain": langchain,
-    "aiperf": aiperf,
+    "llm": llm,
+    "aiperf": loads.aiperf,
+    "guidellm": loads.guidellm,
+    "evalscope": loads.evalscope,
+    "sglang-bench": loads.sglang_bench,
+    "smg": router.smg,
 }

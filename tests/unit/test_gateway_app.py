@@ -123,6 +123,8 @@ def test_sglang_generate(short_dir: Path) -> None:
         several = await world.post("/generate", {"input_ids": [[1], [2]], "stream": True})
         found = events(several)
         assert [e["text"] for e in found if e["index"] == 1][-1] == "Hello"  # the whole text so far
+        for model, status in (("unknown", 200), ("tiny", 200), ("other", 404)):  # the first is a router's word for none
+            assert (await world.post("/generate", {"text": "x", "model": model})).status_code == status
         both = await world.post("/generate", {"text": "x", "input_ids": [1]})
         assert both.status_code == 400 and both.json()["error"]["param"] == "text"
 
