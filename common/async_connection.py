@@ -77,7 +77,7 @@ class Stream:
         self._open = set(range(n))  # choices that have not ended
         self._rows: deque[Row] = deque()
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for a change
 
     @property
     def ended(self) -> bool:
@@ -92,8 +92,8 @@ class Stream:
     async def take(self) -> list[Row]:
         """All rows that are there, waiting for the first; an empty list once the stream has ended."""
         while not self._rows and not self.ended:
-            self._changed.clear()
-            await self._changed.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if not self._rows and self._error is not None:
             raise self._error
         rows = list(self._rows)
@@ -119,13 +119,17 @@ class Stream:
         if row.finish is not Finish.NONE:
             self._open.remove(row.choice)
         self._rows.append(row)
-        self._changed.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """For the connection: nothing more will come. Rows that came before can still be read."""
         if not self.ended:
             self._error = error
-            self._changed.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     @property
     def unread(self) -> int:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from common.logprobs import TokenLogprobs
 from common.messages import Finish, TextBatch, Timing
 
+_FINISHES = {finish.value: finish for finish in Finish}
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # not frozen: that makes a row, of which there is one for every token, four times as dear
 class Row:
     """New output of one choice of a request (0 for the only one). `finish` is not NONE in the choice's last row.
 
@@ -64,7 +66,7 @@ class RowReader:
                 choice,
                 batch.texts[i],
                 tokens,
-                Finish(batch.finish[i]),
+                _FINISHES[batch.finish[i]],
                 batch.prompt_tokens[i],
                 batch.cached[i],
                 batch.times,

@@ -1,7 +1,7 @@
 """The pieces of HTTP that endpoints share: reading a body, watching for a disconnect, answers and event streams."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -115,20 +115,23 @@ class EventStream(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        body = _Body(scope, send)
         async with aclosing(self._events) as events:  # type: ignore[type-var]
             try:
                 async for chunk in events:
                     if not started:
                         started = True
-                        await _send(send, _START)
-                    await _send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+                        await body.begin()
+                    await body.write(chunk)
             except ApiError as error:
                 self._story.fail(error)
                 if not started:
                     await error_response(error)(scope, receive, send)
                     return
-                await _send(send, {"type": "http.response.body", "body": event(error.body()), "more_body": True})
-        await _send(send, {"type": "http.response.body", "body": DONE, "more_body": False})
+                await body.write(event(error.body()))
+        if not started:
+            await body.begin()
+        await body.write(DONE, more=False)
 
 
 _START: Message = {
@@ -142,8 +145,29 @@ _START: Message = {
 }
 
 
-async def _send(send: Callable[[Message], Awaitable[None]], message: Message) -> None:
-    """Send, unless the client takes nothing for too long: then it counts as gone."""
+class _Body:
+    """An answer that is sent part by part. A part costs little while its reader keeps up: it goes past
+    the middleware, which looks at heads only, and has no timer, as uvicorn waits only for a reader that is behind."""
+
+    def __init__(self, scope: Scope, send: Send):
+        self._start = send
+        self._send: Send = scope.get("send", send)
+        self._flow = scope.get("flow")
+
+    async def begin(self) -> None:
+        """Send the head. Raises StalledReader as `write` does."""
+        await _patiently(self._start, _START)
+
+    async def write(self, part: bytes, *, more: bool = True) -> None:
+        """Raises StalledReader when the client takes nothing for too long: then it counts as gone."""
+        message = {"type": "http.response.body", "body": part, "more_body": more}
+        if self._flow is not None and not self._flow.write_paused:
+            await self._send(message)
+        else:
+            await _patiently(self._send, message)
+
+
+async def _patiently(send: Send, message: Message) -> None:
     try:
         async with asyncio.timeout(STALL_S):
             await send(message)

@@ -19,7 +19,8 @@ class _HeadTooLarge(Exception):
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. `scope["abort"]` cuts it off without waiting for its reader."""
+    """One connection. `scope["abort"]` cuts it off without waiting for its reader; `scope["flow"]` says whether the
+    reader is behind (`write_paused`)."""
 
     _head_bytes = 0  # received while the head is not complete
     _header_bytes = 0
@@ -43,6 +44,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope["flow"] = self.flow  # type: ignore[typeddict-unknown-key]
         self._in_head, self._header_bytes = True, 0
         if self._timer is None:
             self._start_timer()
