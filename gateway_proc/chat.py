@@ -61,6 +61,7 @@ async def create(service: Service, request: Request) -> Any:
         "text": "messages",
         "chat": "messages",
         "template_args": "chat_template_kwargs",
+        **({"template_args.reasoning_effort": "reasoning_effort"} if body.reasoning_effort else {}),
         "grammar": conversation.grammar_field,
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "deadline_ms": "deadline_ms",

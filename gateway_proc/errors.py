@@ -82,7 +82,7 @@ def of_cluster(error: RequestError, names: Mapping[str, str]) -> ApiError:
     field = error.field.removeprefix("params.")
     stem = re.match(r"[a-z_]*", field)
     own = names.get(stem[0], stem[0]) if stem else ""
-    param = own + field[len(stem[0]) :] if stem else field
+    param = names.get(field) or (own + field[len(stem[0]) :] if stem else field)
     message = error.problem
     for prefix in (error.field, field):
         if prefix and message.startswith(f"{prefix}: "):

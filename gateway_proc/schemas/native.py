@@ -9,7 +9,8 @@ from common.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_TOKENS
 from gateway_proc.schemas.base import ApiModel, within, within_generate
 from gateway_proc.schemas.chat import MAX_TOOLS, Message, Tool
 from gateway_proc.schemas.completions import Several, TokenId
-from gateway_proc.schemas.sampling import ROUTING, CacheSalt, RequestId, Seed, StopString
+from gateway_proc.schemas.others import ROUTING
+from gateway_proc.schemas.sampling import CacheSalt, RequestId, Seed, StopString
 
 MAX_DETOKENIZE = 2**20
 

@@ -1,12 +1,12 @@
 """The fields that chat completions and completions share."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
 from common.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from gateway_proc.schemas.base import ApiModel, within, within_generate
+from gateway_proc.schemas.others import OTHERS
 from gateway_proc.story import SANE_ID
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -50,16 +50,6 @@ class StructuredOutputs(ApiModel):
         "disable_fallback": (False, True),
         "whitespace_pattern": (),
     }
-
-
-# A request's way through several servers, which there are not.
-ROUTING: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "routed_dp_rank",
-        "disagg_prefill_dp_rank", "data_parallel_rank",
-    ),
-    (),
-)  # fmt: skip
 
 
 class SamplingFields(ApiModel):
@@ -112,6 +102,7 @@ class SamplingFields(ApiModel):
     json_schema: dict[str, Any] | str | None = None
 
     UNSUPPORTED: ClassVar = {
+        **OTHERS,
         "include_stop_str_in_output": (False,),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (),
@@ -126,27 +117,13 @@ class SamplingFields(ApiModel):
         "custom_logit_processor": (),
         "custom_params": (),
         "lora_path": (),
-        "return_hidden_states": (False,),
         "kv_transfer_params": (),
         "ec_transfer_params": (),
         "vllm_xargs": (),
         "repetition_detection": (),
         "thinking_token_budget": (-1,),
         "stream_interval": (1,),
-        "watermarking": (False,),
         "prompt_embeds": (),
-        "mm_processor_kwargs": (),
         "session_params": (),
         "no_stop_trim": (False,),
-        "stop_regex": (),
-        "extra_key": (),
-        "return_routed_experts": (False,),
-        "return_cached_tokens_details": (False,),
-        "return_prompt_token_ids": (False,),
-        "return_prompt_text": (False,),
-        "return_token_offsets": (False,),
-        "images_config": (),
-        "ngram_corpus_id": (),
-        "custom_labels": (),
-        **ROUTING,
     }

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from tests.conformance import loads, router
+from tests.conformance import fields, loads, router
 from tests.conformance.environments import node_modules, python_environment
 from tests.conformance.reference import Reference
 from tests.conformance.server import HERE, Server, report, run, version_of
@@ -157,6 +157,7 @@ def llm(server: Server) -> bool:
 
 
 SUITES: dict[str, Callable[[Server], bool]] = {
+    "fields": fields.check,
     "openai": openai_sdk,
     "lm-eval": lm_eval,
     "litellm": litellm,
