@@ -1,5 +1,6 @@
 #!/bin/sh
-# Run public clients (SDKs, lm-eval, a load generator, a compatibility scanner) against a cluster on the demo model.
+# Run public clients (SDKs, lm-eval, load generators, a compatibility scanner, a router) against a cluster on the demo
+# model.
 # Needs .venv (make test makes it) and the package registries of Python and, for two of the clients, Node.
 # Usage: scripts/conformance.sh [--home DIR] [CLIENT ...]
 set -eu
