@@ -148,8 +148,9 @@ def test_the_counts_of_a_benchmark_are_those_of_the_cluster(cluster, tmp_path, f
     grown = {name: after[f"scheduler.{name}"] - before[f"scheduler.{name}"] for name in COUNTED}
     assert {name: summary[name] for name in COUNTED} == grown
     assert summary["completed"] == 12 and summary["output_tokens"] == 72 and summary["short_answers"] == 0
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+    for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
         assert 0 < summary[name]["p50"] <= summary[name]["p99"]
+    assert 0 <= summary["itl_ms"]["p50"] <= summary["itl_ms"]["p99"]  # tokens that share a chunk have 0 between them
 
 
 def test_status_and_top(cluster):
