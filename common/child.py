@@ -6,6 +6,7 @@ is held by the launcher alone: when the launcher dies, however it dies, the pipe
 
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ from common.sockets import Endpoints, Inbox, open_socket
 from common.stamps import Lost
 
 log = logging.getLogger(__name__)
+MAX_FILES = 65_536  # open files of a process, where the hard limit allows it
 PULSE_S = 0.25  # how often a process says that it lives
 
 
@@ -123,6 +125,7 @@ def control_identity(name: str, pid: int) -> bytes:
 
 def run_child(name: str, run_dir: Path, life_fd: int, main: Callable[[Child], None]) -> None:
     """Run `main(child)`; tell the launcher the reason when it fails."""
+    _allow_many_files()
     child = Child(name, run_dir, life_fd)
     try:
         main(child)
@@ -133,6 +136,14 @@ def run_child(name: str, run_dir: Path, life_fd: int, main: Callable[[Child], No
         child.close()
         sys.exit(1)
     child.close()
+
+
+def _allow_many_files() -> None:
+    """Every connection is an open file, and the usual soft limit of 1,024 is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def child_options(function: Callable[..., None]) -> Callable[..., None]:

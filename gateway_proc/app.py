@@ -29,27 +29,29 @@ from gateway_proc.story import Story
 from gateway_proc.tracing import Traces
 
 Handler = Callable[[Service, Request], Awaitable[Any]]
+STREAMED = ("application/json", "text/event-stream")
 CONTENT_TYPE_LATEST = "text/plain; version=0.0.4; charset=utf-8"
 REF = "#/components/schemas/{model}"
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An endpoint; one with a `body` is a POST."""
+    """An endpoint; one with a `body` is a POST. `answers` are the media types of what it answers with."""
 
     path: str
     handler: Handler
     summary: str
     body: type[ApiModel] | None = None
+    answers: tuple[str, ...] = ("application/json",)
 
 
 ROUTES = (
-    Route("/v1/chat/completions", chat.create, "Answer a conversation", ChatRequest),
-    Route("/v1/completions", completions.create, "Continue prompts", CompletionRequest),
-    Route("/v1/responses", responses.create, "Answer with text, as OpenAI's Responses API", ResponsesRequest),
+    Route("/v1/chat/completions", chat.create, "Answer a conversation", ChatRequest, STREAMED),
+    Route("/v1/completions", completions.create, "Continue prompts", CompletionRequest, STREAMED),
+    Route("/v1/responses", responses.create, "Answer with text, as OpenAI's Responses API", ResponsesRequest, STREAMED),
     Route("/v1/models", admin.models, "The models that are served"),
     Route("/v1/models/{model:path}", admin.model, "One of them"),
-    Route("/generate", native.create, "Continue prompts, as SGLang's native endpoint", NativeRequest),
+    Route("/generate", native.create, "Continue prompts, as SGLang's native endpoint", NativeRequest, STREAMED),
     Route("/tokenize", tokens.tokenize, "Tokens of a text or chat", TokenizeRequest),
     Route("/detokenize", tokens.detokenize, "Text of tokens", DetokenizeRequest),
     Route("/health", admin.ready, "Whether requests can be served"),
@@ -87,7 +89,7 @@ def build(
     async def show_metrics(service: Service, request: Request) -> Response:
         return Response(metrics.show(await scrape()), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    _add(app, service, Route("/metrics", show_metrics, "Prometheus metrics"))
+    _add(app, service, Route("/metrics", show_metrics, "Prometheus metrics", answers=("text/plain",)))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -123,7 +125,12 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
         summary=route.summary,
         operation_id=route.path.strip("/").translate(str.maketrans("/:{}", "____")),
         response_model=None,
-        responses={"4XX": error, "5XX": error},
+        response_class=Response,
+        responses={
+            200: {"description": "The answer", "content": {kind: {"schema": {}} for kind in route.answers}},
+            "4XX": error,
+            "5XX": error,
+        },
         openapi_extra=extra,
     )
 

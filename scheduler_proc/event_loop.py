@@ -18,6 +18,7 @@ from scheduler_proc.recorder import RecordedScheduler, Recorder
 from scheduler_proc.scheduler import ProtocolError, Scheduler
 
 log = logging.getLogger(__name__)
+WORKERS = "workers"  # the launcher's name for all ranks together
 RETRY_MS = 5  # how soon a backlog is offered to a slow peer again
 
 
@@ -27,6 +28,7 @@ class EventLoop:
     def __init__(self, child: Child, go: Go):
         self._child = child
         self._term, self._epoch = go.term, go.epoch
+        self._losses = go.restarts.get(WORKERS, 0)  # of the workers, but for those that were asked for
         self._stale = 0
         self._poller = zmq.Poller()
         self._poller.register(child.control, zmq.POLLIN)
@@ -71,7 +73,8 @@ class EventLoop:
             for worker in self._workers:
                 worker.close()
             self._open_epoch()
-            scheduler.reset(go.epoch)
+            losses, self._losses = self._losses, go.restarts.get(WORKERS, 0)
+            self._answer(scheduler.reset(go.epoch, time.monotonic_ns(), crashed=self._losses > losses))
         if go.term != self._term:
             self._term = go.term
             self._close(self._requests)
@@ -135,10 +138,11 @@ def main(child: Child) -> None:
     loop = EventLoop(child, go)
     kv = KVManager(go.num_pages, go.page_size, prefix_cache=child.config.cache.prefix_cache)
     if child.config.record is None:
-        loop.run(Scheduler(child.config.scheduler, kv, go.context_len, epoch=go.epoch))
+        loop.run(Scheduler(child.config.scheduler, kv, go.context_len, epoch=go.epoch, vocab_size=go.vocab_size))
         return
     with Recorder(_recording(Path(child.config.record), go.term)) as recorder:
-        loop.run(RecordedScheduler(recorder, child.config.scheduler, kv, go.context_len, epoch=go.epoch))
+        config = child.config.scheduler
+        loop.run(RecordedScheduler(recorder, config, kv, go.context_len, epoch=go.epoch, vocab_size=go.vocab_size))
 
 
 def _recording(path: Path, term: int) -> Path:

@@ -2,12 +2,14 @@
 
 from array import array
 
-from common.messages import AddRequest, ErrorCode, RequestError
+from common.fields import IntArray
+from common.messages import AddRequest, ErrorCode, RequestError, ints
 from scheduler_proc.request import Request
 
 
-def never_fits(msg: AddRequest, context_len: int, pool_tokens: int) -> RequestError | None:
-    """What is wrong with a prompt whatever else runs: it and one token must fit in the window and in the KV cache."""
+def never_fits(msg: AddRequest, context_len: int, pool_tokens: int, vocab_size: int) -> RequestError | None:
+    """What is wrong with a request whatever else runs: its prompt and one token must fit in the window and in the KV
+    cache, and the model must have all of its tokens. The tokenizer has checked it, but the workers rely on it here."""
     length = len(msg.prompt)
     if length == 0:
         return RequestError(msg.rid, ErrorCode.INVALID, "the prompt is empty", "prompt", 1)
@@ -15,7 +17,19 @@ def never_fits(msg: AddRequest, context_len: int, pool_tokens: int) -> RequestEr
         if length + 1 > limit:
             problem = f"the prompt has {length} tokens and the {name} holds {limit}, one of them for the answer"
             return RequestError(msg.rid, ErrorCode.TOO_LONG, problem, "prompt", limit)
+    for name, tokens in _tokens_of(msg).items():
+        if tokens and max(tokens) >= vocab_size:
+            problem = f"token id {max(tokens)} is outside the model's vocabulary of {vocab_size}"
+            return RequestError(msg.rid, ErrorCode.INVALID, problem, name, vocab_size - 1)
     return None
+
+
+def _tokens_of(msg: AddRequest) -> dict[str, IntArray]:
+    """The tokens that the workers look up, by the field that names them."""
+    edits = msg.draw.edits
+    if edits is None:
+        return {"prompt": msg.prompt}
+    return {"prompt": msg.prompt, "logit_bias": ints(*edits.logit_bias), "stop_token_ids": edits.ends}
 
 
 def request_of(msg: AddRequest, seq: int, most: int, now: int) -> Request:

@@ -5,7 +5,7 @@ from scheduler_proc.request import Request
 
 COUNTERS = (
     "steps", "requests", "finished", "aborted", "refused", "expired", "failed", "preempted",
-    "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
+    "suspected", "condemned", "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from scheduler_proc.measures import Measures
 from scheduler_proc.plan_builder import PlanBuilder
 from scheduler_proc.policy import MAX_PREFILLS, Policy
 from scheduler_proc.pressure import make_room, spare_pages
+from scheduler_proc.quarantine import Quarantine
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
 from scheduler_proc.step_time import StepTimeModel
@@ -32,6 +33,7 @@ class Planner:
         residents: Residents,
         step_time: StepTimeModel,
         measures: Measures,
+        quarantine: Quarantine,
     ):
         self.admission: Admission = ADMISSIONS[config.admission]()
         self._config = config
@@ -40,12 +42,15 @@ class Planner:
         self._residents = residents
         self._step_time = step_time
         self._measures = measures
+        self._quarantine = quarantine
 
     def fill(self, step: PlanBuilder, now: int) -> None:
         """Plan as much as the budget and the pages allow, perhaps nothing. `now` in ns."""
         preempted = self._plan_decodes(step)
         budget = self._prefill_budget(step)
-        if not preempted:
+        if self._quarantine:
+            self._admit_suspect(step, now)
+        elif not preempted:
             self._admit(step, budget, now)
         for request in self._waiting.chunk_order(list(self._residents.prefilling)):
             if budget <= 0:
@@ -114,6 +119,15 @@ class Planner:
             self._waiting.remove(request)
             self._measures.admitted(request, now)
             request.started = request.started or now
+
+    def _admit_suspect(self, step: PlanBuilder, now: int) -> None:
+        """Start one that may have killed the workers, when nobody is there whom it could harm."""
+        if self._residents.holders():
+            return
+        request = self._quarantine.next()
+        if request is not None and self._try_admit(step, request):
+            self._waiting.remove(request)
+            self._measures.admitted(request, now)
 
     def _shares_soon(self, request: Request) -> bool:
         gain = self._config.in_batch_gain

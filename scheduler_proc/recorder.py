@@ -11,6 +11,7 @@ import msgpack
 from common.codec import PROTOCOL_VERSION, Message, encode
 from common.config import SchedulerConfig
 from common.messages import StepPlan, StepResult
+from common.sampling_params import MAX_TOKEN_ID
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.recording import CLOSED, FORMAT, MAGIC, Kind
 from scheduler_proc.scheduler import Scheduler
@@ -39,7 +40,8 @@ class Recorder:
     def header(self, scheduler: Scheduler) -> None:
         config, kv = dataclasses.asdict(scheduler.config), scheduler.kv
         pool = (kv.pool.num_pages, kv.page_size, kv.prefix_cache)
-        self._write((MAGIC, FORMAT, PROTOCOL_VERSION, config, *pool, scheduler.context_len, scheduler.epoch))
+        limits = (scheduler.context_len, scheduler.epoch, scheduler.vocab_size)
+        self._write((MAGIC, FORMAT, PROTOCOL_VERSION, config, *pool, *limits))
 
     @property
     def last(self) -> int:
@@ -99,8 +101,17 @@ class Recorder:
 class RecordedScheduler(Scheduler):
     """A scheduler that writes down what it is told, before it acts on it, and what it plans."""
 
-    def __init__(self, recorder: Recorder, config: SchedulerConfig, kv: KVManager, context_len: int, *, epoch: int = 0):
-        super().__init__(config, kv, context_len, epoch=epoch)
+    def __init__(
+        self,
+        recorder: Recorder,
+        config: SchedulerConfig,
+        kv: KVManager,
+        context_len: int,
+        *,
+        epoch: int = 0,
+        vocab_size: int = MAX_TOKEN_ID + 1,
+    ):
+        super().__init__(config, kv, context_len, epoch=epoch, vocab_size=vocab_size)
         self._recorder = recorder
         recorder.header(self)
 
@@ -126,6 +137,6 @@ class RecordedScheduler(Scheduler):
         self._recorder.put(Kind.COMMIT, now, encode(result))
         return super().commit(result, now)
 
-    def reset(self, epoch: int) -> None:
-        self._recorder.put(Kind.RESET, self._recorder.last, epoch)
-        super().reset(epoch)
+    def reset(self, epoch: int, now: int, *, crashed: bool) -> list[Message]:
+        self._recorder.put(Kind.RESET, now, epoch, crashed)
+        return super().reset(epoch, now, crashed=crashed)

@@ -3,9 +3,10 @@
 A recording holds every input of a scheduler and every plan that it answered with, so that a run can be replayed
 exactly. It is a stream of msgpack objects, a header and then one list per call, in order:
 
-    [MAGIC, FORMAT, PROTOCOL_VERSION, {SchedulerConfig}, num_pages, page_size, prefix_cache, context_len, epoch]
+    [MAGIC, FORMAT, PROTOCOL_VERSION, {SchedulerConfig}, num_pages, page_size, prefix_cache, context_len, epoch,
+     vocab_size]
     [HANDLE, now, frame]    [EXPIRE, now]    [PLAN, now, frame of the plan or nil]    [COMMIT, now, frame]
-    [RESET, now, epoch]    [END, now, why]
+    [RESET, now, epoch, crashed]    [END, now, why]
 
 Frames are those of the wire (common/codec.py), `now` is in nanoseconds. Prompts and sampled tokens are in it, so the
 file is for its owner alone (mode 0600), and an existing file is never overwritten.
@@ -28,7 +29,7 @@ from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
 
 MAGIC = "rhizome-recording"
-FORMAT = 1
+FORMAT = 2
 CLOSED = "closed"
 _MAX_NOW = 2**63 - 1
 
@@ -57,8 +58,8 @@ class RecordingError(ValueError):
 class Record:
     """One call. `message` is what was handled or committed, or the plan that came out; `frame` its bytes.
 
-    The last record is always an END, whose `why` tells how the recording ended; `index` counts from 0. `epoch` is that
-    of a RESET.
+    The last record is always an END, whose `why` tells how the recording ended; `index` counts from 0. `epoch` and
+    `crashed` are those of a RESET.
     """
 
     index: int
@@ -68,6 +69,7 @@ class Record:
     frame: bytes | None = None
     why: str = ""
     epoch: int = 0
+    crashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Recording:
     prefix_cache: bool
     context_len: int
     epoch: int
+    vocab_size: int
 
     @classmethod
     def open(cls, path: Path) -> "Recording":
@@ -97,7 +100,7 @@ class Recording:
     def new_scheduler(self) -> Scheduler:
         """A scheduler as it was when the recording began."""
         kv = KVManager(self.num_pages, self.page_size, prefix_cache=self.prefix_cache)
-        return Scheduler(self.config, kv, self.context_len, epoch=self.epoch)
+        return Scheduler(self.config, kv, self.context_len, epoch=self.epoch, vocab_size=self.vocab_size)
 
     def records(self) -> Iterator[Record]:
         """All records in order. A file cut off anywhere gives what is whole; anything else raises RecordingError."""
@@ -142,12 +145,12 @@ def _check_header(path: Path, header: object) -> tuple[Any, ...]:
     if header[1:3] != [FORMAT, PROTOCOL_VERSION]:
         here = f"format {FORMAT} with protocol {PROTOCOL_VERSION}"
         raise RecordingError(f"{path}: recorded in format {header[1]} with protocol {header[2]}, this is {here}")
-    if len(header) != 9:
-        raise RecordingError(f"{path}: the header has {len(header)} fields, 9 belong there")
+    if len(header) != 10:
+        raise RecordingError(f"{path}: the header has {len(header)} fields, 10 belong there")
     config = _check_config(path, header[3])
-    limits = {"num_pages": 1, "page_size": 1, "prefix_cache": None, "context_len": 2, "epoch": 0}
+    limits = {"num_pages": 1, "page_size": 1, "prefix_cache": None, "context_len": 2, "epoch": 0, "vocab_size": 1}
     for (name, least), value in zip(limits.items(), header[4:], strict=True):
-        if type(value) is not (bool if least is None else int) or (least is not None and not least <= value < 2**31):
+        if type(value) is not (bool if least is None else int) or (least is not None and not least <= value <= 2**31):
             raise RecordingError(f"{path}: {name} in the header is {value!r}")
     return (config, *header[4:])
 
@@ -171,14 +174,14 @@ def _check_record(where: str, index: int, item: object) -> Record:
     kind, now, *rest = Kind(item[0]), *item[1:]
     if type(now) is not int or not 0 <= now <= _MAX_NOW:
         raise RecordingError(f"{where} has no time")
-    if len(rest) != (0 if kind is Kind.EXPIRE else 1):
+    if len(rest) != {Kind.EXPIRE: 0, Kind.RESET: 2}.get(kind, 1):
         raise RecordingError(f"{where} has {len(item)} fields")
     if kind is Kind.EXPIRE or (kind is Kind.PLAN and rest[0] is None):
         return Record(index, kind, now)
     if kind is Kind.END and isinstance(rest[0], str):
         return Record(index, kind, now, why=rest[0])
-    if kind is Kind.RESET and type(rest[0]) is int and 0 <= rest[0] < 2**31:
-        return Record(index, kind, now, epoch=rest[0])
+    if kind is Kind.RESET and type(rest[0]) is int and 0 <= rest[0] < 2**31 and type(rest[1]) is bool:
+        return Record(index, kind, now, epoch=rest[0], crashed=rest[1])
     if not isinstance(rest[0], bytes) or kind not in MESSAGES:
         raise RecordingError(f"{where} has a wrong field")
     try:

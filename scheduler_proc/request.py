@@ -86,6 +86,8 @@ class Request:
     pending: int = 0  # sampled by plans in flight, not yet known
     steps_in_flight: int = 0
     preemptions: int = 0
+    losses: int = 0  # how often the workers were lost with a step of it in flight
+    suspected_len: int = 0  # tokens, those of plans included, that it had when that happened last
     scored: int = 0  # how many tokens from the first have given their prediction to `prompt_logprobs`
 
     def on(self, event: Event) -> None:

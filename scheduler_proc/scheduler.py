@@ -36,6 +36,7 @@ from common.messages import (
     TokenBatch,
     ints,
 )
+from common.sampling_params import MAX_TOKEN_ID
 from scheduler_proc.admission import Admission
 from scheduler_proc.intake import never_fits, request_of
 from scheduler_proc.kv_manager import KVManager
@@ -43,6 +44,7 @@ from scheduler_proc.measures import Measures
 from scheduler_proc.plan_builder import PlanBuilder, Scored
 from scheduler_proc.planner import Planner
 from scheduler_proc.policy import make_policy
+from scheduler_proc.quarantine import Quarantine, verdict
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
 from scheduler_proc.service_rate import ServiceRate
@@ -72,16 +74,26 @@ class Step:
 class Scheduler:
     """See the module's docstring. `context_len` bounds prompt and output together, in tokens."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVManager, context_len: int, *, epoch: int = 0):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        context_len: int,
+        *,
+        epoch: int = 0,
+        vocab_size: int = MAX_TOKEN_ID + 1,
+    ):
         self.config = config
         self.context_len = context_len
+        self.vocab_size = vocab_size
         self.epoch = epoch
         self.kv = kv
         self.waiting = make_policy(config.policy, kv, config.ageing_s)
         self.step_time = StepTimeModel()
         self.measures = Measures()
         self.residents = Residents(config.max_running, kv, self.waiting)
-        self.planner = Planner(config, kv, self.waiting, self.residents, self.step_time, self.measures)
+        self.quarantine = Quarantine()
+        self.planner = Planner(config, kv, self.waiting, self.residents, self.step_time, self.measures, self.quarantine)
         self.requests: dict[int, Request] = {}  # every request that has not been answered for good
         self.in_flight: deque[Step] = deque()
         self._deadlines: list[tuple[int, int]] = []  # a heap of (when, rid)
@@ -104,7 +116,7 @@ class Scheduler:
         raise TypeError(f"the scheduler does not handle {type(msg).__name__}")
 
     def _add(self, msg: AddRequest, now: int) -> list[Message]:
-        problem = self._refusal(msg)
+        problem = self._refusal(msg, now)
         if problem is not None:
             self.measures.counts["refused"] += 1
             return [problem]
@@ -121,10 +133,11 @@ class Scheduler:
     def _pool_tokens(self) -> int:
         return self.kv.pool.num_pages * self.kv.page_size
 
-    def _refusal(self, msg: AddRequest) -> RequestError | None:
+    def _refusal(self, msg: AddRequest, now: int) -> RequestError | None:
         if msg.rid in self.requests:
             return RequestError(msg.rid, ErrorCode.INTERNAL, "this request id is in use", "rid")
-        problem = never_fits(msg, self.context_len, self._pool_tokens)
+        problem = never_fits(msg, self.context_len, self._pool_tokens, self.vocab_size)
+        problem = problem or self.quarantine.refusal(msg, now)
         if problem is None and len(self.waiting) >= self.config.max_waiting and not msg.again:
             text = f"the queue is full ({self.config.max_waiting} requests)"
             wait = self._service.seconds_for(len(self.waiting))
@@ -237,6 +250,8 @@ class Scheduler:
             self._end(request, Event.FINISH)
             self._service.finished(now)
             self.measures.counts["finished"] += 1
+        elif self.quarantine.acquit(request) and self.quarantine and request.status is Status.DECODING:
+            request.on(Event.PREEMPT)  # it makes room for the next suspect
 
     def _finish_reason(self, request: Request, token: int) -> Finish:
         if token in request.stop_token_ids:
@@ -251,6 +266,7 @@ class Scheduler:
         elif request.status is Status.PREFILLING:
             self.residents.prefilling.remove(request)
         request.on(event)
+        self.quarantine.acquit(request)
         del self.requests[request.rid]
         self.residents.settle(request)
 
@@ -262,14 +278,25 @@ class Scheduler:
 
     # ---- after a loss ---------------------------------------------------------------------------------------------
 
-    def reset(self, epoch: int) -> None:
+    def reset(self, epoch: int, now: int, *, crashed: bool) -> list[Message]:
         """The workers have lost everything: forget all KV and the steps in flight, and queue every running request
-        again with the tokens that it has. Plans of the new `epoch` start at step 0."""
+        again with the tokens that it has. Plans of the new `epoch` start at step 0. `crashed`: they did not end because
+        they were told to, so what they were computing is suspected (see quarantine.py). Returns the errors of
+        those that are found guilty."""
+        culprits: list[Request] = []
+        if crashed:
+            rows = {request.rid: request for step in self.in_flight for request in step.rows}
+            culprits = self.quarantine.suspect(rows.values(), self.requests.values(), now)
+            self.measures.counts["suspected"] += len(rows)
         self.epoch = epoch
         self._next_step = 0
         self.in_flight.clear()
         self.kv.forget()
         self.residents.evacuate()
+        for culprit in culprits:
+            self._end(culprit, Event.ABORT)
+        self.measures.counts["condemned"] += len(culprits)
+        return [verdict(culprit.rid) for culprit in culprits]
 
     # ---- seeing it ------------------------------------------------------------------------------------------------
 
@@ -296,6 +323,7 @@ class Scheduler:
             "waiting": len(self.waiting),
             "running": len(self.holders()),
             "in_flight": len(self.in_flight),
+            "suspects": len(self.quarantine),
             "total_pages": pool.num_pages,
             "free_pages": pool.free,
             "evictable_pages": tree.evictable,

@@ -179,7 +179,7 @@ class Timeline:
                 case Kind.COMMIT:
                     return self._commit(record.message, record.now)
                 case Kind.RESET:
-                    self.scheduler.reset(record.epoch)
+                    self.scheduler.reset(record.epoch, record.now, crashed=record.crashed)
                     return Reset(record.epoch)
                 case Kind.END:
                     self.why = record.why

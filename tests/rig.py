@@ -14,11 +14,11 @@ from tests.paper_worker import PaperWorker
 class Rig:
     """A scheduler with a paper worker, stepped by the test."""
 
-    def __init__(self, pages=100, page_size=4, context=200, **config):
+    def __init__(self, pages=100, page_size=4, context=200, vocab=2**31, **config):
         settings = {"max_running": 8, "max_batch_tokens": 64, "chunk_tokens": 8, "steps_in_flight": 1} | config
         self.now = 1  # ns
         self._waiting: deque[StepPlan] = deque()
-        self.scheduler = Scheduler(SchedulerConfig(**settings), KVManager(pages, page_size), context)
+        self.scheduler = Scheduler(SchedulerConfig(**settings), KVManager(pages, page_size), context, vocab_size=vocab)
         self.worker = PaperWorker(page_size)
         self.out: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}

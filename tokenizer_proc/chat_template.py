@@ -1,14 +1,15 @@
 """Chat templates: a conversation to the text of a prompt, as transformers' apply_chat_template renders it.
 
 A template is a program that came with the model. It runs in jinja2's sandbox (no attribute of Python's internals, no
-change of what it is given), with a budget of steps: loop iterations and calls. The budget ends endless loops and
-recursion at the same place every time. What it does not bound is one single large operation on strings or numbers
-that is neither a loop nor a call nor a product, such as a filter with a huge width.
+change of what it is given), with a budget of steps: loop iterations, calls, filters, and the size of what they make.
+The budget ends endless loops and recursion at the same place every time, and no single operation may make something
+huge (template_guards.py).
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import islice
 from typing import Any
 
 import jinja2
@@ -18,14 +19,24 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, _PassArg
+
+from tokenizer_proc.template_guards import (
+    CONCAT,
+    Guard,
+    check_binop,
+    check_call,
+    check_size,
+    concatenated,
+    shown,
+    steps,
+)
 
 MAX_STEPS = 2_000_000  # of one rendering: a few seconds at most; a loop iteration is one step
 CALL_STEPS = 10  # a call takes about as long as ten iterations
-MAX_PRODUCT = 2**24  # characters or entries of a repeated string or list
-MAX_DIGITS = 2**10  # bits of a product or power
+MAX_ITEMS = 2**20  # of what a filter makes one by one
 _MARK = "\ue000\ue001\ue002"  # for private use: no conversation holds it
-_GLOBALS = ("raise_exception", "strftime_now", "dict", "namespace", "range", "cycler", "joiner", "lipsum")
+_GLOBALS = ("raise_exception", "strftime_now", "dict", "namespace", "range", "cycler", "joiner")
 _BUDGET = "step budget"  # not an identifier: no template can name it
 
 
@@ -45,9 +56,7 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self.variables = frozenset(meta.find_undeclared_variables(tree)) - set(special_tokens) - set(_GLOBALS)
-            for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-            self._template = environment.from_string(tree)
+            self._template = environment.from_string(Guard().visit(tree))
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
         self._special_tokens = dict(special_tokens)
@@ -114,23 +123,31 @@ class _Budget:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], finalize=shown
+        )
         self.filters["tojson"] = _tojson
+        self.filters[CONCAT] = concatenated
+        for name in list(self.filters):
+            self.filters[name] = _guarded(name, self.filters[name])
         self.filters["counted"] = _counted
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _new_dict  # the type itself would offer its methods
         self.globals["namespace"] = _Namespace
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        context[_BUDGET].spend(CALL_STEPS)
+        name = getattr(function, "__name__", "")
+        size = check_call(name, getattr(function, "__self__", None), args, kwargs)
+        context[_BUDGET].spend(CALL_STEPS + steps(size))
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_product(operator, left, right)
+        context[_BUDGET].spend(steps(check_binop(operator, left, right)))
         return super().call_binop(context, operator, left, right)
 
 
@@ -164,14 +181,31 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r}: names must not start with an underscore")
 
 
-def _check_product(operator: str, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > MAX_DIGITS:
-            raise SecurityError(f"the result of {operator} is too large")
-    for repeated, times in ((left, right), (right, left)):
-        if isinstance(repeated, str | list | tuple) and isinstance(times, int) and len(repeated) * times > MAX_PRODUCT:
-            raise SecurityError(f"the result of {operator} is too large")
+def _guarded(name: str, function: Any) -> Any:
+    """A filter that is checked and paid for. Filters that want jinja2's context, environment or evaluation context as
+    their first argument still get it."""
+    wants = _PassArg.from_obj(function)
+
+    @jinja2.pass_context
+    def guarded(context: Context, subject: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(subject, Iterator):
+            subject = list(islice(subject, MAX_ITEMS))
+        budget = context.get(_BUDGET)
+        size = check_call(name, subject, args, kwargs)
+        if budget is None:  # while it is compiled, with constants only
+            raise SecurityError("filters run when a conversation is rendered")
+        budget.spend(CALL_STEPS + steps(size))
+        first = {
+            _PassArg.context: context,
+            _PassArg.eval_context: context.eval_ctx,
+            _PassArg.environment: context.environment,
+        }
+        result = function(*([first[wants]] if wants is not None else []), subject, *args, **kwargs)
+        if isinstance(result, str | list | tuple):
+            budget.spend(steps(check_size(len(result), name)))
+        return result
+
+    return guarded
 
 
 @jinja2.pass_context

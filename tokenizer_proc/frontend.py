@@ -132,6 +132,7 @@ class Frontend:
             self._answers.send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
+        self._pending_chars += _chars(msg)  # now: several messages may arrive before a task begins
         task = asyncio.get_running_loop().create_task(self._prepare(entry, msg))
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
@@ -155,7 +156,6 @@ class Frontend:
     async def _prepare(self, entry: Entry, msg: Generate) -> None:
         """Tokenize and check the grammar, then hand over to detokenizer and scheduler, unless the request has ended in
         the meantime."""
-        self._pending_chars += _chars(msg)
         try:
             if msg.params.grammar is not None:
                 checking = asyncio.ensure_future(self._grammars.check(msg.params.grammar))

@@ -135,9 +135,11 @@ class Cluster:
 
 
 @contextmanager
-def running(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Cluster]:
-    """A ready cluster that must end idle, cleanly and completely."""
-    cluster = Cluster(model, *flags, env=env)
+def running(
+    model: Path | str, *flags: str, env: Mapping[str, str] | None = None, program: Sequence[str] = (str(LAUNCH),)
+) -> Iterator[Cluster]:
+    """A ready cluster that must end idle, cleanly and completely. `program` takes the place of launch.py."""
+    cluster = Cluster(model, *flags, env=env, program=program)
     try:
         yield cluster.wait_ready()
         cluster.check_idle()

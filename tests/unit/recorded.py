@@ -67,11 +67,11 @@ class RecordedRun:
         self.take(self.scheduler.commit(result, self.tick()))
         return True
 
-    def lose_workers(self, epoch: int) -> None:
+    def lose_workers(self, epoch: int, *, crashed: bool = True) -> None:
         """The workers are gone with all they had, and new ones are there."""
         self.unfinished.clear()
         self.worker = PaperWorker(self.worker.page_size)
-        self.scheduler.reset(epoch)
+        self.take(self.scheduler.reset(epoch, self.tick(), crashed=crashed))
 
     def finish(self) -> None:
         while self.step():

@@ -176,7 +176,7 @@ def test_fields_that_do_not_go_together(fields: dict[str, Any], field: str) -> N
     bad = good[:-1] + b"\xc3"  # continue_final_message: true
     with pytest.raises(FrameError) as refused:
         decode(bad, {Generate})
-    assert refused.value.field == "continue_final_message" and refused.value.rid == 5
+    assert refused.value.field == "continue_final_message" and refused.value.rids == (5,)
 
 
 def test_a_question_about_tokens_sees_the_same_chat() -> None:

@@ -1,9 +1,11 @@
 """Chat templates against transformers' apply_chat_template, and what happens to bad ones."""
 
 import json
+import tracemalloc
 from functools import cache
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from tests.helpers_tokenizers import CHATML, byte_level
@@ -102,6 +104,68 @@ def test_errors_say_what_went_wrong(template: str, words: str) -> None:
 def test_endless_templates_end_at_a_number_of_steps(template: str) -> None:
     with pytest.raises(ChatTemplateError, match=r"too long|RecursionError"):
         ChatTemplate(template, {}).render([USER], 1000)
+
+
+HUGE = "{% set ns = namespace(x=START) %}{% for _ in range(90) %}{% set ns.x = STEP %}{% endfor %}{{ USE }}"
+
+
+def doubling(start: str, step: str, use: str = "ns.x|length") -> str:
+    return HUGE.replace("START", start).replace("STEP", step).replace("USE", use)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x'|center(10 ** 10) }}",
+        "{{ 'x'.center(10 ** 10) }}",
+        "{{ 'x'.ljust(99999999999) }}",
+        "{{ 'a\nb'|indent(10 ** 9) }}",
+        "{{ messages|tojson(indent=10 ** 9) }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{{ '%*d' % (10 ** 10, 1) }}",
+        "{{ '%99999999999d'|format(1) }}",
+        "{{ '{:99999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10 ** 10) }}",
+        "{{ [1]|batch(10 ** 9, 'x')|list }}",
+        "{{ [1]|slice(10 ** 9)|list }}",
+        "{{ ['x', 'y']|map('center', 10 ** 10)|list }}",
+        "{{ ('x' * 10 ** 6)|replace('x', 'y' * 10 ** 6) }}",
+        "{{ ('x' * 10 ** 6).replace('x', 'y' * 10 ** 6) }}",
+        "{{ range(99999)|join('y' * 10 ** 6) }}",
+        "{{ ('y' * 10 ** 6).join('x' * 10 ** 6) }}",
+        doubling("'x'", "ns.x ~ ns.x"),
+        doubling("'x'", "ns.x + ns.x"),
+        doubling("[1]", "ns.x + ns.x"),
+        doubling("'xx'", "ns.x|replace('x', 'xx')"),
+        doubling("[1]", "[ns.x, ns.x]", "ns.x"),
+        doubling("[1]", "[ns.x, ns.x]", "ns.x|string"),
+        doubling("[1]", "[ns.x, ns.x]", "ns.x|tojson"),
+        doubling("[1]", "[ns.x, ns.x]", "'%s' % ns.x"),
+        doubling("[1]", "[ns.x, ns.x]", "ns.x ~ ''"),
+        doubling("[1]", "{'a': ns.x, 'b': ns.x}", "ns.x"),
+        doubling("1", "ns.x * 10 ** 300"),
+        "{{ lipsum(10 ** 9) }}",
+        "{% for i in range(90000) %}{% set _ = ('x' * 10 ** 6)|upper %}{% endfor %}",
+    ],
+)
+def test_no_step_makes_something_huge(template: str) -> None:
+    """Neither when it is compiled, where jinja2 computes what is constant, nor when it is rendered."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ChatTemplateError):
+            ChatTemplate(template, {}).render([USER], 10**9)
+        assert tracemalloc.get_traced_memory()[1] < 3 * 2**27
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_templates_need_is_not_refused() -> None:
+    template = """{{ 'a' ~ 1 ~ none }}{{ 'x'|center(9) }}{{ '%05d' % 7 }}{{ '{:>4}'.format('é') }}
+{{- [3, 1]|sort|join(', ') }}
+{{- messages|map(attribute='role')|list|tojson(indent=2) }}{{ 'a b'|replace(' ', '_')|upper }}{{ 'Year 20241 %s' % 1 }}
+{{- messages[0].content.split('?')[0]|trim|indent(2) }}{{ 'a' + 'b' }}{{ [1] + [2] }}{{ (1, 2)|first }}"""
+    expected = jinja2.Environment().from_string(template).render(messages=[USER])
+    assert ChatTemplate(template, {}).render([USER], 10_000) == expected
 
 
 def test_long_output_is_cut_soon_after_the_limit() -> None:

@@ -22,7 +22,7 @@ from common.messages import AddRequest, StepPlan, StepResult, ints
 from scheduler_proc import replay
 from scheduler_proc.invariants import check
 from scheduler_proc.recorder import Recorder
-from scheduler_proc.recording import Kind, Recording, RecordingError
+from scheduler_proc.recording import FORMAT, Kind, Recording, RecordingError
 from scheduler_proc.scheduler import ProtocolError
 from scheduler_proc.timeline import Diverged, Timeline
 from tests.unit.recorded import MS, random_workload, recorded
@@ -65,8 +65,9 @@ def test_plans_are_identical(tmp_path: Path, policy: str, admission: str, in_fli
         assert timeline.why == "closed"
 
 
+@pytest.mark.parametrize("crashes", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_loss_of_the_workers_is_replayed(tmp_path: Path, policy: str) -> None:
+def test_a_loss_of_the_workers_is_replayed(tmp_path: Path, policy: str, crashes: int) -> None:
     path = tmp_path / "reset.rec"
     with recorded(path, policy=policy) as run:
         for epoch in range(1, 4):
@@ -74,9 +75,9 @@ def test_a_loss_of_the_workers_is_replayed(tmp_path: Path, policy: str) -> None:
                 run.add(rid, [1, 2, 3, 4, 5, 6, 7, rid], 9)
             for _ in range(2 + epoch):
                 run.step()
-            run.lose_workers(epoch)
+            run.lose_workers(epoch, crashed=epoch <= crashes)
         run.finish()
-    assert run.output == 9 * 9
+    assert (run.output == 9 * 9 and not run.errors) if crashes == 1 else run.errors
     timeline = replayed(path)
     assert timeline.plans == len(run.plans)
     assert timeline.scheduler.stats() == run.scheduler.stats()
@@ -254,9 +255,9 @@ def test_damage_is_refused_clearly(small: Path, tmp_path: Path) -> None:
         (b"\xc1", "not a recording"),
         (b"\xdd\xff\xff\xff\xff", "not a recording"),
         (msgpack.packb(["rhizome-recording", 99, PROTOCOL_VERSION]), "recorded in format 99"),
-        (msgpack.packb(["rhizome-recording", 1, PROTOCOL_VERSION]), "3 fields"),
+        (msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION]), "3 fields"),
         (
-            msgpack.packb(["rhizome-recording", 1, PROTOCOL_VERSION, {"a": 1}, 1, 1, True, 2, 0]),
+            msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION, {"a": 1}, 1, 1, True, 2, 0, 9]),
             "not that of this version",
         ),
     ],
@@ -281,7 +282,9 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, data: bytes, problem: s
         ([Kind.HANDLE, 1, None], "wrong field"),
         ([Kind.HANDLE, 1, b"x"], "bad frame"),
         ([Kind.END, 1, b"x"], "wrong field"),
-        ([Kind.RESET, 1, -1], "wrong field"),
+        ([Kind.RESET, 1, -1, True], "wrong field"),
+        ([Kind.RESET, 1, 1, 1], "wrong field"),
+        ([Kind.RESET, 1, 1], "fields"),
     ],
 )
 def test_a_bad_record_is_named(small: Path, record: object, problem: str) -> None:
@@ -294,7 +297,7 @@ def test_nothing_may_follow_the_end(small: Path) -> None:
         replayed(rewritten(small, lambda items: items.append([Kind.EXPIRE, 1])))
 
 
-@pytest.mark.parametrize("value", [0, -1, True, "2", None, 2**31])
+@pytest.mark.parametrize("value", [0, -1, True, "2", None, 2**31 + 1])
 def test_a_bad_header_field_is_named(small: Path, value: object) -> None:
     def change(items: list[Any]) -> None:
         items[0][4] = value

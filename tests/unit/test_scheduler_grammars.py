@@ -43,7 +43,7 @@ def test_a_loss_of_the_workers_starts_grammars_again() -> None:
         rig.step()
     had = len(rig.out[1])
     assert had
-    rig.scheduler.reset(1)
+    rig.scheduler.reset(1, rig.now, crashed=False)
     rig.restart_worker()
     (plan,) = [plan for plan in rig.run() if plan.enter_grammars]
     assert plan.enter_grammars[0].generated.tolist() == solo_output([1, 5], 9)[:had]

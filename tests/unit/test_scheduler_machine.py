@@ -124,7 +124,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rid += 1
         self.take(self.scheduler.handle(msg, self.now))
         refused = msg.rid in self.ended
-        assert refused == (not prompt or len(prompt) + 1 > self.limit or full)
+        culprits = {tuple(self.asked[r].prompt) for r, e in self.ended.items() if condemned(e)}
+        assert refused == (not prompt or len(prompt) + 1 > self.limit or full) or tuple(prompt) in culprits
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -140,12 +141,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.take(self.scheduler.expire(self.now))
         assert self.scheduler.next_deadline is None or self.scheduler.next_deadline > self.now
 
-    @rule(lost=st.integers(0, 3))
-    def workers_restart(self, lost):
+    @rule(lost=st.integers(0, 3), crashed=st.booleans())
+    def workers_restart(self, lost, crashed):
         """All KV is gone, and so are plans and results on their way; it happens rarely."""
         if lost:
             return
-        self.scheduler.reset(self.scheduler.epoch + 1)
+        self.take(self.scheduler.reset(self.scheduler.epoch + 1, self.now, crashed=crashed))
         self.worker = PaperWorker(self.worker.page_size)
         self.plans.clear()
         self.results.clear()
@@ -174,7 +175,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens = msg.prompt + ints(*got)
             again = replace(msg, prompt=tokens, deadline_ms=left, generated=len(got), scored=scored, again=True)
             self.take(self.scheduler.handle(decode(encode(again), {AddRequest}), self.now))
-            assert rid not in self.ended, "nobody is refused whom an earlier scheduler had taken"
+            refused = rid in self.ended
+            assert not refused or condemned(self.ended[rid]), "nobody is refused whom an earlier scheduler had taken"
 
     @rule()
     def hope(self):
@@ -232,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"]
         for rid, msg in self.asked.items():
             end = self.ended[rid]
-            if isinstance(end, RequestError) and end.code != ErrorCode.DEADLINE:
+            if isinstance(end, RequestError) and end.code not in (ErrorCode.DEADLINE, ErrorCode.INTERNAL):
                 assert self.got[rid] == []
                 continue
             room = min(msg.max_tokens, self.limit - len(msg.prompt))
@@ -258,6 +260,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scores == expected[: len(prompt) - 1]
         else:
             assert (scores or []) == expected[: len(scores or [])]
+
+
+def condemned(end):
+    """Whether a request has ended because the workers died of it, as it seemed."""
+    return isinstance(end, RequestError) and end.code == ErrorCode.INTERNAL
 
 
 def test_random_schedules(request, monkeypatch):

@@ -1,0 +1,103 @@
+"""A real cluster's HTTP under schemathesis: `python -m tests.fuzz.http --minutes 10`.
+
+Requests come from a description of the API: our own (/openapi.json), or OpenAI's published one, cut down to our paths
+(openai_api.json, made by cut_openai.py). Findings are answers that the description does not allow, and failures of the
+server; the cluster must be idle and have lost nothing at the end. The exit code is 1 when something was found.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from bench.clusters import ROOT, started
+from bench.leaving import until_freed
+from bench.pressure import healthy
+
+HERE = Path(__file__).resolve().parent
+# short answers, so that much is asked; few requests wait, so that 429 is seen too
+FLAGS = ("--port", "0", "--context-len", "128", "--max-waiting", "20")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """`location` of the description ({url} is the cluster's), the base of its paths, and what is checked."""
+
+    location: str
+    base: str
+    checks: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+APIS = {
+    "own": Api(
+        "{url}/openapi.json",
+        "{url}",
+        (
+            "not_a_server_error", "status_code_conformance", "content_type_conformance",
+            "response_headers_conformance", "response_schema_conformance", "negative_data_rejection",
+            "missing_required_header", "unsupported_method", "allow_header_conformance",
+            # not positive_data_acceptance: what holds between fields (min_tokens <= max_tokens, a schema that compiles,
+            # a model that is served) cannot be said in a JSON schema, so some of what it allows is rightly refused
+            # not ignored_auth, use_after_free, ensure_resource_availability, object_level_authorization: this cluster
+            # has no keys, and the API makes no resources
+        ),
+        # GET /health_generate generates at each call, and 503 while requests wait: it is for probes, one at a time
+    ),
+    "openai": Api(
+        str(HERE / "openai_api.json"),
+        "{url}/v1",
+        # not status_code_conformance: OpenAI's description has no errors in it. Not negative_data_rejection: some
+        # fields mean nothing here and are ignored, whatever is in them. Not positive_data_acceptance: audio, images and
+        # stored answers are refused
+        ("not_a_server_error", "content_type_conformance", "response_schema_conformance"),
+    ),
+}  # fmt: skip
+
+
+def fuzz(url: str, api: Api, seconds: int, seed: int | None, home: Path) -> tuple[bool, str]:
+    """Whether the API withstands that many seconds, and what schemathesis said."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", api.location.format(url=url)]
+    command += ["--url", api.base.format(url=url), "--checks", ",".join(api.checks), "--max-time", str(seconds)]
+    command += ["--phases", "examples,coverage,fuzzing", "--workers", "2", "--request-timeout", "60"]
+    command += ["--continue-on-failure", "--warnings", "off", "--suppress-health-check", "all", *api.options]
+    command += ["--max-examples", str(20 * seconds)] + ([] if seed is None else ["--seed", str(seed)])
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True)
+    return done.returncode == 0, done.stdout + done.stderr
+
+
+def run(names: Sequence[str], seconds: int, seed: int | None) -> bool:
+    """Fuzz a fresh cluster with each description for `seconds`; whether nothing was found. Says what was."""
+    sound = True
+    with started("--model", str(ROOT / "demo_model"), *FLAGS) as info, tempfile.TemporaryDirectory() as home:
+        url = info["addresses"]["http"]
+        for name in names:
+            began = time.monotonic()
+            clean, said = fuzz(url, APIS[name], seconds, seed, Path(home))
+            click.echo(f"{name}: {'nothing found' if clean else 'FOUND'} in {time.monotonic() - began:.0f} s")
+            click.echo(said[-1500:] if clean else said)
+            sound = sound and clean
+        until_freed(url, 60)
+        if problems := healthy(info):
+            click.echo(f"afterwards: {problems}")
+        return sound and not problems
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--minutes", default=1.0, help="For all descriptions together.")
+@click.option("--api", "only", type=click.Choice(list(APIS)), help="Only this one.")
+@click.option("--seed", type=int)
+def main(minutes: float, only: str | None, seed: int | None) -> None:
+    """Fuzz a real cluster over HTTP with schemathesis."""
+    names = [only] if only else list(APIS)
+    if not run(names, max(1, int(60 * minutes / len(names))), seed):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

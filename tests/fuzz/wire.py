@@ -1,0 +1,84 @@
+"""Everything that turns bytes from outside into something, under atheris: `python -m tests.fuzz.wire --minutes 10`.
+
+Coverage guides the inputs, which begin with real frames, bodies and texts. Each target (targets.py) runs in a process
+of its own; an input that breaks it is kept in the directory that is named, and the exit code is 1.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+
+import click
+
+from bench.bad_bodies import NEEDED, bodies
+from common.codec import encode
+from common.messages import Abort, AddRequest, Generate, GetStats, TextBatch, ints
+from common.sampling_params import DrawParams, LogitEdits, SamplingParams
+from tests.fuzz.targets import TARGETS
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = (
+    '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>', "<think>why</think>because",
+    '[TOOL_CALLS][{"name": "f", "arguments": {}}]', '<|python_tag|>{"name": "f", "parameters": {"x": 1}}',
+)  # fmt: skip
+
+
+def seeds(target: str) -> list[bytes]:
+    """Inputs to begin with."""
+    match target:
+        case "frame" | "link":
+            draw = DrawParams(edits=LogitEdits(logit_bias={5: 1.0}))
+            return [
+                encode(msg)
+                for msg in (
+                    Abort(1), GetStats(2), AddRequest(3, ints(1, 2), 5, ints(0), draw),
+                    Generate(4, "x", None, None, SamplingParams(stop=("a",))),
+                    TextBatch(ints(1), ints(0), ints(1), ints(7), ("x",), b"\0", ints(1), ints(0), array("q")),
+                )
+            ]  # fmt: skip
+        case "body":
+            return [bytes([i]) + json.dumps(NEEDED.get(path, {})).encode() for i, path in enumerate(bodies())]
+        case "answer":
+            return [bytes([i, 2]) + text.encode() for i in range(32) for text in TEXTS]
+    return [b"data: {}\n\n", b"event: x\r\ndata: a\r\ndata: b\r\n\r\n: c\n", b"\xef\xbb\xbfid: 1\ndata\n\n"]
+
+
+def fuzz(target: str, seconds: int, home: Path) -> bool:
+    """Whether a target withstands that many seconds."""
+    corpus = home / target
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(seeds(target)):
+        (corpus / f"seed{number}").write_bytes(data)
+    options = [f"-max_total_time={seconds}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
+    options += [f"-artifact_prefix={home}/{target}-", "-verbosity=0", "-print_final_stats=1", str(corpus)]
+    command = [sys.executable, "-m", "tests.fuzz.wire_target", target, *options]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    runs = [line.split()[-1] for line in done.stderr.splitlines() if "number_of_executed_units" in line]
+    click.echo(f"{target}: {runs[0] if runs else '?'} inputs in {time.monotonic() - began:.0f} s, ", nl=False)
+    end = "nothing found" if done.returncode == 0 else f"FOUND, exit code {done.returncode}\n{done.stderr[-4000:]}"
+    click.echo(end)
+    return done.returncode == 0
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--minutes", default=1.0, help="For all targets together.")
+@click.option("--target", "only", type=click.Choice(list(TARGETS)), help="Only this one.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Where inputs are kept, those that break something too.")
+def main(minutes: float, only: str | None, keep: Path | None) -> None:
+    """Fuzz the wire and the parsers with atheris."""
+    home = keep or Path(tempfile.mkdtemp(prefix="rhizome-fuzz-"))
+    targets = [only] if only else list(TARGETS)
+    seconds = max(1, int(60 * minutes / len(targets)))
+    sound = [fuzz(target, seconds, home) for target in targets]
+    if not all(sound):
+        click.echo(f"inputs are in {home}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

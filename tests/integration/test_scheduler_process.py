@@ -1,0 +1,132 @@
+"""The real scheduler over its sockets; the test takes the places of launcher, tokenizer, detokenizer and worker."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from common.codec import Message, decode, encode, message_types
+from common.config import ClusterConfig, ModelConfig, SchedulerConfig
+from common.messages import (
+    AddRequest,
+    ErrorCode,
+    Finish,
+    GetStats,
+    Go,
+    Pulse,
+    Ready,
+    RequestError,
+    Resync,
+    Stats,
+    StepPlan,
+    TokenBatch,
+    ints,
+)
+from common.sampling_params import DrawParams, LogitEdits
+from common.sockets import Endpoints, open_socket
+from tests.helpers_wire import StampedSocket
+from tests.paper_worker import PaperWorker, solo_output
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_MS = 30_000
+M = TypeVar("M")
+
+
+class SchedulerProcess:
+    """The process, started as launch.py starts it, up to Go."""
+
+    def __init__(self, run_dir: Path, stack: ExitStack):
+        config = ClusterConfig(
+            str(run_dir), ModelConfig("/none"), scheduler=SchedulerConfig(max_waiting=3, max_running=1)
+        )
+        config.save()
+        context = stack.enter_context(zmq.Context())
+        endpoints = Endpoints(run_dir)
+        self.control = stack.enter_context(open_socket(context, zmq.ROUTER, bind=endpoints.control))
+        self.answers = stack.enter_context(open_socket(context, zmq.PULL, bind=endpoints.detokenizer(0)))
+        self.plans = stack.enter_context(open_socket(context, zmq.PULL, bind=endpoints.plan(0, 0)))
+        life_read, life_write = os.pipe()
+        stack.enter_context(os.fdopen(life_write, "wb", buffering=0))
+        command = [sys.executable, "-m", "scheduler_proc.event_loop", "--run-dir", str(run_dir)]
+        self.process = subprocess.Popen([*command, "--life-fd", str(life_read)], cwd=ROOT, pass_fds=[life_read])
+        stack.enter_context(self.process)
+        stack.callback(self.process.kill)
+        os.close(life_read)
+        identity, ready = self.next_control()
+        assert isinstance(ready, Ready)
+        self.control.send_multipart([identity, encode(Go(16, 4, 40, 50, ints()))])
+        self.tokenizer = StampedSocket(context, "tokenizer", endpoints.scheduler(0))
+        self.worker = StampedSocket(context, "worker-0", endpoints.results(0))
+        for socket in (self.tokenizer.socket, self.worker.socket):
+            stack.enter_context(socket)
+
+    def next_control(self) -> tuple[bytes, Message]:
+        while True:
+            assert self.control.poll(PATIENCE_MS), "the scheduler is silent"
+            identity, frame = self.control.recv_multipart()
+            msg: Message = decode(frame, set(message_types()))
+            if not isinstance(msg, Pulse):
+                return identity, msg
+
+    def receive(self, socket: "zmq.Socket[bytes]", kind: type[M]) -> M:
+        assert socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
+        msg = decode(socket.recv_multipart()[-1], set(message_types()))
+        assert isinstance(msg, kind), msg
+        return msg
+
+
+@pytest.fixture
+def scheduler(short_dir: Path) -> Iterator[SchedulerProcess]:
+    with ExitStack() as stack:
+        yield SchedulerProcess(short_dir, stack)
+
+
+def add(rid: int, prompt: list[int], **more: object) -> AddRequest:
+    fields = {"max_tokens": 4, "stop_token_ids": ints(), "draw": DrawParams()} | more
+    return AddRequest(rid, ints(*prompt), **fields)  # type: ignore[arg-type]
+
+
+def test_it_admits_by_itself(scheduler: SchedulerProcess) -> None:
+    """Nobody has checked these requests before."""
+    bad = [
+        (add(1, []), ErrorCode.INVALID, "prompt"),
+        (add(2, [1] * 40), ErrorCode.TOO_LONG, "prompt"),
+        (add(3, [1, 50]), ErrorCode.INVALID, "prompt"),
+        (add(4, [1], draw=DrawParams(edits=LogitEdits(logit_bias={50: 1.0}))), ErrorCode.INVALID, "logit_bias"),
+    ]
+    for msg, code, field in bad:
+        scheduler.tokenizer.send(msg)
+        error = scheduler.receive(scheduler.answers, RequestError)
+        assert (error.rid, error.code, error.field) == (msg.rid, code, field)
+    scheduler.tokenizer.send(add(9, [1, 2]))
+    plan = scheduler.receive(scheduler.plans, StepPlan)  # it runs now, so the next ones wait
+    for rid in range(10, 14):
+        scheduler.tokenizer.send(add(rid, [rid]))
+    error = scheduler.receive(scheduler.answers, RequestError)
+    assert (error.rid, error.code) == (13, ErrorCode.OVERLOADED)
+    worker, tokens, finish = PaperWorker(4), [], 0
+    while not finish:
+        scheduler.worker.send(worker.execute(plan))
+        batch = scheduler.receive(scheduler.answers, TokenBatch)
+        tokens += [t for rid, t in zip(batch.rids, batch.token_ids, strict=True) if rid == 9]
+        finish = next((f for rid, f in zip(batch.rids, batch.finish, strict=True) if rid == 9), 0)
+        if not finish:
+            plan = scheduler.receive(scheduler.plans, StepPlan)
+    assert (tokens, finish) == (solo_output([1, 2], 4), Finish.LENGTH)
+    scheduler.tokenizer.send(GetStats(1))
+    values = scheduler.receive(scheduler.answers, Stats).values
+    assert values["scheduler.refused"] == 5 and values["scheduler.refused_frames"] == 0
+
+
+def test_what_it_cannot_read_of_the_tokenizer_is_answered(scheduler: SchedulerProcess) -> None:
+    scheduler.tokenizer.send(add(7, [1, 2], max_tokens=0))
+    error = scheduler.receive(scheduler.answers, RequestError)
+    assert (error.rid, error.code) == (7, ErrorCode.INTERNAL) and "max_tokens" in error.problem
+    _, resync = scheduler.next_control()
+    assert isinstance(resync, Resync) and resync.name == "scheduler"

@@ -1,0 +1,207 @@
+"""A request that kills the workers is found, ends with an error, and takes nobody with it."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import POLICIES
+from common.messages import ErrorCode, StepPlan, StepResult
+from scheduler_proc.invariants import check
+from scheduler_proc.quarantine import MAX_LOSSES, REFUSED_NS
+from tests.paper_worker import PaperWorker, solo_output
+from tests.rig import Rig
+
+POISON = 999  # a token that no worker survives
+
+
+class Died(Exception):
+    pass
+
+
+class MortalWorker(PaperWorker):
+    """Dies when the poison is an input, and of requests whose `bad_lengths` a decode reaches."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if POISON in plan.chunk_tokens:
+            raise Died
+        result = super().execute(plan)
+        for state in self.slots.values():
+            if state.length in self.bad_lengths and self.read_first(state) == 41:
+                raise Died
+        return result
+
+    bad_lengths: tuple[int, ...] = ()
+
+    def read_first(self, state) -> int:
+        return self.cells[state.pages[0], 0]
+
+
+class PoisonRig(Rig):
+    """Restarts its workers when they die, as the launcher does."""
+
+    def __init__(self, bad_lengths=(), **config):
+        super().__init__(**config)
+        self.bad_lengths = bad_lengths
+        self.deaths = 0
+        self.new_worker()
+
+    def new_worker(self):
+        self.restart_worker()
+        self.worker = MortalWorker(self.worker.page_size)
+        self.worker.bad_lengths = self.bad_lengths
+
+    def lose(self, crashed=True):
+        self.deaths += crashed
+        self.new_worker()
+        self.take(self.scheduler.reset(self.scheduler.epoch + 1, self.now, crashed=crashed))
+        check(self.scheduler)
+
+    def survive(self, steps=10_000):
+        for _ in range(steps):
+            self.now += 10**6
+            try:
+                if self.step() is None:
+                    break
+            except Died:
+                self.lose()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_culprit_is_found_in_two_losses_and_the_others_do_not_notice(in_flight: int, policy: str) -> None:
+    rig = PoisonRig(steps_in_flight=in_flight, policy=policy, max_running=16, pages=200)
+    prompts = {rid: [rid, 1, 2, POISON if rid == 7 else 3] for rid in range(12)}
+    for rid, prompt in prompts.items():
+        rig.add(rid, prompt, 8)
+    rig.survive()
+    error = rig.errors.pop(7)
+    assert error.code == ErrorCode.INTERNAL and "died 2 times" in error.problem and not rig.errors
+    assert rig.deaths == MAX_LOSSES
+    assert rig.out == {rid: solo_output(prompt, 8) for rid, prompt in prompts.items() if rid != 7}
+    stats = rig.scheduler.stats()
+    assert stats["condemned"] == 1 and stats["suspects"] == stats["held_pages"] == 0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_request_that_kills_late_in_its_answer_is_found(in_flight: int) -> None:
+    rig = PoisonRig(bad_lengths=(14,), steps_in_flight=in_flight, max_running=16, pages=200)
+    prompts = {rid: [40 + rid, 1, 2, 3] for rid in range(5)}
+    for rid, prompt in prompts.items():
+        rig.add(rid, prompt, 20)
+    rig.survive()
+    assert set(rig.errors) == {1} and rig.deaths == MAX_LOSSES
+    shown = rig.out.pop(1)
+    assert len(shown) == 10 and shown == solo_output(prompts[1], 10), "what could be computed was"
+    assert rig.out == {rid: solo_output(prompt, 20) for rid, prompt in prompts.items() if rid != 1}
+
+
+def test_what_a_culprit_asked_for_is_refused_for_a_while() -> None:
+    rig = PoisonRig()
+    rig.add(1, [1, POISON], 5)
+    rig.survive()
+    assert rig.deaths == 2 and set(rig.errors) == {1}
+    (refusal,) = rig.add(2, [1, POISON], 50)
+    assert refusal.code == ErrorCode.INTERNAL and rig.deaths == 2
+    assert rig.add(3, [1, 2], 5) == []
+    (refusal,) = rig.add(4, [1, POISON, 7], 5, generated=1, again=True)
+    assert refusal.rid == 4, "a choice that is handed in again, too"
+    rig.survive()
+    assert rig.out[3] == solo_output([1, 2], 5)
+    rig.now += REFUSED_NS
+    assert rig.add(5, [1, POISON], 5) == [], "it may have been a coincidence"
+
+
+def test_a_loss_from_outside_costs_nobody_the_answer() -> None:
+    """Once in company and once more later: nobody was alone both times."""
+    rig = PoisonRig(max_running=16, pages=200)
+    for rid in range(6):
+        rig.add(rid, [rid, 1, 2], 30)
+    for _ in range(2):
+        for _ in range(4):
+            rig.step()
+        rig.lose()
+        while rig.scheduler.quarantine:
+            rig.step()
+    rig.survive()
+    assert not rig.errors
+    assert rig.out == {rid: solo_output([rid, 1, 2], 30) for rid in range(6)}
+
+
+def test_workers_that_were_told_to_end_make_nobody_suspect() -> None:
+    rig = PoisonRig()
+    for rid in range(3):
+        rig.add(rid, [rid, 1, 2], 30)
+    for _ in range(4):
+        rig.step()
+        rig.lose(crashed=False)
+        assert rig.scheduler.stats()["suspects"] == 0
+    rig.survive()
+    assert rig.out == {rid: solo_output([rid, 1, 2], 30) for rid in range(3)}
+
+
+def test_suspects_run_alone_and_one_after_the_other() -> None:
+    rig = PoisonRig(max_running=16, pages=200, steps_in_flight=2)
+    for rid in range(5):
+        rig.add(rid, [rid, 1, 2], 30)
+    for _ in range(3):
+        rig.step()
+    rig.lose()
+    rig.add(9, [9, 1, 2], 3)
+    together = Counter[int]()
+    while rig.scheduler.quarantine:
+        together[len(rig.scheduler.holders())] += 1
+        rig.step()
+        assert 9 not in rig.out
+    assert set(together) <= {0, 1}
+    rig.survive()
+    assert rig.out[9] == solo_output([9, 1, 2], 3)
+
+
+def test_suspects_may_leave() -> None:
+    rig = PoisonRig()
+    for rid in range(3):
+        rig.add(rid, [rid, 1, 2], 30, deadline_ms=1 if rid == 1 else 0)
+    rig.step()
+    rig.lose()
+    rig.abort(0)
+    rig.now += 10**9
+    rig.take(rig.scheduler.expire(rig.now))
+    rig.survive()
+    assert rig.errors[1].code == ErrorCode.DEADLINE and rig.out[2] == solo_output([2, 1, 2], 30)
+    assert not rig.scheduler.quarantine and not rig.scheduler.has_work
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_mixture_of_innocents_and_culprits(data: st.DataObject) -> None:
+    rig = PoisonRig(
+        pages=data.draw(st.integers(12, 60)),
+        page_size=data.draw(st.integers(1, 5)),
+        context=40,
+        steps_in_flight=data.draw(st.integers(1, 2)),
+        policy=data.draw(st.sampled_from(POLICIES)),
+        chunk_tokens=data.draw(st.integers(1, 8)),
+        max_running=data.draw(st.integers(1, 8)),
+    )
+    prompts = data.draw(
+        st.lists(
+            st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(-6, 8)), min_size=1, max_size=10
+        )
+    )
+    room = rig.scheduler.kv.pool.num_pages * rig.scheduler.kv.page_size
+    asked = {}
+    for rid, (prompt, at) in enumerate(prompts):
+        poisoned = at >= 0
+        asked[rid] = [*prompt[:at], POISON, *prompt[at:]] if poisoned else prompt
+        rig.take(rig.add(rid, asked[rid], 12))
+        rig.survive(data.draw(st.integers(0, 6)))
+    rig.survive()
+    bad = [rid for rid, prompt in asked.items() if POISON in prompt]
+    assert set(rig.errors) == set(bad)
+    assert rig.deaths <= MAX_LOSSES * len({tuple(asked[rid]) for rid in bad})
+    for rid, prompt in asked.items():
+        if rid not in bad:
+            assert rig.out[rid] == solo_output(prompt, min(12, 40 - len(prompt), room - len(prompt)))
+    assert not rig.scheduler.has_work and not rig.scheduler.quarantine
