@@ -33,6 +33,7 @@ from common.messages import RequestError
 from common.sampling_params import SamplingParams
 
 PROMPT = "Return a copy of the string"
+FLOOD = 14_000  # answers: more than ZeroMQ and the tokenizer keep for a client that does not read
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -214,16 +215,16 @@ def _gaps(address: str, streams: int, tokens: int, other: Connection | None = No
 
 
 def _until_cut_off(connection: Connection) -> int:
-    """Go on asking without reading; 1 if the cluster ended the requests with an error, once it is read again."""
-    for round in range(60):
-        for i in range(8):
-            connection.submit(PROMPT, _endless(100 * round + i))
-        time.sleep(0.5)  # not reading is the point
+    """Go on asking without reading; 1 if the live request of this client has ended with an error that says why."""
+    wrong = SamplingParams(max_tokens=1, min_tokens=2)
+    live = connection.submit(PROMPT, _endless(9))
+    for _ in range(FLOOD):  # each is refused, and each refusal lies unread
+        connection.submit([5], wrong)
     deadline = time.monotonic() + 60
-    while connection.live and time.monotonic() < deadline:
-        if any(isinstance(row, RequestError) and "does not read" in row.problem for row in connection.poll(1)):
-            connection.abort_all()
-            return 1
+    while time.monotonic() < deadline:
+        for row in connection.poll(1):
+            if row.rid == live and isinstance(row, RequestError):
+                return int("does not read" in row.problem)
     return 0
 
 

@@ -397,3 +397,23 @@ def test_a_message_that_is_too_large_is_a_prompt_that_is_too_long() -> None:
     (error,) = world.answers[b"a"]
     assert (error.rid, error.code) == (5, ErrorCode.TOO_LONG) and "maximum context length is 32 tokens" in error.problem
     assert world.frontend.refused.by_cause["oversized"] == 1
+
+
+def test_text_that_waits_counts_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several messages may arrive before anything is tokenized."""
+    monkeypatch.setattr("tokenizer_proc.frontend.MAX_PENDING_CHARS", 5)
+
+    async def test() -> None:
+        world = World()
+        for rid in range(3):
+            world.receive(request(rid, text="four"), bytes([rid]))
+        refused = [owner for owner, answers in world.answers.items() for a in answers if a.code == ErrorCode.OVERLOADED]
+        assert refused == [b"\x01", b"\x02"]
+        await world.settle()
+        assert len(world.added) == 1
+        world.answers.clear()
+        world.receive(request(4, text="four"))
+        await world.settle()
+        assert len(world.added) == 2 and not world.answers, "what was tokenized waits no longer"
+
+    run(test)

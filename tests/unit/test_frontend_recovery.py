@@ -22,6 +22,7 @@ from common.messages import (
     ints,
 )
 from common.sampling_params import Grammar, SamplingParams
+from common.stamps import Lost
 from tests.unit.frontend_world import World, request, rows_of, run, text_batch
 from tests.unit.test_streams import decoders
 from tokenizer_proc.streams import Streams
@@ -269,5 +270,29 @@ def test_the_seed_of_a_request_without_one_is_kept() -> None:
         world.frontend.resume()
         (again,) = world.added
         assert (again.rid, again.draw.seed) == (rid, 77)
+
+    run(test)
+
+
+def test_what_the_detokenizer_said_and_cannot_be_read_ends_its_requests() -> None:
+    async def test() -> None:
+        world = World()
+        (rid,) = await world.choices(1)
+        world.frontend.on_lost(Lost("detokenizer", "a frame of it cannot be read", (rid, 12345)))
+        (error,) = world.answers[b"a"]
+        assert (error.rid, error.code) == (5, ErrorCode.INTERNAL) and "lost" in error.problem
+        assert world.scheduler == [Abort(rid)]
+        world.frontend.resume()
+        assert not world.added, "the others go on, this one has ended"
+
+    run(test)
+
+
+def test_an_error_of_the_detokenizer_ends_the_request_in_the_scheduler_too() -> None:
+    async def test() -> None:
+        world = World()
+        (rid,) = await world.choices(1)
+        world.frontend.on_detokenizer(RequestError(rid, ErrorCode.INTERNAL, "lost"))
+        assert world.scheduler == [Abort(rid)]
 
     run(test)
