@@ -41,7 +41,8 @@ def test_bodies(cluster: Cluster, path: str) -> None:
     with httpx.Client(base_url=cluster.info["addresses"]["http"], timeout=60) as client:
         for bad in chosen:
             answer = client.post(path, content=bad.body, headers={"content-type": "application/json"})
-            assert answer.status_code < 500, (bad, answer.text)
+            # a deadline of some milliseconds is right, and may pass
+            assert answer.status_code < 500 or answer.json()["error"]["code"] == "deadline_exceeded", (bad, answer.text)
             if bad.wrong:
                 assert answer.status_code >= 400, bad
                 where = answer.json()["error"]["param"] or ""
