@@ -1,5 +1,6 @@
 """The application: its routes, what is around them, and its OpenAPI description."""
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,10 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
         story_of(request).route = route.path
         return await route.handler(service, request)
 
-    extra: dict[str, Any] = {}
+    names = re.findall(r"{(\w+)", route.path)
+    extra: dict[str, Any] = {
+        "parameters": [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
+    }
     if route.body is not None:
         reference = {"$ref": REF.format(model=route.body.__name__)}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}

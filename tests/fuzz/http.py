@@ -31,7 +31,7 @@ class Api:
     location: str
     base: str
     checks: tuple[str, ...]
-    options: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ("examples", "coverage", "fuzzing")
 
 
 APIS = {
@@ -47,7 +47,6 @@ APIS = {
             # not ignored_auth, use_after_free, ensure_resource_availability, object_level_authorization: this cluster
             # has no keys, and the API makes no resources
         ),
-        # GET /health_generate generates at each call, and 503 while requests wait: it is for probes, one at a time
     ),
     "openai": Api(
         str(HERE / "openai_api.json"),
@@ -56,6 +55,9 @@ APIS = {
         # fields mean nothing here and are ignored, whatever is in them. Not positive_data_acceptance: audio, images and
         # stored answers are refused
         ("not_a_server_error", "content_type_conformance", "response_schema_conformance"),
+        # not coverage, nor examples, of which it has none: with this description, hypothesis itself fails there on
+        # Python 3.11 ("SystemError: AST constructor recursion depth mismatch", while it describes a strategy)
+        ("fuzzing",),
     ),
 }  # fmt: skip
 
@@ -64,8 +66,8 @@ def fuzz(url: str, api: Api, seconds: int, seed: int | None, home: Path) -> tupl
     """Whether the API withstands that many seconds, and what schemathesis said."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", api.location.format(url=url)]
     command += ["--url", api.base.format(url=url), "--checks", ",".join(api.checks), "--max-time", str(seconds)]
-    command += ["--phases", "examples,coverage,fuzzing", "--workers", "2", "--request-timeout", "60"]
-    command += ["--continue-on-failure", "--warnings", "off", "--suppress-health-check", "all", *api.options]
+    command += ["--phases", ",".join(api.phases), "--workers", "2", "--request-timeout", "60"]
+    command += ["--continue-on-failure", "--warnings", "off", "--suppress-health-check", "all"]
     command += ["--max-examples", str(20 * seconds)] + ([] if seed is None else ["--seed", str(seed)])
     done = subprocess.run(command, cwd=home, capture_output=True, text=True)
     return done.returncode == 0, done.stdout + done.stderr
