@@ -53,7 +53,7 @@ class PlanWriter:
         drafts: dict[int, int] | None = None,
     ) -> StepPlan:
         """`prefix` gives entering slots tokens that are cached already, as a number and the pages that hold them;
-        `chunks` are slot, tokens, samples; the last `drafts[slot]` tokens of a slot's chunk are guesses (see `trim`)."""
+        `chunks` are slot, tokens, samples; the last `drafts[slot]` tokens of its chunk are guesses (see `trim`)."""
         page_slots, page_counts, new_pages = ints(), ints(), ints()
         for slot in leave:
             self.free += self.slots.pop(slot).pages

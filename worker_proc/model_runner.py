@@ -11,7 +11,7 @@ from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.draw_step import DrawStep
 from worker_proc.errors import PlanError
-from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
+from worker_proc.grammar_matcher import Failure, GrammarMatchers
 from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
@@ -21,8 +21,8 @@ from worker_proc.verification import Verdict, verify
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`tokens`, log probabilities, `failures` and `accepted` as in StepResult (only rank 0 knows them on the host); times are
-    CLOCK_MONOTONIC nanoseconds."""
+    """`tokens`, log probabilities, `failures` and `accepted` as in StepResult (only rank 0 has the first on the host);
+    times are CLOCK_MONOTONIC nanoseconds."""
 
     tokens: list[int]
     forward_started: int

@@ -48,7 +48,7 @@ class Verdict:
 
 
 def verify(rows: Sequence[DraftRow], drawn: Sequence[int]) -> Verdict:
-    """`drawn` are the tokens of all drawn positions of a step; `rows` its draft rows in the order of their positions."""
+    """`drawn` are the tokens of all drawn positions of a step; `rows` its draft rows, in the same order."""
     kept: list[int] = []
     last: list[int] = []
     accepted: list[int] = []

@@ -83,7 +83,9 @@ def run_with_guesses(
                 decode.append(slot)
         if not chunks and not decode:
             return outputs, scores, steps
-        output = runner.execute(writer.plan(enter=enter, chunks=tuple(chunks), decode=tuple(sorted(decode)), drafts=drafts))
+        output = runner.execute(
+            writer.plan(enter=enter, chunks=tuple(chunks), decode=tuple(sorted(decode)), drafts=drafts)
+        )
         enter, steps = {}, steps + 1
         tokens, accepted = list(output.tokens), list(output.accepted)
         found = output.logprobs.by_row() if output.logprobs is not None else {}

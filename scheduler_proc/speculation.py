@@ -1,0 +1,184 @@
+"""Speculative decoding: who gets guesses, how many, and whether it pays now.
+
+Nothing has to be tried to know how good guesses are: the tokens that come are the same with and without speculation, so
+every request's guess is compared with its next token whether or not a worker ever saw it. Being off costs nothing but
+that comparison, and nothing must be probed to be on again.
+
+What guesses cost is measured: steps by their number of tokens, and the pause of a worker whose next plan had to wait
+for tokens. Where anybody has guesses everybody waits for them, because a step for the others alone would take nearly as
+long.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.config import SchedulerConfig
+from common.fields import IntArray
+from common.messages import MAX_SLOTS, StepResult
+from scheduler_proc.prompt_lookup import PromptLookup
+from scheduler_proc.request import Request
+from scheduler_proc.residents import Residents
+from scheduler_proc.speculation_gain import Choice, Gaps, Prospect, Rate, StepCurve, choose
+from scheduler_proc.step import Start, Step
+
+DRAWN_TOKENS = 256  # rows that get logits in a step, if not more requests run: bounds the worker's memory
+_LEAST_GAIN = 1.03  # over going on without guesses: less is within what is known of times
+_PLAIN_EVERY = 128  # steps with guesses until one without, so that the time of those stays known
+_NEAR_ALL, _NEAR_OWN = 0.99, 0.9  # what a past guess counts, per later one
+_OWN_AFTER = 3.0  # guesses after which a request's own record outweighs that of all
+_SUREST = 0.98
+
+
+@dataclass(slots=True)
+class Guesser:
+    """A request's guesses, and how good they were."""
+
+    lookup: PromptLookup
+    record: Rate = field(default_factory=Rate)
+
+
+class Speculation(Protocol):
+    """What the rest of the scheduler asks and tells."""
+
+    def follow(self, request: Request) -> None:
+        """A request has got a slot."""
+
+    def took(self, request: Request) -> None:
+        """A token was appended to its tokens."""
+
+    def better_wait(self, residents: Residents) -> bool:
+        """Whether the next step should not be planned before the step in flight is known."""
+        ...
+
+    def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
+        """Guesses by request id, for requests that are not in a step in flight; at most `room` tokens in all."""
+        ...
+
+    def done(self, step: Step, result: StepResult, now: int) -> None:
+        """A step came back. `now` in ns."""
+
+    def restarted(self) -> None:
+        """The workers are new."""
+
+
+class NoSpeculation:
+    """Off."""
+
+    def follow(self, request: Request) -> None:
+        pass
+
+    def took(self, request: Request) -> None:
+        pass
+
+    def better_wait(self, residents: Residents) -> bool:
+        return False
+
+    def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
+        return {}
+
+    def done(self, step: Step, result: StepResult, now: int) -> None:
+        pass
+
+    def restarted(self) -> None:
+        pass
+
+
+def can_guess(request: Request) -> bool:
+    """Penalties and grammars follow single tokens in the worker: their requests get no guesses."""
+    return request.grammar is None and not request.draw.needs_history
+
+
+def most_guesses(request: Request) -> int:
+    """How many tokens may be drawn before its last one."""
+    return request.max_tokens - request.generated - 1
+
+
+class NgramSpeculation:
+    """Guesses by prompt lookup, as many as pay. See Speculation."""
+
+    def __init__(self, config: SchedulerConfig):
+        self._config = config
+        self._drawn = min(max(config.max_running, DRAWN_TOKENS), MAX_SLOTS)
+        self._curve = StepCurve()
+        self._gaps = Gaps()
+        self._records: dict[int, Rate] = {}  # of all requests' guesses, by how long the match was
+        self._ready = 0  # when the last step's tokens were ready in the worker (ns)
+        self._since_plain = 0  # steps with guesses since the last one without
+
+    def follow(self, request: Request) -> None:
+        if can_guess(request) and most_guesses(request) > 0:
+            if request.guesser is None:
+                config = self._config
+                lookup = PromptLookup(request.tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+                request.guesser = Guesser(lookup)
+            request.guesser.lookup.search()
+
+    def took(self, request: Request) -> None:
+        guesser = request.guesser
+        if guesser is not None:
+            record = self._record(guesser.lookup.length)
+            right = guesser.lookup.took()
+            if right is not None:
+                record.learn(right, _NEAR_ALL)
+                guesser.record.learn(right, _NEAR_OWN)
+
+    def better_wait(self, residents: Residents) -> bool:
+        ready = residents.decoding()
+        return self._choose(ready, self._drawn - len(ready))[1].gain > _LEAST_GAIN
+
+    def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
+        able = [request for request in ready if not request.pending]
+        if not able or self._since_plain >= _PLAIN_EVERY:
+            return {}
+        requests, choice = self._choose(able, min(room, self._drawn - len(ready)), rows=len(ready))
+        if choice.gain <= _LEAST_GAIN:
+            return {}
+        pairs = zip(requests, choice.counts, strict=True)
+        return {r.rid: r.guesser.lookup.guesses(count) for r, count in pairs if count and r.guesser is not None}
+
+    def done(self, step: Step, result: StepResult, now: int) -> None:
+        if len(result.times) == 3:
+            _, started, ready = result.times
+            if step.plain and step.sampled:
+                self._curve.learn(step.shape.tokens, (ready - started) / 1e9)
+            if self._ready and step.start is not Start.IDLE:
+                self._gaps.learn((started - self._ready) / 1e9, ahead=step.start is Start.AHEAD)
+            self._gaps.learn_way((now - ready) / 1e9)
+            self._ready = ready
+        self._since_plain = self._since_plain + 1 if any(step.guesses) else 0
+
+    def restarted(self) -> None:
+        self._ready = 0
+
+    def _choose(self, ready: Sequence[Request], room: int, rows: int = 0) -> tuple[list[Request], Choice]:
+        """The guesses for a step of `rows` requests (those of `ready`, if 0), and the requests that they are for."""
+        requests: list[Request] = []
+        prospects: list[Prospect] = []
+        for request in ready:
+            guesser = request.guesser
+            if guesser is not None and guesser.lookup.at >= 0:
+                most = min(self._config.num_speculative_tokens, most_guesses(request))
+                if most > 0:
+                    requests.append(request)
+                    prospects.append(Prospect(self._chance(guesser), most, min(1, request.pending)))
+        if not prospects or not self._curve.known or room <= 0:
+            return [], Choice([], 0.0)
+        gaps = self._gaps
+        ahead = gaps.ahead if self._config.steps_in_flight > 1 else gaps.after
+        rows = rows or len(ready)
+        return requests, choose(prospects, rows, room, self._curve.seconds, gap_ahead=ahead, gap_after=gaps.after)
+
+    def _chance(self, guesser: Guesser) -> float:
+        """That a request's next guess is right: by its own record, and that of matches as long as its own."""
+        own, others = guesser.record, self._record(guesser.lookup.length)
+        usual = others.right / others.of
+        return min(_SUREST, (own.right + _OWN_AFTER * usual) / (own.of + _OWN_AFTER))
+
+    def _record(self, length: int) -> Rate:
+        return self._records.setdefault(length.bit_length(), Rate(1.0, 2.0))
+
+
+def make_speculation(config: SchedulerConfig) -> Speculation:
+    """By `config.speculation`."""
+    return NgramSpeculation(config) if config.speculation == "ngram" else NoSpeculation()
