@@ -89,7 +89,7 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
     sampled: Counter[int] = Counter()
     guesses: Counter[int] = Counter()
     for step in scheduler.in_flight:
-        for request, count in zip(step.sampled, step.guesses, strict=True):
+        for request, count in zip(step.sampled, step.sampled_guesses, strict=True):
             sampled[id(request)] += 1 + count
             guesses[id(request)] += count
     for request in live:

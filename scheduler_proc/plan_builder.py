@@ -55,8 +55,8 @@ class PlanBuilder:
 
     @property
     def guesses(self) -> list[int]:
-        """How many guesses each of `sampled` has."""
-        return self._guesses + [0] * len(self._decoding)
+        """How many guesses each of `sampled` has; empty where none has any."""
+        return self._guesses + [0] * len(self._decoding) if any(self._guesses) else []
 
     @property
     def plain(self) -> bool:

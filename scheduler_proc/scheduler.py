@@ -169,13 +169,11 @@ class Scheduler:
             request.steps_in_flight += 1
         shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
         start = Start.AHEAD if self.in_flight else Start.IDLE if self._idle else Start.AFTER
-        guesses = step.guesses
-        self.in_flight.append(
-            Step(self._next_step, now, step.rows, step.sampled, guesses, step.scored, shape, step.plain, start)
-        )
+        number, guesses = self._next_step, step.guesses
+        flying = Step(number, now, step.rows, step.sampled, step.scored, shape, guesses, step.plain, start)
+        self.in_flight.append(flying)
         self._idle = False
-        if any(guesses):
-            self.measures.guessed(guesses)
+        self.measures.guessed(guesses)
         plan = step.build(self._next_step, self.epoch, GROUP)
         self._next_step += 1
         self.measures.counts["steps"] += 1
@@ -185,7 +183,7 @@ class Scheduler:
         """What follows guesses cannot be planned, and a step for everybody else would take as long as one for all."""
         if not self.in_flight:
             return False
-        return any(self.in_flight[-1].guesses) or self.speculation.better_wait(self.residents)
+        return bool(self.in_flight[-1].guesses) or self.speculation.better_wait(self.residents)
 
     # ---- results --------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class NgramSpeculation:
                 self._gaps.learn((started - self._ready) / 1e9, ahead=step.start is Start.AHEAD)
             self._gaps.learn_way((now - ready) / 1e9)
             self._ready = ready
-        self._since_plain = self._since_plain + 1 if any(step.guesses) else 0
+        self._since_plain = self._since_plain + 1 if step.guesses else 0
 
     def restarted(self) -> None:
         self._ready = 0

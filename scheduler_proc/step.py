@@ -1,6 +1,6 @@
 """A step in flight."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scheduler_proc.plan_builder import Scored
@@ -18,15 +18,21 @@ class Start(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Its id, when it was planned (ns), all its rows, those that get tokens with the number of guesses of each, the
-    prompt tokens that it scores, and its shape. `plain`: there are no chunks of prompts in it."""
+    """Its id, when it was planned (ns), all its rows, those that get a token, the prompt tokens that it scores, its
+    shape, and how many guesses each row that gets a token has (empty where none has any). `plain`: there are no chunks
+    of prompts in it."""
 
     step_id: int
     planned: int
     rows: list[Request]
     sampled: list[Request]
-    guesses: list[int]
     scored: list[Scored]
     shape: StepShape
-    plain: bool
-    start: Start
+    guesses: list[int] = field(default_factory=list)
+    plain: bool = True
+    start: Start = Start.AHEAD
+
+    @property
+    def sampled_guesses(self) -> list[int]:
+        """How many guesses each of `sampled` has."""
+        return self.guesses or [0] * len(self.sampled)

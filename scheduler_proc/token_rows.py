@@ -95,7 +95,7 @@ def drawn_rows(result: StepResult, step: Step) -> list[DrawnRow]:
     if any(len(entries) != 1 for entries in scores.values()):
         raise ValueError("log probabilities of one token have several entries")
     rows, at, asked = [], 0, 0
-    for request, guesses in zip(step.sampled, step.guesses, strict=True):
+    for request, guesses in zip(step.sampled, step.sampled_guesses, strict=True):
         end = at + 1 + (next(accepted) if guesses else 0)
         logprobs = None
         if request.draw.logprobs is not None:
