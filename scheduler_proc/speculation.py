@@ -23,11 +23,12 @@ from scheduler_proc.speculation_gain import Choice, Gaps, Prospect, Rate, StepCu
 from scheduler_proc.step import Start, Step
 
 DRAWN_TOKENS = 256  # rows that get logits in a step, if not more requests run: bounds the worker's memory
-_LEAST_GAIN = 1.03  # over going on without guesses: less is within what is known of times
+_LEAST_GAIN, _LEAST_TO_BEGIN = 1.03, 1.08  # times as fast as without guesses: less is within what is known of times
 _PLAIN_EVERY = 128  # steps with guesses until one without, so that the time of those stays known
 _NEAR_ALL, _NEAR_OWN = 0.99, 0.9  # what a past guess counts, per later one
 _OWN_AFTER = 3.0  # guesses after which a request's own record outweighs that of all
 _SUREST = 0.98
+_TRIED = 64  # tokens of a step up to which it may be tried, and from there on four times what was
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class NgramSpeculation:
 
     def better_wait(self, residents: Residents) -> bool:
         ready = residents.decoding()
-        return self._choose(ready, self._drawn - len(ready))[1].gain > _LEAST_GAIN
+        return self._choose(ready, self._drawn - len(ready), pauses=2)[1].gain > _LEAST_TO_BEGIN
 
     def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
         able = [request for request in ready if not request.pending]
@@ -151,8 +152,11 @@ class NgramSpeculation:
     def restarted(self) -> None:
         self._ready = 0
 
-    def _choose(self, ready: Sequence[Request], room: int, rows: int = 0) -> tuple[list[Request], Choice]:
-        """The guesses for a step of `rows` requests (those of `ready`, if 0), and the requests that they are for."""
+    def _choose(
+        self, ready: Sequence[Request], room: int, *, rows: int = 0, pauses: int = 1
+    ) -> tuple[list[Request], Choice]:
+        """The guesses for a step of `rows` requests (those of `ready`, if 0), and the requests that they are for. The
+        worker pauses after a step with guesses, and before one that does not follow another."""
         requests: list[Request] = []
         prospects: list[Prospect] = []
         for request in ready:
@@ -162,12 +166,15 @@ class NgramSpeculation:
                 if most > 0:
                     requests.append(request)
                     prospects.append(Prospect(self._chance(guesser), most, min(1, request.pending)))
-        if not prospects or not self._curve.known or room <= 0:
+        rows = rows or len(ready)
+        room = min(room, max(_TRIED, 4 * self._curve.most) - rows)
+        if not prospects or not self._curve.most or room <= 0:
             return [], Choice([], 0.0)
         gaps = self._gaps
         ahead = gaps.ahead if self._config.steps_in_flight > 1 else gaps.after
-        rows = rows or len(ready)
-        return requests, choose(prospects, rows, room, self._curve.seconds, gap_ahead=ahead, gap_after=gaps.after)
+        return requests, choose(
+            prospects, rows, room, self._curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after
+        )
 
     def _chance(self, guesser: Guesser) -> float:
         """That a request's next guess is right: by its own record, and that of matches as long as its own."""

@@ -31,8 +31,9 @@ class StepCurve:
         self._known = [self._points[key][:2] for key in sorted(self._points)]
 
     @property
-    def known(self) -> bool:
-        return bool(self._known)
+    def most(self) -> int:
+        """The most tokens of a step so far, about; 0 when nothing is known."""
+        return round(self._known[-1][0]) if self._known else 0
 
     def seconds(self, tokens: int) -> float:
         """Between what was measured a straight line, outside of it the nearest: what was never tried counts as cheap,

@@ -97,12 +97,13 @@ def test_likely_guesses_go_first() -> None:
 
 def test_the_time_of_a_step_is_what_was_measured() -> None:
     curve = StepCurve()
-    assert not curve.known
+    assert curve.most == 0
     for tokens, seconds in ((1, 1.0), (16, 2.0), (64, 5.0)):
         for _ in range(5):
             curve.learn(tokens, seconds)
     assert [curve.seconds(n) for n in (1, 16, 64)] == pytest.approx([1, 2, 5])
     assert curve.seconds(40) == pytest.approx(3.5)
+    assert curve.most == 64
     assert curve.seconds(1000) == pytest.approx(5)  # never tried
     curve.learn(1, 100.0)  # held up
     assert curve.seconds(1) < 1.2
