@@ -43,7 +43,7 @@ def few(rng: random.Random, tokens: int) -> tuple[Prompt, SamplingParams]:
     prompt = [rng.randrange(100, 1000) for _ in range(64)]
     bias = dict.fromkeys(rng.sample(range(100, 1000), 3), 100.0)
     return prompt, SamplingParams(
-        temperature=1.0, seed=rng.randrange(2**31), ignore_eos=True, max_tokens=tokens, logit_bias=bias
+        temperature=10.0, seed=rng.randrange(2**31), ignore_eos=True, max_tokens=tokens, logit_bias=bias
     )
 
 
