@@ -14,7 +14,6 @@ both. Each figure is the median over the repeats; a ratio is the median of the r
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import click
@@ -90,7 +89,9 @@ def drive(
 @click.option("--batches", default="1,8,32", help="Requests at once.")
 @click.option("--workloads", default=",".join(WORKLOADS))
 @click.option("--flags", default="", help="Further flags of launch.py for both clusters.")
-@click.option("--on", default="", help="Further flags for the cluster that speculates.")
+@click.option(
+    "--on", default="--speculation ngram", help="Flags of the cluster that speculates; none: how equal are equals?"
+)
 @click.option("--json-file", type=click.File("w"), default=None)
 def main(
     model: str | None, repeats: int, tokens: int, batches: str, workloads: str, flags: str, on: str, json_file: object
@@ -100,7 +101,7 @@ def main(
     cases = [(name, int(size)) for name in workloads.split(",") for size in batches.split(",")]
     rates: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
     counted: dict[tuple[str, int], dict[str, int]] = {}
-    with cluster(*common) as (off, _), cluster(*common, "--speculation", "ngram", *on.split()) as (ngram, _):
+    with cluster(*common) as (off, _), cluster(*common, *on.split()) as (ngram, _):
         for repeat in range(-1, repeats):  # the first one warms up
             for name, size in cases:
                 rng = random.Random(f"{name} {size} {repeat}")
@@ -114,7 +115,6 @@ def main(
                     rates[name, size].append((plain, guessed))
                     sums = counted.setdefault((name, size), dict.fromkeys(COUNTERS, 0))
                     counted[name, size] = {key: sums[key] + counts[key] for key in COUNTERS}
-            time.sleep(0)
     median = statistics.median
     click.echo(f"{machine()}\nmedians of {repeats} runs in turns, {tokens} tokens per request, every token equal\n")
     click.echo("| workload | requests at once | off, tokens/s | ngram, tokens/s | ratio | least | guesses right "

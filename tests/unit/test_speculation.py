@@ -59,7 +59,8 @@ def compare(vocabulary: Vocabulary, cost: LinearCost, **config: object) -> tuple
 @pytest.mark.parametrize("requests", [1, 8, 32])
 def test_repeated_text_is_faster(cost: LinearCost, requests: int) -> None:
     ratio, stats = compare(Noisy(size=50000), cost, requests=requests)
-    assert ratio > (1.4 if (cost, requests) == (CHEAP, 32) else 2.2)
+    # guesses for one are nearly free, for 32 the processor computes four times as much
+    assert ratio > {1: 2.5, 8: 1.8, 32: 1.25}[requests]
     assert stats["accepted_tokens"] > 0.9 * stats["draft_tokens"]
 
 

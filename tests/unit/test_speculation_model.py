@@ -128,6 +128,6 @@ def test_on_and_off_are_the_same(model: LanguageModel, page_size: int, in_flight
 def test_under_memory_pressure(model: LanguageModel, page_size: int) -> None:
     """A third of the room that all need together: requests are preempted with guesses on their way."""
     plain, _ = serve(model, guess=False, pages=448 // page_size, page_size=page_size)
-    guessed, stats = serve(model, guess=True, pages=160 // page_size, page_size=page_size)
+    guessed, stats = serve(model, guess=True, pages=128 // page_size, page_size=page_size)
     assert guessed == plain
     assert stats["preempted"] > 0 and stats["accepted_tokens"] > 0
