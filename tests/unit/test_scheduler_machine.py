@@ -41,7 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         admission=st.sampled_from(ADMISSIONS),
         itl_target=st.sampled_from([0.0, 0.0, 1.0]),
         gain=st.sampled_from([1, 4]),
-        guesses=st.one_of(st.none(), st.integers(0, 99)),
+        guesses=st.one_of(st.sampled_from(["off", "ngram"]), st.integers(0, 99)),
     )
     def start(
         self, page_size, pages, running, budget, chunk, in_flight, prefix_cache, policy, admission, itl_target, gain,
@@ -58,12 +58,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             ageing_s=1.0,
             itl_target_ms=itl_target,
             in_batch_gain=gain,
+            speculation="off" if isinstance(guesses, int) else guesses,
+            prompt_lookup_min=1,
         )
 
         def new_scheduler(epoch):
             kv = KVManager(pages, page_size, prefix_cache=prefix_cache)
             scheduler = Scheduler(config, kv, CONTEXT, epoch=epoch)
-            if guesses is not None:
+            if isinstance(guesses, int):
                 speculate(scheduler, guesses)
             return scheduler
 
