@@ -24,8 +24,8 @@ from scheduler_proc.step import Start, Step
 
 DRAWN_TOKENS = 256  # rows that get logits in a step, if not more requests run: bounds the worker's memory
 _LEAST_GAIN, _LEAST_TO_BEGIN = 1.03, 1.08  # times as fast as without guesses: less is within what is known of times
-_PLAIN_EVERY = 128  # steps with guesses until one without, so that the time of those stays known
-_NEAR_ALL, _NEAR_OWN = 0.99, 0.9  # what a past guess counts, per later one
+_PLAIN_EVERY = 64  # steps with guesses, if these double the speed, until one without, whose time must stay known
+_NEAR_ALL, _NEAR_OWN, _NEAR_LUCK = 0.99, 0.9, 0.95  # what a past guess, or step with guesses, counts per later one
 _OWN_AFTER = 3.0  # guesses after which a request's own record outweighs that of all
 _SUREST = 0.98
 _TRIED = 64  # tokens of a step up to which it may be tried, and from there on four times what was
@@ -106,6 +106,8 @@ class NgramSpeculation:
         self._records: dict[int, Rate] = {}  # of all requests' guesses, by how long the match was
         self._ready = 0  # when the last step's tokens were ready in the worker (ns)
         self._since_plain = 0  # steps with guesses since the last one without
+        self._expected = 0.0  # guesses of the step in flight that should be right
+        self._luck = Rate(5.0, 5.0)  # how many were, of those expected to be: who picks the best overestimates it
 
     def follow(self, request: Request) -> None:
         if can_guess(request) and most_guesses(request) > 0:
@@ -130,11 +132,10 @@ class NgramSpeculation:
 
     def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
         able = [request for request in ready if not request.pending]
-        if not able or self._since_plain >= _PLAIN_EVERY:
-            return {}
         requests, choice = self._choose(able, min(room, self._drawn - len(ready)), rows=len(ready))
-        if choice.gain <= _LEAST_GAIN:
+        if choice.gain <= _LEAST_GAIN or self._since_plain > _PLAIN_EVERY * (choice.gain - 1):
             return {}
+        self._expected = choice.right
         pairs = zip(requests, choice.counts, strict=True)
         return {r.rid: r.guesser.lookup.guesses(count) for r, count in pairs if count and r.guesser is not None}
 
@@ -148,6 +149,9 @@ class NgramSpeculation:
             self._gaps.learn_way((now - ready) / 1e9)
             self._ready = ready
         self._since_plain = self._since_plain + 1 if step.guesses else 0
+        if step.guesses:
+            self._luck.right = _NEAR_LUCK * self._luck.right + sum(result.accepted)
+            self._luck.of = _NEAR_LUCK * self._luck.of + self._expected
 
     def restarted(self) -> None:
         self._ready = 0
@@ -170,10 +174,10 @@ class NgramSpeculation:
         room = min(room, max(_TRIED, 4 * self._curve.most) - rows)
         if not prospects or not self._curve.most or room <= 0:
             return [], Choice([], 0.0)
-        gaps = self._gaps
+        gaps, luck = self._gaps, min(1.0, self._luck.right / self._luck.of)
         ahead = gaps.ahead if self._config.steps_in_flight > 1 else gaps.after
         return requests, choose(
-            prospects, rows, room, self._curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after
+            prospects, rows, room, self._curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after, luck=luck
         )
 
     def _chance(self, guesser: Guesser) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _NEAR = 0.15  # weight of the newest measurement
-_OUTLIER = 2.0  # a step that was held up counts as at most this many times the usual
+_OUTLIER = 1.5  # a step that was held up counts as at most this many times the usual
 
 
 class StepCurve:
@@ -22,7 +22,7 @@ class StepCurve:
     def learn(self, tokens: int, seconds: float) -> None:
         key = round(2 * math.log2(tokens))
         mean_tokens, mean_seconds, count = self._points.get(key, (0.0, 0.0, 0))
-        if count >= 3:
+        if count:
             seconds = min(seconds, _OUTLIER * mean_seconds)
         weight = max(_NEAR, 1 / (count + 1))
         mean_tokens += weight * (tokens - mean_tokens)
@@ -107,10 +107,12 @@ class Prospect:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Guesses for each prospect, and how many times the tokens per second of no guesses that gives."""
+    """Guesses for each prospect, how many times the tokens per second of no guesses that gives, and how many of them
+    are expected to be right."""
 
     counts: list[int]
     gain: float
+    right: float = 0.0
 
 
 def choose(
@@ -121,25 +123,26 @@ def choose(
     *,
     gap_ahead: float,
     gap_after: float,
+    luck: float = 1.0,
 ) -> Choice:
     """The guesses that give most tokens per second, for a step of `rows` requests, with `room` guesses at most.
 
-    Likely guesses go first, whoever's they are: a guess behind others is only as likely as all of them together, so
-    those of one request are taken from its first on.
+    `luck` is the part of the guesses expected to be right that are. Likely guesses go first, whoever's they are: a guess
+    behind others is only as likely as all of them together, so those of one request are taken from its first on.
     """
     likely = sorted(
         ((p.chance ** (depth + p.unseen), i) for i, p in enumerate(prospects) for depth in range(1, p.most + 1)),
         reverse=True,
     )[:room]
     plain = rows / (seconds(rows) + gap_ahead)
-    best, best_rate, tokens = 0, 0.0, float(rows)
+    best, best_rate, best_right, right = 0, 0.0, 0.0, 0.0
     for count, (chance, _) in enumerate(likely, 1):
-        tokens += chance
+        right += chance
         if count < 8 or count % 8 == 0 or count == len(likely):
-            rate = tokens / (seconds(rows + count) + gap_after)
+            rate = (rows + luck * right) / (seconds(rows + count) + gap_after)
             if rate > best_rate:
-                best, best_rate = count, rate
+                best, best_rate, best_right = count, rate, right
     counts = [0] * len(prospects)
     for _, i in likely[:best]:
         counts[i] += 1
-    return Choice(counts, best_rate / plain)
+    return Choice(counts, best_rate / plain, best_right)
