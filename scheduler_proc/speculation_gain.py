@@ -127,8 +127,8 @@ def choose(
 ) -> Choice:
     """The guesses that give most tokens per second, for a step of `rows` requests, with `room` guesses at most.
 
-    `luck` is the part of the guesses expected to be right that are. Likely guesses go first, whoever's they are: a guess
-    behind others is only as likely as all of them together, so those of one request are taken from its first on.
+    `luck` is the part of the guesses expected to be right that are. Likely guesses go first, whoever has them: a
+    guess behind others is only as likely as all of them together, so those of one request are taken in order.
     """
     likely = sorted(
         ((p.chance ** (depth + p.unseen), i) for i, p in enumerate(prospects) for depth in range(1, p.most + 1)),
