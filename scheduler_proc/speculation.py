@@ -104,6 +104,7 @@ class NgramSpeculation:
         self._curve = StepCurve()
         self._gaps = Gaps()
         self._records: dict[int, Rate] = {}  # of all requests' guesses, by how long the match was
+        self._hope = False  # some request may have guesses
         self._ready = 0  # when the last step's tokens were ready in the worker (ns)
         self._since_plain = 0  # steps with guesses since the last one without
         self._expected = 0.0  # guesses of the step in flight that should be right
@@ -116,22 +117,31 @@ class NgramSpeculation:
                 lookup = PromptLookup(request.tokens, config.prompt_lookup_min, config.prompt_lookup_max)
                 request.guesser = Guesser(lookup)
             request.guesser.lookup.search()
+            self._hope |= request.guesser.lookup.at >= 0
 
     def took(self, request: Request) -> None:
         guesser = request.guesser
-        if guesser is not None:
-            record = self._record(guesser.lookup.length)
-            right = guesser.lookup.took()
-            if right is not None:
-                record.learn(right, _NEAR_ALL)
-                guesser.record.learn(right, _NEAR_OWN)
+        if guesser is None:
+            return
+        length = guesser.lookup.length
+        right = guesser.lookup.took()
+        if right is not None:
+            self._record(length).learn(right, _NEAR_ALL)
+            guesser.record.learn(right, _NEAR_OWN)
+        self._hope |= guesser.lookup.at >= 0
 
     def better_wait(self, residents: Residents) -> bool:
+        if not self._hope:
+            return False
         ready = residents.decoding()
         return self._choose(ready, self._drawn - len(ready), pauses=2)[1].gain > _LEAST_TO_BEGIN
 
     def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
+        if not self._hope:
+            return {}
         able = [request for request in ready if not request.pending]
+        if not able:
+            return {}
         requests, choice = self._choose(able, min(room, self._drawn - len(ready)), rows=len(ready))
         if choice.gain <= _LEAST_GAIN or self._since_plain > _PLAIN_EVERY * (choice.gain - 1):
             return {}
@@ -170,6 +180,7 @@ class NgramSpeculation:
                 if most > 0:
                     requests.append(request)
                     prospects.append(Prospect(self._chance(guesser), most, min(1, request.pending)))
+        self._hope = bool(prospects) or rows > len(ready)
         rows = rows or len(ready)
         room = min(room, max(_TRIED, 4 * self._curve.most) - rows)
         if not prospects or not self._curve.most or room <= 0:
