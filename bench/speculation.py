@@ -5,9 +5,9 @@
 Two clusters run, one with `--speculation ngram`; they take turns, workload by workload, so that a drifting machine hits
 both. Each figure is the median over the repeats; a ratio is the median of the ratios of neighbouring runs.
 
-    copy     greedy, from prompts in which a passage comes twice and begins a third time
-    greedy   greedy, from random tokens: small models fall into loops
-    few      drawn from three tokens alone (logit_bias): every second or third guess is right
+    loop     the same token again and again (logit_bias): every guess is right
+    greedy   greedy, from random tokens: small models, and random weights, fall into loops sooner or later
+    few      drawn from three tokens alone (logit_bias, temperature 10): one guess of three is right
     random   drawn from the whole vocabulary: guesses are never right
 """
 
@@ -28,9 +28,10 @@ Prompt = str | list[int]
 COUNTERS = ("output_tokens", "steps", "drafts", "draft_tokens", "accepted_tokens")
 
 
-def copy(rng: random.Random, tokens: int) -> tuple[Prompt, SamplingParams]:
-    passage = [rng.randrange(100, 1000) for _ in range(40)]
-    return passage * 2 + passage[:8], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+def loop(rng: random.Random, tokens: int) -> tuple[Prompt, SamplingParams]:
+    prompt = [rng.randrange(100, 1000) for _ in range(64)]
+    bias = {rng.randrange(100, 1000): 100.0}
+    return prompt, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, logit_bias=bias)
 
 
 def greedy(rng: random.Random, tokens: int) -> tuple[Prompt, SamplingParams]:
@@ -52,7 +53,7 @@ def at_random(rng: random.Random, tokens: int) -> tuple[Prompt, SamplingParams]:
 
 
 WORKLOADS: dict[str, Callable[[random.Random, int], tuple[Prompt, SamplingParams]]] = {
-    "copy": copy,
+    "loop": loop,
     "greedy": greedy,
     "few": few,
     "random": at_random,

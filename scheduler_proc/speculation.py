@@ -90,6 +90,12 @@ def can_guess(request: Request) -> bool:
     return request.grammar is None and not request.draw.needs_history
 
 
+def _is_greedy(request: Request) -> bool:
+    """The worker needs no logits for it, but the place of the largest."""
+    draw = request.draw
+    return not draw.temperature and draw.edits is None and draw.logprobs is None and request.grammar is None
+
+
 def most_guesses(request: Request) -> int:
     """How many tokens may be drawn before its last one."""
     return request.max_tokens - request.generated - 1
@@ -101,7 +107,7 @@ class NgramSpeculation:
     def __init__(self, config: SchedulerConfig):
         self._config = config
         self._drawn = min(max(config.max_running, DRAWN_TOKENS), MAX_SLOTS)
-        self._curve = StepCurve()
+        self._curves = {True: StepCurve(), False: StepCurve()}  # of steps that are greedy throughout, of others
         self._gaps = Gaps()
         self._records: dict[int, Rate] = {}  # of all requests' guesses, by how long the match was
         self._hope = False  # some request may have guesses
@@ -153,7 +159,8 @@ class NgramSpeculation:
         if len(result.times) == 3:
             _, started, ready = result.times
             if step.plain and step.sampled:
-                self._curve.learn(step.shape.tokens, (ready - started) / 1e9)
+                greedy = all(map(_is_greedy, step.sampled))
+                self._curves[greedy].learn(step.shape.tokens, (ready - started) / 1e9)
             if self._ready and step.start is not Start.IDLE:
                 self._gaps.learn((started - self._ready) / 1e9, ahead=step.start is Start.AHEAD)
             self._gaps.learn_way((now - ready) / 1e9)
@@ -182,13 +189,16 @@ class NgramSpeculation:
                     prospects.append(Prospect(self._chance(guesser), most, min(1, request.pending)))
         self._hope = bool(prospects) or rows > len(ready)
         rows = rows or len(ready)
-        room = min(room, max(_TRIED, 4 * self._curve.most) - rows)
-        if not prospects or not self._curve.most or room <= 0:
+        if not prospects:
+            return [], Choice([], 0.0)
+        curve = self._curves[all(map(_is_greedy, ready))]
+        room = min(room, max(_TRIED, 4 * curve.most) - rows)
+        if not curve.most or room <= 0:
             return [], Choice([], 0.0)
         gaps, luck = self._gaps, min(1.0, self._luck.right / self._luck.of)
         ahead = gaps.ahead if self._config.steps_in_flight > 1 else gaps.after
         return requests, choose(
-            prospects, rows, room, self._curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after, luck=luck
+            prospects, rows, room, curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after, luck=luck
         )
 
     def _chance(self, guesser: Guesser) -> float:

@@ -43,7 +43,8 @@ class Eager(NgramSpeculation):
     """Guesses whenever it can, whatever that costs: no measured time decides."""
 
     def _choose(self, ready: Any, room: int, *, rows: int = 0, pauses: int = 1) -> Any:
-        self._curve.learn(1, 1.0)
+        for curve in self._curves.values():
+            curve.learn(1, 1.0)
         requests, choice = super()._choose(ready, room, rows=rows, pauses=pauses)
         return requests, Choice(choice.counts, 2.0) if requests else choice
 
