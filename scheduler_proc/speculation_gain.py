@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _NEAR = 0.15  # weight of the newest measurement
+_SHORTEST = 1e-9  # seconds of a step: nothing takes no time
 _OUTLIER = 1.5  # a step that was held up counts as at most this many times the usual
 
 
@@ -20,6 +21,7 @@ class StepCurve:
         self._known: list[tuple[float, float]] = []  # the same, ascending
 
     def learn(self, tokens: int, seconds: float) -> None:
+        seconds = max(_SHORTEST, seconds)
         key = round(2 * math.log2(tokens))
         mean_tokens, mean_seconds, count = self._points.get(key, (0.0, 0.0, 0))
         if count:
@@ -58,6 +60,7 @@ class Gaps:
 
     def learn(self, seconds: float, *, ahead: bool) -> None:
         """`ahead`: it was planned while the step before it ran, else right after that one's tokens had come."""
+        seconds = max(0.0, seconds)
         old = self._ahead if ahead else self._after
         if old is not None:
             seconds = old + _NEAR * (min(seconds, _OUTLIER * old + 1e-3) - old)
@@ -68,7 +71,7 @@ class Gaps:
 
     def learn_way(self, seconds: float) -> None:
         """A result took so long to come back."""
-        self._way += _NEAR * (min(seconds, 2 * self._way + 1e-3) - self._way)
+        self._way += _NEAR * (min(max(0.0, seconds), 2 * self._way + 1e-3) - self._way)
 
     @property
     def ahead(self) -> float:
