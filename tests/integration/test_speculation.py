@@ -6,6 +6,7 @@ from common.sampling_params import SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.integration.cluster import running
 from tests.integration.test_sampling import ask_all
+from tests.unit.test_cpu_build import needs_compiler
 
 PASSAGE = [(7 * i + i * i) % (VOCAB_SIZE - 10) + 5 for i in range(13)]
 
@@ -27,10 +28,25 @@ def requests() -> list[tuple[list[int], SamplingParams, dict[str, int]]]:
     return asked
 
 
+@needs_compiler
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tokens_are_those_of_a_cluster_without_speculation(tmp_path, tp):
-    """One step in flight: then no measured pause decides whether guesses are made, and loops are always worth them."""
-    flags = ("--tp", str(tp), "--dtype", "float32", "--kv-tokens", "800", "--page-size", "4", "--max-running", "8")
+    """In bfloat16, where a token's bits depend on nothing but its context. With one step in flight no measured pause
+    decides whether guesses are made, and loops are always worth them."""
+    flags = (
+        "--tp",
+        str(tp),
+        "--dtype",
+        "bfloat16",
+        "--device",
+        "cpu",
+        "--kv-tokens",
+        "800",
+        "--page-size",
+        "4",
+        "--max-running",
+        "8",
+    )
     model = make_checkpoint("llama", tmp_path / "llama")
     found = []
     for more in ((), ("--speculation", "ngram", "--steps-in-flight", "1")):
