@@ -34,7 +34,7 @@ class TokenRows:
     def add(self, request: Request, tokens: IntArray, finish: Finish, logprobs: Logprobs | None) -> None:
         if logprobs is not None:
             self._logprobs[len(self._rids)] = logprobs
-        if len(request.tokens) == request.prompt_len + 1:
+        if len(request.tokens) - len(tokens) == request.prompt_len:
             self._started[len(self._rids)] = request.started
         _, entries = self._scored.pop(request.rid, (request, None))
         self._add_row(request, tokens, finish, entries)
