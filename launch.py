@@ -12,6 +12,7 @@ import click
 from common.config import (
     ADMISSIONS,
     POLICIES,
+    SPECULATIONS,
     CacheConfig,
     ClusterConfig,
     ConfigError,
@@ -77,6 +78,10 @@ class Size(click.ParamType[int]):
 @click.option("--admission", type=click.Choice(ADMISSIONS), default="ratio", help="Room kept for tokens to come.")
 @click.option("--ageing", type=float, default=10.0, help="Seconds for which a policy may favour others.")
 @click.option("--steps-in-flight", type=int, default=2, help="Steps planned ahead of their results: 1 or 2.")
+@click.option("--speculation", type=click.Choice(SPECULATIONS), default="off", help="ngram: guess repeated text.")
+@click.option("--num-speculative-tokens", type=int, default=8, help="Guesses per request and step, at most.")
+@click.option("--prompt-lookup-min", type=int, default=2, help="Tokens that must have come before, for a guess.")
+@click.option("--prompt-lookup-max", type=int, default=4, help="Tokens by which one earlier place is preferred.")
 @click.option("--record", type=click.Path(path_type=Path), help="Record the scheduler, prompts too, to this new file.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Private directory of the sockets.")
 @click.option("--listen", default=None, help="Also serve clients at tcp://127.0.0.1:PORT.")
@@ -94,7 +99,8 @@ def main(
     model: str, dtype: str, device: str, tp: int, threads: int | None, cpu_kernels: str, cuda_graphs: bool,
     context_len: int | None, page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool,
     max_running: int, max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str,
-    admission: str, ageing: float, steps_in_flight: int, record: Path | None, run_dir: Path | None, listen: str | None,
+    admission: str, ageing: float, steps_in_flight: int, speculation: str, num_speculative_tokens: int,
+    prompt_lookup_min: int, prompt_lookup_max: int, record: Path | None, run_dir: Path | None, listen: str | None,
     log_level: str, parent_fd: int | None, start_timeout: float, freeze_timeout: float, restarts: int,
     drain_timeout: float, http: HttpConfig,
 ) -> None:  # fmt: skip
@@ -127,6 +133,10 @@ def main(
                     admission=admission,
                     ageing_s=ageing,
                     itl_target_ms=itl_target_ms,
+                    speculation=speculation,
+                    num_speculative_tokens=num_speculative_tokens,
+                    prompt_lookup_min=prompt_lookup_min,
+                    prompt_lookup_max=prompt_lookup_max,
                 ),
                 supervision=SupervisionConfig(
                     freeze_timeout_s=freeze_timeout, restarts=restarts, drain_timeout_s=drain_timeout

@@ -15,6 +15,7 @@ CONFIG_FILE = "config.json"
 _LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]{1,5})")
 POLICIES = ("fcfs", "lpm", "round-robin", "priority")
 ADMISSIONS = ("ratio", "peak", "reserve")
+SPECULATIONS = ("off", "ngram")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KERNELS = ("auto", "amx", "avx512", "generic", "torch")
@@ -78,6 +79,9 @@ class SchedulerConfig:
     `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds
     how long a policy may favour others. `itl_target_ms` sizes prefill chunks so that running decodes keep it, 0 is off.
     `in_batch_gain` tokens are the least for which a request waits for another one to compute a common prefix.
+
+    `speculation` "ngram" guesses tokens where the last `prompt_lookup_min` to `prompt_lookup_max` ones have come before
+    in the same request, up to `num_speculative_tokens` per request and step (docs/speculation.md).
     """
 
     max_running: int = 256
@@ -90,6 +94,10 @@ class SchedulerConfig:
     ageing_s: float = 10.0
     itl_target_ms: float = 0.0
     in_batch_gain: int = 32
+    speculation: str = "off"
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
 
     def __post_init__(self) -> None:
         _check(1 <= self.max_running <= 4096, "max_running", "between 1 and 4096")
@@ -106,6 +114,14 @@ class SchedulerConfig:
         _check(0 < self.ageing_s <= 86400, "ageing", "more than 0 and at most 86400 seconds")
         _check(self.in_batch_gain >= 1, "in_batch_gain", "at least 1 token")
         _check(0 <= self.itl_target_ms <= 60000, "itl_target", "between 0 (off) and 60000 ms")
+        _check(self.speculation in SPECULATIONS, "speculation", f"one of {', '.join(SPECULATIONS)}")
+        _check(1 <= self.num_speculative_tokens <= 64, "num_speculative_tokens", "between 1 and 64")
+        _check(1 <= self.prompt_lookup_min <= 32, "prompt_lookup_min", "between 1 and 32 tokens")
+        _check(
+            self.prompt_lookup_min <= self.prompt_lookup_max <= 32,
+            "prompt_lookup_max",
+            f"between prompt_lookup_min ({self.prompt_lookup_min}) and 32 tokens",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ _VLLM_COUNTERS = {
     "scheduler.prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of admitted requests."),
     "scheduler.output_tokens": ("vllm:generation_tokens", "Generated tokens."),
     "scheduler.preempted": ("vllm:num_preemptions", "Requests preempted."),
+    "scheduler.drafts": ("vllm:spec_decode_num_drafts", "Rows of steps with guessed tokens."),
+    "scheduler.draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Guessed tokens."),
+    "scheduler.accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
 }
 _OWN_HISTOGRAMS = {
     "tokenizer.ttft": ("rhizome_time_to_first_token_seconds", "Time to first token."),
@@ -148,11 +151,26 @@ def _as_vllm(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
     found, asked = stats.get("scheduler.cached_tokens", 0), stats.get("scheduler.prompt_tokens", 0)
     rate = found / asked if asked else 0.0
     yield _gauge("rhizome_prefix_cache_hit_rate", "Part of all prompt tokens that were cached (0 to 1).", rate, model)
+    yield _accepted_at(stats, model)
     # In tokens: how many of the prompts' tokens were looked up, and how many found.
     yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
                    stats.get("scheduler.prompt_tokens", 0), model, engine=True)  # fmt: skip
     yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.",
                    stats.get("scheduler.cached_tokens", 0), model, engine=True)  # fmt: skip
+
+
+def _accepted_at(stats: Mapping[str, int], model: str) -> Metric:
+    """Right guesses by how many came before them."""
+    family = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Guessed tokens that were right, by their place among the guesses of a row.",
+        labels=["model_name", "engine", "position"],
+    )
+    prefix = "scheduler.accepted_at/"
+    found = {n.removeprefix(prefix): value for n, value in stats.items() if n.startswith(prefix)}
+    for position, value in found.items():
+        family.add_metric([model, "0", position], value)
+    return family
 
 
 def _gauge(name: str, text: str, value: float, model: str, *, engine: bool = False) -> Metric:

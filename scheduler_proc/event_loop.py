@@ -41,26 +41,35 @@ class EventLoop:
         while not self._child.stopping:
             self._poller.poll(self._patience_ms(scheduler.next_deadline, self._child.pulse()))
             self._renew(scheduler)
+            answers: list[Message] = []
             for msg in self._results.drain():
                 if isinstance(msg, Lost):
                     raise ProtocolError(f"{msg.sender}: {msg.problem}")
                 assert isinstance(msg, StepResult)
                 if msg.epoch == scheduler.epoch:
-                    self._answer(scheduler.commit(msg, time.monotonic_ns()))
+                    answers += scheduler.commit(msg, time.monotonic_ns())
                 else:
                     self._stale += 1
             for msg in self._requests.drain():
                 if isinstance(msg, Lost):
-                    self._answer(RequestError(rid, ErrorCode.INTERNAL, msg.words) for rid in msg.rids)
+                    answers += [RequestError(rid, ErrorCode.INTERNAL, msg.words) for rid in msg.rids]
                     self._child.resync(msg)
                     continue
-                self._answer(self._with_own_counters(scheduler.handle(msg, time.monotonic_ns())))
-            self._answer(scheduler.expire(time.monotonic_ns()))
-            while (plan := scheduler.plan(time.monotonic_ns())) is not None:
-                for worker in self._workers:
-                    worker.send(plan)
+                answers += self._with_own_counters(scheduler.handle(msg, time.monotonic_ns()))
+            answers += scheduler.expire(time.monotonic_ns())
+            if scheduler.in_flight:  # workers that have something to do can wait for the next plan, others cannot
+                self._answer(answers)
+                self._plan(scheduler)
+            else:
+                self._plan(scheduler)
+                self._answer(answers)
             for outbox in (*self._workers, self._detokenizer):
                 outbox.flush()
+
+    def _plan(self, scheduler: Scheduler) -> None:
+        while (plan := scheduler.plan(time.monotonic_ns())) is not None:
+            for worker in self._workers:
+                worker.send(plan)
 
     def _renew(self, scheduler: Scheduler) -> None:
         """Begin what the launcher says: with new workers, or with a tokenizer that hands in all requests again."""

@@ -86,7 +86,12 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
     for slot, holder in enumerate(scheduler.slots):
         _require(holder is None or holder.slot == slot, f"slot {slot} is held by a request that says otherwise")
     in_steps = Counter(id(r) for step in scheduler.in_flight for r in step.rows)
-    sampled = Counter(id(r) for step in scheduler.in_flight for r in step.sampled)
+    sampled: Counter[int] = Counter()
+    guesses: Counter[int] = Counter()
+    for step in scheduler.in_flight:
+        for request, count in zip(step.sampled, step.sampled_guesses, strict=True):
+            sampled[id(request)] += 1 + count
+            guesses[id(request)] += count
     for request in live:
         name = f"request {request.rid}"
         _require(request.status is not Status.WAITING, f"{name} waits and holds a slot")
@@ -94,6 +99,7 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
         _require(going or request.steps_in_flight > 0, f"{name} is {request.status.name} but holds a slot")
         _require(request.steps_in_flight == in_steps[id(request)], f"{name}: steps in flight")
         _require(request.pending == sampled[id(request)], f"{name}: pending tokens")
+        _require(request.guesses == guesses[id(request)], f"{name}: guesses in flight")
         _require(0 <= request.cached_len <= request.device_len, f"{name}: cached_len out of range")
         _require(request.cached_len <= len(request.pages) * size, f"{name}: pages do not hold what is computed")
         _require(request.shared_pages <= len(request.pages), f"{name}: shared pages")

@@ -75,6 +75,10 @@ class KVManager:
         request.cached_len += partial
         return (source, own[0]) if source != own[0] else None
 
+    def pages_ahead(self, request: Request, tokens: int, more: int) -> int:
+        """Pages that `more` tokens beyond `tokens` would take from the pool."""
+        return max(0, self.pages_for(tokens + more) - max(len(request.pages), self.pages_for(tokens)))
+
     def grow(self, request: Request, tokens: int) -> list[int]:
         """Pages appended to the request's table so that it holds `tokens`; evicts when needed.
 

@@ -1,11 +1,14 @@
 """What the scheduler measures: how often things happen, how long requests wait, and how long and large steps are."""
 
+from collections.abc import Sequence
+
 from common.metrics import histogram
 from scheduler_proc.request import Request
 
 COUNTERS = (
     "steps", "requests", "finished", "aborted", "refused", "expired", "failed", "preempted",
     "suspected", "condemned", "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
+    "drafts", "draft_tokens", "accepted_tokens",
 )  # fmt: skip
 
 
@@ -14,6 +17,7 @@ class Measures:
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(COUNTERS, 0)
+        self._accepted_at: list[int] = []  # how often a guess was right, by how many came before it in its draft
         self._queue = histogram("scheduler.queue")
         self._step = histogram("scheduler.step")
         self._step_tokens = histogram("scheduler.step_tokens")
@@ -28,9 +32,22 @@ class Measures:
         self._step.observe(seconds)
         self._step_tokens.observe(tokens)
 
+    def guessed(self, guesses: Sequence[int]) -> None:
+        """A step with guesses was planned, so many for each row."""
+        self.counts["drafts"] += sum(map(bool, guesses))
+        self.counts["draft_tokens"] += sum(guesses)
+
+    def accepted(self, guesses: int) -> None:
+        """So many of a row's guesses were right."""
+        self.counts["accepted_tokens"] += guesses
+        self._accepted_at += [0] * (guesses - len(self._accepted_at))
+        for depth in range(guesses):
+            self._accepted_at[depth] += 1
+
     def flat(self) -> dict[str, int]:
         """The histograms as counters."""
-        return (
+        accepted = {f"scheduler.accepted_at/{depth}": count for depth, count in enumerate(self._accepted_at)}
+        return accepted | (
             self._queue.flat("scheduler.queue")
             | self._step.flat("scheduler.step")
             | self._step_tokens.flat("scheduler.step_tokens")

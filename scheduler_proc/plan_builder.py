@@ -29,9 +29,11 @@ class PlanBuilder:
         self._page_slots, self._page_counts, self._pages = ints(), ints(), ints()
         self._copies = ints()
         self._chunk_slots, self._chunk_lens, self._chunk_samples, self._chunk_tokens = ints(), ints(), ints(), ints()
+        self._chunk_drafts = ints()
         self._decode = bytearray((max_slots + 7) // 8)
         self._decoding: list[Request] = []
         self._sampling_chunks: list[Request] = []
+        self._guesses: list[int] = []  # of the sampling chunks
         self._other_chunks: list[Request] = []
         self._histories: list[History] = []
         self._scorings: list[Scoring] = []
@@ -48,8 +50,18 @@ class PlanBuilder:
 
     @property
     def sampled(self) -> list[Request]:
-        """The requests that get a token, in the order of StepResult.tokens."""
+        """The requests that get tokens, in the order of StepResult.tokens."""
         return self._sampling_chunks + self._decoding
+
+    @property
+    def guesses(self) -> list[int]:
+        """How many guesses each of `sampled` has; empty where none has any."""
+        return self._guesses + [0] * len(self._decoding) if any(self._guesses) else []
+
+    @property
+    def plain(self) -> bool:
+        """Every row computes what follows its last token: there are no chunks of prompts."""
+        return not self._other_chunks and all(self._guesses)
 
     def leave(self, slots: Sequence[int]) -> None:
         self._leave.extend(slots)
@@ -77,10 +89,14 @@ class PlanBuilder:
             self._page_counts.append(len(pages))
             self._pages.extend(pages)
 
-    def chunk(self, request: Request, tokens: IntArray, *, samples: bool) -> None:
+    def chunk(self, request: Request, tokens: IntArray, *, samples: bool, guesses: int = 0) -> None:
+        """The last `guesses` of the tokens are not known to be right."""
         self._chunk_slots.append(request.slot)
         self._chunk_lens.append(len(tokens))
         self._chunk_samples.append(samples)
+        self._chunk_drafts.append(guesses)
+        if samples:
+            self._guesses.append(guesses)
         self._chunk_tokens.extend(tokens)
         (self._sampling_chunks if samples else self._other_chunks).append(request)
         self.num_tokens += len(tokens)
@@ -121,4 +137,5 @@ class PlanBuilder:
             decode=bytes(self._decode) if self._decoding else b"",
             histories=tuple(self._histories),
             scorings=tuple(self._scorings),
+            chunk_drafts=self._chunk_drafts if any(self._chunk_drafts) else ints(),
         )

@@ -4,6 +4,8 @@ Decodes that find no page preempt juniors; in such a step nobody is admitted.
 """
 
 from common.config import SchedulerConfig
+from common.fields import IntArray
+from common.messages import ints
 from scheduler_proc.admission import ADMISSIONS, Admission
 from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
@@ -14,10 +16,12 @@ from scheduler_proc.pressure import make_room, spare_pages
 from scheduler_proc.quarantine import Quarantine
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
+from scheduler_proc.speculation import Speculation
 from scheduler_proc.step_time import StepTimeModel
 
 SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
 HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
+NO_GUESSES = ints()
 LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
 MAX_GRAMMAR_CHARS_PER_STEP = 2**21  # so that the plan fits in a frame
 
@@ -32,6 +36,7 @@ class Planner:
         waiting: Policy,
         residents: Residents,
         step_time: StepTimeModel,
+        speculation: Speculation,
         measures: Measures,
         quarantine: Quarantine,
     ):
@@ -41,6 +46,7 @@ class Planner:
         self._waiting = waiting
         self._residents = residents
         self._step_time = step_time
+        self._speculation = speculation
         self._measures = measures
         self._quarantine = quarantine
 
@@ -63,17 +69,33 @@ class Planner:
             self.admission.after_step()
 
     def _plan_decodes(self, step: PlanBuilder) -> bool:
-        """Plan one token for each decoding request that can have a page; True when somebody was preempted for it."""
+        """Plan one token for each decoding request that can have a page, and guesses at more where they pay; True when
+        somebody was preempted for it."""
         ready = self._residents.decoding()
-        preempted = spare_pages(self._kv, ready) < 0
-        if preempted:
+        spare = spare_pages(self._kv, ready)
+        guesses: dict[int, IntArray] = {}
+        if spare < 0:
             ready = make_room(ready, self._kv, self._residents.holders, self._preempt)
+        else:
+            guesses = self._speculation.guesses(ready, self._config.max_batch_tokens - len(ready))
         for request in ready:
-            step.append_pages(request, self._kv.grow(request, request.cached_len + 1))
-            step.decode(request)
-            request.cached_len += 1
-            request.pending += 1
-        return preempted
+            own = guesses.get(request.rid, NO_GUESSES)
+            if own:
+                more = self._kv.pages_ahead(request, request.cached_len + 1, len(own))
+                spare -= more
+                if spare < 0:  # guesses are not worth a page that somebody else needs
+                    spare += more
+                    own = NO_GUESSES
+            length = 1 + len(own)
+            step.append_pages(request, self._kv.grow(request, request.cached_len + length))
+            if own:
+                step.chunk(request, request.tokens[-1:] + own, samples=True, guesses=len(own))
+            else:
+                step.decode(request)
+            request.cached_len += length
+            request.pending += length
+            request.guesses = len(own)
+        return spare < 0
 
     def _preempt(self, victim: Request) -> None:
         if victim.status is Status.PREFILLING:
@@ -150,6 +172,7 @@ class Planner:
             self._measures.counts["prompt_tokens"] += request.prompt_len
             self._measures.counts["cached_tokens"] += request.cached_prompt
         step.enter(request)
+        self._speculation.follow(request)
         return True
 
     def _plan_chunk(self, step: PlanBuilder, request: Request, budget: int) -> int:

@@ -54,8 +54,11 @@ def _plan(plan: Planned) -> str:
         if plan.entered
         else []
     )
-    chunks = " ".join(f"r{c.rid}[{c.start}:{c.end}]{'*' if c.samples else ''}" for c in plan.chunks)
+    prompts = [c for c in plan.chunks if not c.guesses]
+    chunks = " ".join(f"r{c.rid}[{c.start}:{c.end}]{'*' if c.samples else ''}" for c in prompts)
     parts += [f"prefill {chunks}"] if chunks else []
+    guesses = " ".join(f"r{c.rid}+{c.guesses}" for c in plan.chunks if c.guesses)
+    parts += [f"guess {guesses}"] if guesses else []
     if plan.decodes:
         rids = tuple(rid for rid, _ in plan.decodes)
         more = " ..." if len(rids) > SHOWN_DECODES else ""

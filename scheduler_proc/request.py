@@ -9,6 +9,7 @@ from common.sampling_params import DrawParams, Grammar
 
 if TYPE_CHECKING:
     from scheduler_proc.radix_tree import Node
+    from scheduler_proc.speculation import Guesser
 
 
 class Status(Enum):
@@ -83,7 +84,9 @@ class Request:
     shared_pages: int = 0  # how many leading entries of `pages` belong to the tree too
     cached_prompt: int = -1  # prompt tokens found in the cache at first admission; -1 before it
     cached_len: int = 0
-    pending: int = 0  # sampled by plans in flight, not yet known
+    pending: int = 0  # sampled by plans in flight, not yet known; all guesses of one count as right until then
+    guesses: int = 0  # in a plan in flight: what comes after them cannot be planned
+    guesser: "Guesser | None" = None
     steps_in_flight: int = 0
     preemptions: int = 0
     losses: int = 0  # how often the workers were lost with a step of it in flight

@@ -37,8 +37,9 @@ class Residents:
 
     def decoding(self) -> list[Request]:
         """Requests that get a token in the next step, if there is room. The length limit never lags behind steps in
-        flight."""
-        return [r for r in self.slots if r is not None and r.status is Status.DECODING and r.generated < r.max_tokens]
+        flight, but that of guesses, some of which may be wrong."""
+        running = (r for r in self.slots if r is not None and r.status is Status.DECODING)
+        return [r for r in running if r.generated < r.max_tokens and not r.guesses]
 
     def enter(self, request: Request) -> None:
         """Give an admitted request the lowest free slot."""
@@ -75,6 +76,7 @@ class Residents:
         for request in holders:
             request.pages, request.node, request.shared_pages = [], None, 0
             request.slot, request.cached_len, request.pending, request.steps_in_flight = -1, 0, 0, 0
+            request.guesses = 0
             if request.ended:
                 continue
             if request.status is not Status.PREEMPTED:

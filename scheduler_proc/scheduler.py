@@ -18,10 +18,10 @@ pages stay in the tree as long as nobody needs them), refuse new requests.
 import heapq
 from array import array
 from collections import deque
-from dataclasses import dataclass
 
 from common.codec import Message
 from common.config import SchedulerConfig
+from common.fields import IntArray
 from common.logprobs import Logprobs
 from common.messages import (
     Abort,
@@ -41,34 +41,23 @@ from scheduler_proc.admission import Admission
 from scheduler_proc.intake import never_fits, request_of
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.measures import Measures
-from scheduler_proc.plan_builder import PlanBuilder, Scored
+from scheduler_proc.plan_builder import PlanBuilder
 from scheduler_proc.planner import Planner
 from scheduler_proc.policy import make_policy
 from scheduler_proc.quarantine import Quarantine, verdict
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
 from scheduler_proc.service_rate import ServiceRate
+from scheduler_proc.speculation import make_speculation
+from scheduler_proc.step import Start, Step
 from scheduler_proc.step_time import StepShape, StepTimeModel
-from scheduler_proc.token_rows import TokenRows, logprobs_of, prompt_logprobs_of
+from scheduler_proc.token_rows import TokenRows, drawn_rows, prompt_logprobs_of
 
 GROUP = "0"
 
 
 class ProtocolError(RuntimeError):
     """A worker answered something that was not asked: the cluster cannot go on with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step in flight: its id, when it was planned (ns), all its rows, those that get a token, the prompt tokens that
-    it scores, and its shape."""
-
-    step_id: int
-    planned: int
-    rows: list[Request]
-    sampled: list[Request]
-    scored: list[Scored]
-    shape: StepShape
 
 
 class Scheduler:
@@ -93,13 +82,17 @@ class Scheduler:
         self.measures = Measures()
         self.residents = Residents(config.max_running, kv, self.waiting)
         self.quarantine = Quarantine()
-        self.planner = Planner(config, kv, self.waiting, self.residents, self.step_time, self.measures, self.quarantine)
+        self.speculation = make_speculation(config)
+        self.planner = Planner(
+            config, kv, self.waiting, self.residents, self.step_time, self.speculation, self.measures, self.quarantine
+        )
         self.requests: dict[int, Request] = {}  # every request that has not been answered for good
         self.in_flight: deque[Step] = deque()
         self._deadlines: list[tuple[int, int]] = []  # a heap of (when, rid)
         self._service = ServiceRate()
         self._next_step = 0
         self._next_seq = 1
+        self._idle = True  # there was nothing to plan since the last result
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -177,21 +170,33 @@ class Scheduler:
 
     def plan(self, now: int) -> StepPlan | None:
         """The next step, or None when nothing can be computed or enough steps are in flight. `now` in ns."""
-        if len(self.in_flight) >= self.config.steps_in_flight:
+        if len(self.in_flight) >= self.config.steps_in_flight or self._better_wait():
             return None
         step = PlanBuilder(self.config.max_running)
         self.planner.fill(step, now)
         if step.num_tokens == 0:
+            self._idle = not self.in_flight
             return None
         step.leave(self.residents.take_left())
         for request in step.rows:
             request.steps_in_flight += 1
         shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
-        self.in_flight.append(Step(self._next_step, now, step.rows, step.sampled, step.scored, shape))
+        start = Start.AHEAD if self.in_flight else Start.IDLE if self._idle else Start.AFTER
+        number, guesses = self._next_step, step.guesses
+        flying = Step(number, now, step.rows, step.sampled, step.scored, shape, guesses, step.plain, start)
+        self.in_flight.append(flying)
+        self._idle = False
+        self.measures.guessed(guesses)
         plan = step.build(self._next_step, self.epoch, GROUP)
         self._next_step += 1
         self.measures.counts["steps"] += 1
         return plan
+
+    def _better_wait(self) -> bool:
+        """What follows guesses cannot be planned, and a step for everybody else would take as long as one for all."""
+        if not self.in_flight:
+            return False
+        return bool(self.in_flight[-1].guesses) or self.speculation.better_wait(self.residents)
 
     # ---- results --------------------------------------------------------------------------------------------------
 
@@ -200,10 +205,8 @@ class Scheduler:
         if not self.in_flight or (result.step_id, result.epoch) != (self.in_flight[0].step_id, self.epoch):
             raise ProtocolError(f"result of step {result.step_id} of epoch {result.epoch} was not awaited")
         step = self.in_flight[0]
-        if len(result.tokens) != len(step.sampled):
-            raise ProtocolError(f"step {step.step_id} has {len(step.sampled)} rows, got {len(result.tokens)} tokens")
         try:
-            logprobs, scores = logprobs_of(result, step.sampled), prompt_logprobs_of(result, step.scored)
+            drawn, scores = drawn_rows(result, step), prompt_logprobs_of(result, step.scored)
         except ValueError as error:
             raise ProtocolError(f"step {step.step_id}: {error}") from None
         self.in_flight.popleft()
@@ -211,24 +214,31 @@ class Scheduler:
             seconds = (result.times[2] - result.times[1]) / 1e9
             self.step_time.learn(step.shape, seconds)
             self.measures.step(step.shape.tokens, seconds)
+        self.speculation.done(step, result, now)
         for request in step.rows:
             request.steps_in_flight -= 1
-        failed = dict(zip(result.failed, result.problems, strict=True))
         errors: list[Message] = []
         rows = TokenRows()
         for scored, entries in zip(step.scored, scores, strict=True):
             if not scored.request.ended:
                 scored.request.scored = scored.end
                 rows.score(scored.request, entries)
-        for row, (request, token) in enumerate(zip(step.sampled, result.tokens, strict=True)):
-            request.pending -= 1
+        for row in drawn:
+            request = row.request
+            request.pending -= 1 + row.guesses
+            request.cached_len -= (
+                row.guesses + 1 - len(row.tokens)
+            )  # after a wrong guess keys and values are wrong, too
+            request.guesses = 0
+            if row.guesses:
+                self.measures.accepted(len(row.tokens) - 1)
             if request.ended:
-                self.measures.counts["discarded_tokens"] += 1
-                continue  # it ended while this step ran: nobody may see the token
-            if row in failed:
-                errors.append(self._fail(request, failed[row]))
+                self.measures.counts["discarded_tokens"] += len(row.tokens)
+                continue  # it ended while this step ran: nobody may see the tokens
+            if row.problem:
+                errors.append(self._fail(request, row.problem))
             else:
-                self._take_token(rows, request, token, logprobs.get(row), now)
+                self._take_tokens(rows, request, row.tokens, row.logprobs, now)
         for request in step.rows:
             self.residents.settle(request)
         self.measures.counts["output_tokens"] += rows.num_tokens
@@ -240,12 +250,19 @@ class Scheduler:
         self._end(request, Event.ABORT)
         return RequestError(request.rid, ErrorCode.INVALID, problem, "params.grammar")
 
-    def _take_token(self, rows: TokenRows, request: Request, token: int, logprobs: Logprobs | None, now: int) -> None:
-        request.tokens.append(token)
-        if request.draw.prompt_logprobs is not None and request.prompt_len == 1 and len(request.tokens) == 2:
+    def _take_tokens(
+        self, rows: TokenRows, request: Request, tokens: IntArray, logprobs: Logprobs | None, now: int
+    ) -> None:
+        if request.draw.prompt_logprobs is not None and len(request.tokens) == 1:
             rows.score(request, Logprobs.empty())  # nothing to score, but whoever asked awaits an answer
-        reason = self._finish_reason(request, token)
-        rows.add(request, token, reason, logprobs)
+        reason, taken = Finish.NONE, 0
+        while reason is Finish.NONE and taken < len(tokens):
+            request.tokens.append(tokens[taken])
+            self.speculation.took(request)
+            reason = self._finish_reason(request, tokens[taken])
+            taken += 1
+        self.measures.counts["discarded_tokens"] += len(tokens) - taken
+        rows.add(request, tokens[:taken], reason, logprobs.first(taken) if logprobs is not None else None)
         if reason is not Finish.NONE:
             self._end(request, Event.FINISH)
             self._service.finished(now)
@@ -291,6 +308,8 @@ class Scheduler:
         self.epoch = epoch
         self._next_step = 0
         self.in_flight.clear()
+        self._idle = True
+        self.speculation.restarted()
         self.kv.forget()
         self.residents.evacuate()
         for culprit in culprits:

@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from common.codec import Message
@@ -22,6 +23,7 @@ from scheduler_proc.cost_model import NO_OVERHEADS, CostModel, Overheads, StepWo
 from scheduler_proc.invariants import check
 from scheduler_proc.scheduler import GROUP, Scheduler
 from scheduler_proc.steady import Steady
+from scheduler_proc.step import Step
 from scheduler_proc.workload import SECOND, Submission, Traffic, Vocabulary
 
 FOREVER = 2**63
@@ -222,11 +224,30 @@ class Simulation:
         ready = self._worker_free = started + duration
         pool = scheduler.kv.pool
         self.meter.step(work, duration, pool.num_pages - scheduler.kv.available)
-        tokens = ints(*(self._sample(r.rid, r.generated - 1) for r in step.sampled))
+        tokens, accepted = self._draw(plan, step)
         times = array("q", (started, started, ready))
-        self._push(ready + self._result, StepResult(plan.step_id, plan.epoch, plan.group, tokens, times))
+        result = StepResult(plan.step_id, plan.epoch, plan.group, tokens, times, accepted=accepted)
+        self._push(ready + self._result, result)
         if self._check_every and self.meter.steps % self._check_every == 0:
             check(scheduler)
+
+    def _draw(self, plan: StepPlan, step: Step) -> tuple[IntArray, IntArray]:
+        """The tokens of a step, and how many guesses were right where there were some."""
+        if not step.guesses:
+            return ints(*(self._sample(r.rid, r.generated - 1) for r in step.sampled)), ints()
+        tokens, accepted = ints(), ints()
+        ends = dict(zip(plan.chunk_slots, accumulate(plan.chunk_lens), strict=True))
+        for request, count in zip(step.sampled, step.guesses, strict=True):
+            first = request.generated - 1 - count
+            guesses = plan.chunk_tokens[ends[request.slot] - count : ends[request.slot]] if count else ints()
+            right = 0
+            tokens.append(self._sample(request.rid, first))
+            while right < count and tokens[-1] == guesses[right]:
+                right += 1
+                tokens.append(self._sample(request.rid, first + right))
+            if count:
+                accepted.append(right)
+        return tokens, accepted
 
     def _sample(self, rid: int, position: int) -> int:
         """The token of a request's output at `position`."""

@@ -43,6 +43,8 @@ class Steady:
     def of(cls, scheduler: Scheduler) -> "Steady | None":
         if type(scheduler) is not Scheduler:
             return None  # a subclass, such as one that records, wants to see every step
+        if scheduler.config.speculation != "off":
+            return None  # it learns from every token and every step
         residents, in_flight = scheduler.residents, scheduler.in_flight
         if len(in_flight) != scheduler.config.steps_in_flight or residents.prefilling or residents.changed:
             return None

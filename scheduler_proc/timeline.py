@@ -65,13 +65,15 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, end) of a request are computed; it gets a token when it `samples`."""
+    """Tokens [start, end) of a request are computed; it gets a token when it `samples`, and one more for each of the
+    last `guesses` ones that is right."""
 
     rid: int
     slot: int
     start: int
     end: int
     samples: bool
+    guesses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +228,11 @@ class Timeline:
         """Plans name slots; who is in them, and how far, the scheduler knows right after it has planned."""
         holder = {r.slot: r for r in self.scheduler.holders()}
         chunks = []
-        for slot, length, samples in zip(plan.chunk_slots, plan.chunk_lens, plan.chunk_samples, strict=True):
+        drafts = plan.chunk_drafts or [0] * len(plan.chunk_slots)
+        columns = (plan.chunk_slots, plan.chunk_lens, plan.chunk_samples, drafts)
+        for slot, length, samples, guesses in zip(*columns, strict=True):
             end = holder[slot].cached_len
-            chunks.append(Chunk(holder[slot].rid, slot, end - length, end, bool(samples)))
+            chunks.append(Chunk(holder[slot].rid, slot, end - length, end, bool(samples), guesses))
         targets = set(plan.copies[1::2])
         entered = []
         for slot, cached in zip(plan.enter_slots, plan.enter_lens, strict=True):

@@ -1,15 +1,19 @@
 """One step's answer to the outside: a TokenBatch under construction."""
 
 from array import array
+from dataclasses import dataclass
+from operator import gt
 
+from common.fields import IntArray
 from common.logprobs import LogprobRows, Logprobs
 from common.messages import Finish, StepResult, TokenBatch, ints
 from scheduler_proc.plan_builder import Scored
 from scheduler_proc.request import Request
+from scheduler_proc.step import Step
 
 
 class TokenRows:
-    """A row per request: a new token, scored prompt tokens, or both."""
+    """A row per request: new tokens, scored prompt tokens, or both."""
 
     def __init__(self) -> None:
         self._rids, self._counts, self._tokens, self._cached = ints(), ints(), ints(), ints()
@@ -24,16 +28,16 @@ class TokenRows:
         return len(self._tokens)
 
     def score(self, request: Request, entries: Logprobs) -> None:
-        """Prompt tokens of a request; its new token, if it gets one, must be added after them."""
+        """Prompt tokens of a request; its new tokens, if it gets any, must be added after them."""
         self._scored[request.rid] = (request, entries)
 
-    def add(self, request: Request, token: int, finish: Finish, logprobs: Logprobs | None) -> None:
+    def add(self, request: Request, tokens: IntArray, finish: Finish, logprobs: Logprobs | None) -> None:
         if logprobs is not None:
             self._logprobs[len(self._rids)] = logprobs
-        if len(request.tokens) == request.prompt_len + 1:
+        if len(request.tokens) - len(tokens) == request.prompt_len:
             self._started[len(self._rids)] = request.started
         _, entries = self._scored.pop(request.rid, (request, None))
-        self._add_row(request, ints(token), finish, entries)
+        self._add_row(request, tokens, finish, entries)
 
     def batch(self, *times: int) -> list[TokenBatch]:
         """The batch, if anything is in it. Nothing can be added afterwards."""
@@ -65,13 +69,48 @@ class TokenRows:
         self._cached.append(request.cached_prompt)
 
 
-def logprobs_of(result: StepResult, sampled: list[Request]) -> dict[int, Logprobs]:
-    """The log probabilities of a step's tokens by row. Raises ValueError when they are not what was asked for."""
-    asked = [row for row, request in enumerate(sampled) if request.draw.logprobs is not None]
-    found = result.logprobs.by_row() if result.logprobs is not None else {}
-    if list(found) != asked or any(len(entries) != 1 for entries in found.values()):
-        raise ValueError(f"log probabilities of rows {asked} were asked for, those of {list(found)} came")
-    return found
+@dataclass(frozen=True, slots=True)
+class DrawnRow:
+    """What a step drew for a request: a token, and one more for each of its `guesses` that was right. `problem` is why
+    its grammar cannot be followed, or empty."""
+
+    request: Request
+    guesses: int
+    tokens: IntArray
+    logprobs: Logprobs | None
+    problem: str
+
+
+def drawn_rows(result: StepResult, step: Step) -> list[DrawnRow]:
+    """The rows of a step that get tokens. Raises ValueError when the result is not what was asked for."""
+    with_guesses = [guesses for guesses in step.guesses if guesses]
+    accepted = iter(result.accepted)
+    if len(result.accepted) != len(with_guesses) or any(map(gt, result.accepted, with_guesses)):
+        raise ValueError(f"{with_guesses} guesses were to be verified, {result.accepted.tolist()} were right")
+    if len(result.tokens) != len(step.sampled) + sum(result.accepted):
+        right = sum(result.accepted)
+        raise ValueError(f"{len(step.sampled)} rows, got {len(result.tokens)} tokens, {right} of them right guesses")
+    failed = dict(zip(result.failed, result.problems, strict=True))
+    scores = result.logprobs.by_row() if result.logprobs is not None else {}
+    if any(len(entries) != 1 for entries in scores.values()):
+        raise ValueError("log probabilities of one token have several entries")
+    rows, at, asked = [], 0, 0
+    for request, guesses in zip(step.sampled, step.sampled_guesses, strict=True):
+        end = at + 1 + (next(accepted) if guesses else 0)
+        logprobs = None
+        if request.draw.logprobs is not None:
+            logprobs = Logprobs.empty()
+            for number in range(at, end):
+                asked += 1
+                logprobs.extend(scores.get(number, Logprobs.empty()))
+            if len(logprobs) != end - at:
+                raise ValueError(f"log probabilities of tokens {at} to {end - 1} were asked for")
+        problem = next((failed[number] for number in range(at, end) if number in failed), "")
+        rows.append(DrawnRow(request, guesses, result.tokens[at:end], logprobs, problem))
+        at = end
+    if asked != len(scores):
+        raise ValueError(f"log probabilities of {asked} tokens were asked for, those of {len(scores)} came")
+    return rows
 
 
 def prompt_logprobs_of(result: StepResult, scored: list[Scored]) -> list[Logprobs]:

@@ -50,9 +50,10 @@ class PlanWriter:
         copies: tuple[int, ...] = (),
         chunks: tuple[tuple[int, list[int], bool], ...] = (),
         decode: tuple[int, ...] = (),
+        drafts: dict[int, int] | None = None,
     ) -> StepPlan:
         """`prefix` gives entering slots tokens that are cached already, as a number and the pages that hold them;
-        `chunks` are slot, tokens, samples."""
+        `chunks` are slot, tokens, samples; the last `drafts[slot]` tokens of its chunk are guesses (see `trim`)."""
         page_slots, page_counts, new_pages = ints(), ints(), ints()
         for slot in leave:
             self.free += self.slots.pop(slot).pages
@@ -87,4 +88,9 @@ class PlanWriter:
             chunk_samples=ints(*(int(samples) for _, _, samples in chunks)),
             chunk_tokens=ints(*(token for _, tokens, _ in chunks for token in tokens)),
             decode=bitmap(list(decode)) if decode else b"",
+            chunk_drafts=ints(*(drafts.get(slot, 0) for slot, _, _ in chunks)) if drafts else ints(),
         )
+
+    def trim(self, slot: int, wrong: int) -> None:
+        """So many guesses of the slot's last chunk were wrong; its pages stay."""
+        self.slots[slot].length -= wrong

@@ -91,15 +91,19 @@ class PaperWorker:
         for source, target in zip(plan.copies[::2], plan.copies[1::2], strict=True):
             for offset in range(self.page_size):
                 self.cells[target, offset] = self.cells.get((source, offset), -1)
-        rows: list[tuple[int, list[int], bool]] = []
+        rows: list[tuple[int, list[int], bool, int]] = []
         at = 0
-        for slot, length, samples in zip(plan.chunk_slots, plan.chunk_lens, plan.chunk_samples, strict=True):
-            rows.append((slot, list(plan.chunk_tokens[at : at + length]), bool(samples)))
+        drafts = plan.chunk_drafts or ints(*[0] * len(plan.chunk_slots))
+        columns = (plan.chunk_slots, plan.chunk_lens, plan.chunk_samples, drafts)
+        for slot, length, samples, guesses in zip(*columns, strict=True):
+            tokens = list(plan.chunk_tokens[at : at + length])
+            assert not guesses or self.slots[slot].last in (-1, tokens[-1 - guesses]), "guesses after another token"
+            rows.append((slot, tokens, bool(samples), guesses))
             at += length
         decoding = [s for s in range(len(plan.decode) * 8) if plan.decode[s // 8] >> (s % 8) & 1]
-        rows += [(slot, [self.slots[slot].last], True) for slot in decoding]
+        rows += [(slot, [self.slots[slot].last], True, 0) for slot in decoding]
         written: set[tuple[int, int]] = set()
-        for slot, tokens, _ in rows:  # all writes of a step come before all reads, as in a layer's attention
+        for slot, tokens, _, _ in rows:  # all writes of a step come before all reads, as in a layer's attention
             state = self.slots[slot]
             for token in tokens:
                 cell = (state.pages[state.length // self.page_size], state.length % self.page_size)
@@ -107,17 +111,26 @@ class PaperWorker:
                 written.add(cell)
                 self.cells[cell] = token
                 state.length += 1
-        sampled, failed = ints(), ints()
+        sampled, failed, accepted = ints(), ints(), ints()
         logprobs: dict[int, Logprobs] = {}
-        for slot, _, samples in rows:
+        for slot, _, samples, guesses in rows:
             if samples:
                 state, context = self.slots[slot], self.read(slot)
-                state.last = next_token(context)
-                if state.draw.logprobs is not None:
-                    logprobs[len(sampled)] = entry(context, state.last, state.draw.logprobs)
-                self.check_history(state, context)
-                failed.extend([len(sampled)] * self.follow(state, context))
-                sampled.append(state.last)
+                known = len(context) - guesses
+                right = 0
+                while True:
+                    state.last = next_token(context[: known + right])
+                    if state.draw.logprobs is not None:
+                        logprobs[len(sampled)] = entry(context[: known + right], state.last, state.draw.logprobs)
+                    self.check_history(state, context[: known + right])
+                    failed.extend([len(sampled)] * self.follow(state, context[: known + right]))
+                    sampled.append(state.last)
+                    if right == guesses or state.last != context[known + right]:
+                        break
+                    right += 1
+                state.length -= guesses - right
+                if guesses:
+                    accepted.append(right)
         return StepResult(
             plan.step_id,
             plan.epoch,
@@ -128,6 +141,7 @@ class PaperWorker:
             LogprobRows.of(self.score(plan)),
             failed=failed,
             problems=("a reason",) * len(failed),
+            accepted=accepted,
         )
 
     def check_history(self, state: Slot, context: list[int]) -> None:

@@ -65,6 +65,13 @@ class DrawStep:
         if self._grammars is not None:
             self._grammars.leave(plan.leave)
             self._grammars.enter(plan.enter_grammars)
+        self._check_drafts(plan)
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        """Penalties and grammars know the tokens of a slot up to its last one, not the guesses after it."""
+        for slot, drafts in zip(plan.chunk_slots, plan.chunk_drafts or (0,) * len(plan.chunk_slots), strict=True):
+            if drafts and (slot in self._with_grammar or self._editor.counts_tokens(slot)):
+                raise PlanError(f"chunk_drafts: slot {slot} has a grammar or penalties")
 
     def is_greedy(self, sampled: SampledRows) -> bool:
         """Whether all these rows want is the likeliest token, as the model sees it."""

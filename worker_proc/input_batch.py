@@ -5,7 +5,7 @@ the next plan may be sent before the result of this one is read. Lengths follow 
 the host, where batches are laid out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,17 +14,19 @@ from common.fields import IntArray
 from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.errors import PlanError
+from worker_proc.verification import DraftRow, Verdict
 
 _FIRST_COLUMNS = 16  # pages per slot that a new page table has room for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:
-    """The rows of a step that get a token, in the order of the result."""
+    """The positions of a step at which a token is drawn, in the order of the result; several of a row with guesses."""
 
     slots: Tensor  # int64 [S], host
     positions: Tensor  # int64 [S], host: tokens before the one to be drawn
     slots_on_device: Tensor  # int64 [S]
+    drafts: list[DraftRow] = field(default_factory=list)  # rows with guesses
 
 
 class SlotTable:
@@ -90,6 +92,7 @@ class SlotTable:
         self._check_room(rows, ends)
         self._lengths.index_copy_(0, rows, ends)
 
+        drafts: list[DraftRow] = []
         row_of_token = last_token = self._numbers[:num_rows]
         positions, sample_slots, sample_ends = begins, rows, ends
         if num_chunks:
@@ -99,6 +102,10 @@ class SlotTable:
             samples = torch.cat((_tensor(plan.chunk_samples), self._ones[: len(decode_slots)])).bool()
             last_token, sample_slots, sample_ends = (first_token + q_lens - 1)[samples], rows[samples], ends[samples]
             self._may_decode[sample_slots] = True
+            if any(plan.chunk_drafts):
+                counts = torch.cat((_tensor(plan.chunk_drafts), 0 * decode_slots))[samples]
+                drafts = _draft_rows(sample_slots, counts, last_token, chunk_tokens)
+                last_token, sample_slots, sample_ends = _with_drafts(counts, last_token, sample_slots, sample_ends)
 
         on_device = self._to_device(rows, ends, row_of_token, positions, chunk_tokens, last_token, sample_slots)
         rows_d, ends_d, row_of_token_d, positions_d, chunk_tokens_d, last_token_d, sample_slots_d = on_device
@@ -118,11 +125,18 @@ class SlotTable:
             num_prefill_rows=num_chunks,
             logit_rows=last_token_d,
         )
-        return batch, SampledRows(sample_slots, sample_ends, sample_slots_d)
+        return batch, SampledRows(sample_slots, sample_ends, sample_slots_d, drafts)
 
-    def store(self, sampled: SampledRows, tokens: Tensor) -> None:
-        """Remember the drawn `tokens` (int64 `[S]`, device) as the inputs of the next decodes."""
-        self._last_tokens.index_copy_(0, sampled.slots_on_device, tokens)
+    def store(self, sampled: SampledRows, tokens: Tensor, verdict: Verdict | None = None) -> None:
+        """Remember the drawn `tokens` (int64 `[S]`, device) as the inputs of the next decodes. Where the step had
+        guesses, `verdict` says which were right: a slot goes on after those, and the rest is overwritten."""
+        if verdict is None:
+            self._last_tokens.index_copy_(0, sampled.slots_on_device, tokens)
+            return
+        last = torch.tensor(verdict.last, device=self._device)
+        self._last_tokens.index_copy_(0, sampled.slots_on_device[last], tokens[last])
+        for row, accepted in zip(sampled.drafts, verdict.accepted, strict=True):
+            self._lengths[row.slot] -= len(row.drafts) - accepted
 
     def _slots(self, field: str, values: IntArray, *, taken: bool) -> Tensor:
         """The slots of a plan's column, each at most once and all of them taken or free as expected."""
@@ -208,6 +222,25 @@ class SlotTable:
             return parts
         packed = torch.cat(parts).pin_memory().to(self._device, non_blocking=True)
         return torch.split(packed, [len(part) for part in parts])
+
+
+def _draft_rows(slots: Tensor, counts: Tensor, last_token: Tensor, chunk_tokens: Tensor) -> list[DraftRow]:
+    """The sampling rows with guesses: `counts[i]` of them up to token `last_token[i]` of the step."""
+    rows, first = [], 0
+    for slot, count, last in zip(slots.tolist(), counts.tolist(), last_token.tolist(), strict=True):
+        if count:
+            rows.append(DraftRow(slot, first, chunk_tokens[last + 1 - count : last + 1].tolist()))
+        first += count + 1
+    return rows
+
+
+def _with_drafts(counts: Tensor, last_token: Tensor, slots: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The drawn positions of sampling rows: for each row its guesses' and the one before them, which is the last one
+    known. Returns the tokens whose logits are needed, their slots, and how many tokens come before what is drawn."""
+    sizes = counts + 1
+    row = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    back = (sizes.cumsum(0) - 1)[row] - torch.arange(len(row))  # guesses after this position
+    return last_token[row] - back, slots[row], ends[row] - back
 
 
 def _tensor(values: IntArray) -> Tensor:

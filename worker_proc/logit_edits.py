@@ -47,6 +47,11 @@ class LogitEditor:
         """Whether any of these slots (int64, host) has edits."""
         return bool(self._edits) and not self._edits.keys().isdisjoint(slots.tolist())
 
+    def counts_tokens(self, slot: int) -> bool:
+        """Whether a slot has penalties that depend on its tokens."""
+        edits = self._edits.get(slot)
+        return edits is not None and edits.counts_tokens
+
     def apply(self, logits: Tensor, slots: Tensor, lengths: Tensor) -> None:
         """Change `logits` (float32 `[S, vocab]`, device) in place.
 

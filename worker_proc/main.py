@@ -119,6 +119,7 @@ class WorkerLoop:
                     output.prompt_logprobs,
                     array("i", [failure.row for failure in output.failures]),
                     tuple(failure.problem for failure in output.failures),
+                    array("i", output.accepted),
                 )
             )
 

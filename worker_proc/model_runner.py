@@ -11,17 +11,18 @@ from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.draw_step import DrawStep
 from worker_proc.errors import PlanError
-from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
+from worker_proc.grammar_matcher import Failure, GrammarMatchers
 from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
+from worker_proc.verification import Verdict, verify
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`tokens`, log probabilities and `failures` as in StepResult (only rank 0 knows them on the host); times are
-    CLOCK_MONOTONIC nanoseconds."""
+    """`tokens`, log probabilities, `failures` and `accepted` as in StepResult (only rank 0 has the first on the host);
+    times are CLOCK_MONOTONIC nanoseconds."""
 
     tokens: list[int]
     forward_started: int
@@ -29,6 +30,7 @@ class StepOutput:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     failures: list[Failure] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -106,18 +108,23 @@ class ModelRunner:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, more)))
         forward_started = time.monotonic_ns()
         if self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled):  # on all ranks or none
-            best = self._share(self._greedy.greedy(batch, self._cache), sampled)
-            return StepOutput(best, forward_started, time.monotonic_ns())
+            drawn, verdict = self._share(self._greedy.greedy(batch, self._cache), sampled)
+            return _output(drawn, verdict, forward_started)
         logits = self._model.forward(batch, self._cache)
         prompt_logprobs = None
         if scored is not None and self._tp.rank == 0:
             prompt_logprobs = self._draw_step.score(logits[len(sampled.slots) :], scored)
         if not len(sampled.slots):
             return StepOutput([], forward_started, time.monotonic_ns(), None, prompt_logprobs)
-        tokens, logprobs = self._draw(logits[: len(sampled.slots)], sampled, masks)
-        tokens_ready = time.monotonic_ns()
-        failures = self._draw_step.follow(masks, tokens) if masks is not None else []
-        return StepOutput(tokens, forward_started, tokens_ready, logprobs, prompt_logprobs, failures)
+        if self._tp.rank:
+            drawn, verdict = self._share(torch.empty(0, dtype=torch.int64), sampled)
+            return _output(drawn, verdict, forward_started)
+        tokens, logprobs = self._draw_step.draw(logits[: len(sampled.slots)], sampled, masks)
+        drawn, verdict = self._share(tokens, sampled)
+        output = _output(drawn, verdict, forward_started, logprobs, prompt_logprobs)
+        if masks is not None:
+            output.failures.extend(_renumbered(self._draw_step.follow(masks, drawn), verdict))
+        return output
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:
@@ -133,18 +140,41 @@ class ModelRunner:
             raise PlanError(f"step_id: expected {self._next_step}, got {plan.step_id}")
         self._next_step += 1
 
-    def _draw(self, logits: Tensor, sampled: SampledRows, masks: Masks | None) -> tuple[list[int], LogprobRows | None]:
-        if self._tp.rank:
-            return self._share(torch.empty(0, dtype=torch.int64), sampled), None
-        tokens, logprobs = self._draw_step.draw(logits, sampled, masks)
-        return self._share(tokens, sampled), logprobs
-
-    def _share(self, tokens: Tensor, sampled: SampledRows) -> list[int]:
-        """Rank 0 has the tokens; the others need them as their next inputs, but not on the host."""
+    def _share(self, tokens: Tensor, sampled: SampledRows) -> tuple[list[int], Verdict | None]:
+        """Rank 0 has the tokens; the others need them as their next inputs, and on the host only to see which guesses
+        were right."""
         if not len(sampled.slots):
-            return []
+            return [], None
         if self._tp.rank:
             tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)
         self._tp.broadcast(tokens)
-        self._slots.store(sampled, tokens)
-        return tokens.tolist() if self._tp.rank == 0 else []
+        if not sampled.drafts:
+            self._slots.store(sampled, tokens)
+            return tokens.tolist() if self._tp.rank == 0 else [], None
+        drawn = tokens.tolist()
+        verdict = verify(sampled.drafts, drawn)
+        self._slots.store(sampled, tokens, verdict)
+        return drawn, verdict
+
+
+def _output(
+    drawn: list[int],
+    verdict: Verdict | None,
+    forward_started: int,
+    logprobs: LogprobRows | None = None,
+    prompt_logprobs: LogprobRows | None = None,
+) -> StepOutput:
+    """Of a step whose tokens have just been drawn."""
+    now = time.monotonic_ns()
+    if verdict is None:
+        return StepOutput(drawn, forward_started, now, logprobs, prompt_logprobs)
+    tokens, kept = verdict.tokens(drawn), verdict.logprobs(logprobs)
+    return StepOutput(tokens, forward_started, now, kept, prompt_logprobs, accepted=verdict.accepted)
+
+
+def _renumbered(failures: list[Failure], verdict: Verdict | None) -> list[Failure]:
+    """Failures by the number of their token in the result, where they are by drawn position."""
+    if verdict is None:
+        return failures
+    numbers = verdict.numbers()
+    return [Failure(numbers[failure.row], failure.problem) for failure in failures]

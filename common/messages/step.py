@@ -9,6 +9,7 @@ from common.logprobs import LOGPROB_ROWS, LogprobRows
 from common.messages.types import (
     MAX_BATCH_TOKENS,
     MAX_COUNT,
+    MAX_DRAFT_TOKENS,
     MAX_RID,
     MAX_SLOTS,
     Counts,
@@ -59,7 +60,9 @@ class StepPlan:
     `page_*`         pages appended to slots' page tables (entering ones start empty): slot, how many, the page ids
     `copies`         page pairs src, dst, src, dst, ...: whole-page copies before anything is computed (copy-on-write)
     `chunk_*`        prefill chunks: slot, length, and 1 where the chunk ends at the last known token, so that the next
-                     one is sampled; `chunk_tokens` are all their tokens, one after another
+                     one is sampled; `chunk_tokens` are all their tokens, one after another. The last `chunk_drafts`
+                     of a sampling chunk are guesses: a token is drawn after the one before them and after each of
+                     them, and only those guesses stay that are what was drawn. The column is empty without guesses
     `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
     `histories`      of entering slots that need one (DrawParams.needs_history)
     `enter_grammars` of entering slots that have one
@@ -86,6 +89,7 @@ class StepPlan:
     histories: Annotated[tuple[History, ...], ListOf(Struct(History), MAX_SLOTS)] = ()
     scorings: Annotated[tuple[Scoring, ...], ListOf(Struct(Scoring), MAX_SLOTS)] = ()
     enter_grammars: Annotated[tuple[EnterGrammar, ...], ListOf(Struct(EnterGrammar), MAX_SLOTS)] = ()
+    chunk_drafts: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_DRAFT_TOKENS)] = field(default_factory=ints)
 
     def __post_init__(self) -> None:
         same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
@@ -95,6 +99,11 @@ class StepPlan:
             raise FieldError("pages", "as many as page_counts say")
         if sum(self.chunk_lens) != len(self.chunk_tokens):
             raise FieldError("chunk_tokens", "as many as chunk_lens say")
+        if self.chunk_drafts:
+            same_length("chunk_drafts", self.chunk_slots, self.chunk_drafts)
+            columns = zip(self.chunk_drafts, self.chunk_lens, self.chunk_samples, strict=True)
+            if any(drafts and not (samples and drafts < length) for drafts, length, samples in columns):
+                raise FieldError("chunk_drafts", "only in chunks that sample, after a token that is known")
         if len(self.copies) % 2:
             raise FieldError("copies", "pairs of source and destination")
 
@@ -104,6 +113,8 @@ class StepPlan:
 class StepResult:
     """The sampled tokens of a step: first the sampling chunks in plan order, then the decoding slots in slot order.
 
+    A chunk with drafts has a token more for each of them that was right: `accepted` says how many, for the chunks with
+    drafts in plan order.
     `times`: plan received, forward started, tokens ready. `logprobs` are of the tokens (by number) whose request asked
     for them, `prompt_logprobs` of the plan's scorings (by number). `failed` are tokens (by number) that are not to be
     used, because the request's grammar cannot be followed any more; `problems` say why.
@@ -119,6 +130,7 @@ class StepResult:
     prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
     failed: Annotated[IntArray, Ints(MAX_SLOTS)] = field(default_factory=ints)
     problems: Annotated[tuple[str, ...], ListOf(Str(1024), MAX_SLOTS)] = ()
+    accepted: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_DRAFT_TOKENS)] = field(default_factory=ints)
 
     def __post_init__(self) -> None:
         same_length("failed", self.failed, self.problems)

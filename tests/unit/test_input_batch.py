@@ -13,6 +13,7 @@ from common.messages import StepPlan, ints
 from tests.helpers_plans import GREEDY, PlanWriter, bitmap, empty_plan
 from worker_proc.errors import PlanError
 from worker_proc.input_batch import SlotTable
+from worker_proc.verification import DraftRow, verify
 
 MAX_SLOTS, NUM_PAGES, CONTEXT, VOCAB = 20, 400, 160, 100
 
@@ -121,6 +122,29 @@ def test_batches_equal_a_plain_model(seed: int, page_size: int) -> None:
         tokens = [rng.randrange(VOCAB) for _ in drawn]
         table.store(sampled, torch.tensor(tokens, dtype=torch.int64))
         last.update(zip(drawn, tokens, strict=True))
+
+
+def test_guesses_are_drawn_at_and_trimmed() -> None:
+    """Slot 3 verifies three guesses beside a prompt and a decode; one guess is right."""
+    table, writer = make_table(), PlanWriter(NUM_PAGES, 4)
+    _, sampled = step(table, writer.plan(enter={3: GREEDY, 5: GREEDY}, chunks=((3, [1, 2], True), (5, [4], True))))
+    table.store(sampled, torch.tensor([30, 50]))
+    chunks = ((3, [30, 31, 32, 33], True), (7, [8, 9], True))
+    batch, sampled = step(table, writer.plan(enter={7: GREEDY}, chunks=chunks, decode=(5,), drafts={3: 3}))
+    assert batch.token_ids.tolist() == [30, 31, 32, 33, 8, 9, 50]
+    assert batch.positions.tolist() == [2, 3, 4, 5, 0, 1, 1]
+    assert batch.kv_lens_host == [6, 2, 2] and batch.q_lens == [4, 2, 1]
+    assert batch.logit_rows.tolist() == [0, 1, 2, 3, 5, 6]
+    assert sampled.slots.tolist() == [3, 3, 3, 3, 7, 5]
+    assert sampled.positions.tolist() == [3, 4, 5, 6, 2, 2]
+    assert sampled.drafts == [DraftRow(3, 0, [31, 32, 33])]
+    drawn = [31, 99, 98, 97, 70, 51]
+    table.store(sampled, torch.tensor(drawn), verify(sampled.drafts, drawn))
+    writer.trim(3, 2)
+    batch, sampled = step(table, writer.plan(decode=(3, 5, 7)))
+    assert batch.token_ids.tolist() == [99, 51, 70]
+    assert batch.positions.tolist() == [4, 2, 2] and batch.kv_lens_host == [5, 3, 3]
+    assert sampled.positions.tolist() == [5, 3, 3] and not sampled.drafts
 
 
 def test_reset_frees_every_slot() -> None:

@@ -76,6 +76,8 @@ def test_the_names_that_dashboards_expect() -> None:
         "scheduler.total_pages": 10, "scheduler.free_pages": 4, "scheduler.evictable_pages": 3, "scheduler.running": 2,
         "scheduler.waiting": 1, "scheduler.prompt_tokens": 50, "scheduler.cached_tokens": 20,
         "scheduler.output_tokens": 30, "scheduler.preempted": 1, "tokenizer.finished_stop": 4,
+        "scheduler.drafts": 8, "scheduler.draft_tokens": 20, "scheduler.accepted_tokens": 12,
+        "scheduler.accepted_at/0": 7, "scheduler.accepted_at/1": 5,
         "tokenizer.finished_length": 5, "tokenizer.finished_abort": 6, "tokenizer.errors_deadline": 7,
     }  # fmt: skip
     for name in BOUNDS:
@@ -86,11 +88,14 @@ def test_the_names_that_dashboards_expect() -> None:
     for name, value in (
         ("vllm:num_requests_running", 2), ("vllm:num_requests_waiting", 1), ("vllm:prompt_tokens", 50),
         ("vllm:generation_tokens", 30), ("vllm:num_preemptions", 1), ("vllm:prefix_cache_queries", 50),
-        ("vllm:prefix_cache_hits", 20),
+        ("vllm:prefix_cache_hits", 20), ("vllm:spec_decode_num_drafts", 8),
+        ("vllm:spec_decode_num_draft_tokens", 20), ("vllm:spec_decode_num_accepted_tokens", 12),
     ):  # fmt: skip
         assert found[name].samples[0].value == value
         assert found[name].samples[0].labels == {"model_name": "m", "engine": "0"}
     assert found["vllm:kv_cache_usage_perc"].samples[0].value == pytest.approx(0.3)
+    depths = found["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert {s.labels["position"]: s.value for s in depths if s.name.endswith("_total")} == {"0": 7, "1": 5}
     success = {
         s.labels["finished_reason"]: s.value for s in found["vllm:request_success"].samples if s.name.endswith("_total")
     }

@@ -23,6 +23,7 @@ from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
 from tests.paper_worker import PaperWorker, logprob_of, solo_output
+from tests.random_guesses import speculate
 
 CONTEXT = 40
 
@@ -40,10 +41,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         admission=st.sampled_from(ADMISSIONS),
         itl_target=st.sampled_from([0.0, 0.0, 1.0]),
         gain=st.sampled_from([1, 4]),
+        guesses=st.one_of(st.sampled_from(["off", "ngram"]), st.integers(0, 99)),
     )
     def start(
-        self, page_size, pages, running, budget, chunk, in_flight, prefix_cache, policy, admission, itl_target, gain
-    ):
+        self, page_size, pages, running, budget, chunk, in_flight, prefix_cache, policy, admission, itl_target, gain,
+        guesses,
+    ):  # fmt: skip
         config = SchedulerConfig(
             max_running=running,
             max_batch_tokens=budget,
@@ -55,10 +58,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             ageing_s=1.0,
             itl_target_ms=itl_target,
             in_batch_gain=gain,
+            speculation="off" if isinstance(guesses, int) else guesses,
+            prompt_lookup_min=1,
         )
-        self.new_scheduler = lambda epoch: Scheduler(
-            config, KVManager(pages, page_size, prefix_cache=prefix_cache), CONTEXT, epoch=epoch
-        )
+
+        def new_scheduler(epoch):
+            kv = KVManager(pages, page_size, prefix_cache=prefix_cache)
+            scheduler = Scheduler(config, kv, CONTEXT, epoch=epoch)
+            if isinstance(guesses, int):
+                speculate(scheduler, guesses)
+            return scheduler
+
+        self.new_scheduler = new_scheduler
         self.scheduler = self.new_scheduler(0)
         self.worker = PaperWorker(page_size)
         self.plans: deque[StepPlan] = deque()

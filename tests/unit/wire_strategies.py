@@ -123,8 +123,16 @@ def _with_columns(draw: st.DrawFn, cls: type, rules: Rules) -> Any:
         fields[name] = draw(values_of(checkers[name], 2 * draw(st.integers(0, FEW))))
     for name, checker in checkers.items():
         if name not in fields:
-            fields[name] = draw(values_of(checker))
+            fields[name] = draw(values_of(checker)) if name != "chunk_drafts" else draw(_drafts(fields))
     return cls(**fields)
+
+
+@st.composite
+def _drafts(draw: st.DrawFn, fields: dict[str, Any]) -> Any:
+    """Fewer than a sampling chunk has tokens, none in others; or an empty column."""
+    columns = zip(fields["chunk_lens"], fields["chunk_samples"], strict=True)
+    drafts = [draw(st.integers(0, (length - 1) * samples)) for length, samples in columns]
+    return array("i", drafts if draw(st.booleans()) else [])
 
 
 @st.composite

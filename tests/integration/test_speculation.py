@@ -1,0 +1,59 @@
+"""Speculation on a real cluster: the tokens of a cluster without it, with one rank and with two."""
+
+import pytest
+
+from common.sampling_params import SamplingParams
+from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.integration.cluster import running
+from tests.integration.test_sampling import ask_all
+from tests.unit.test_cpu_build import needs_compiler
+
+PASSAGE = [(7 * i + i * i) % (VOCAB_SIZE - 10) + 5 for i in range(13)]
+
+
+def requests() -> list[tuple[list[int], SamplingParams, dict[str, int]]]:
+    """Loops, a few tokens at random, free text, and requests that cannot have guesses, with n answers and stops."""
+    asked = []
+    for i in range(9):
+        values = [
+            {"temperature": 0.0, "logit_bias": {20 + i: 50.0}},
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": i, "logit_bias": {30: 50.0, 31: 50.0}, "logprobs": 2},
+            {"temperature": 0.8, "seed": i, "top_p": 0.9},
+            {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 0},
+            {"temperature": 0.0, "logit_bias": {25: 50.0, 26: 49.9}, "stop_token_ids": [26]},
+        ][i % 6]
+        params = SamplingParams(**({"max_tokens": 60 + i, "ignore_eos": True} | values))
+        asked.append((PASSAGE * 2 + PASSAGE[: 1 + i], params, {"n": 1 + i % 2}))
+    return asked
+
+
+@needs_compiler
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tokens_are_those_of_a_cluster_without_speculation(tmp_path, tp):
+    """In bfloat16, where a token's bits depend on nothing but its context. With one step in flight no measured pause
+    decides whether guesses are made, and loops are always worth them."""
+    flags = (
+        "--tp",
+        str(tp),
+        "--dtype",
+        "bfloat16",
+        "--device",
+        "cpu",
+        "--kv-tokens",
+        "800",
+        "--page-size",
+        "4",
+        "--max-running",
+        "8",
+    )
+    model = make_checkpoint("llama", tmp_path / "llama")
+    found = []
+    for more in ((), ("--speculation", "ngram", "--steps-in-flight", "1")):
+        with running(model, *flags, *more) as cluster, cluster.connect() as connection:
+            answers = ask_all(connection, requests())
+            stats = connection.stats()
+            found.append([[(got.token_ids, got.text, got.end) for got in choices] for choices in answers])
+            assert (stats["scheduler.accepted_tokens"] > 100) == bool(more)
+            assert (stats["scheduler.draft_tokens"] > 0) == bool(more)
+    assert found[0] == found[1]
