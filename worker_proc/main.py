@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from array import array
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from common.sockets import Inbox, Outbox, open_socket
 from common.stamps import Lost, Stamper
 
 if TYPE_CHECKING:
-    from worker_proc.model_runner import ModelRunner
+    from worker_proc.model_runner import LaunchedStep, ModelRunner
     from worker_proc.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class WorkerLoop:
         self._refused = child.refused
         self._refused_logged = 0
         self._refused_log_due = 0.0
+        self._launched: deque[tuple[StepPlan, int, LaunchedStep]] = deque()  # with the time at which the plan came
 
     def join(self, epoch: int) -> None:
         """Take plans of this epoch from now on, and of no other."""
@@ -58,6 +60,7 @@ class WorkerLoop:
             self._poller.register(self._outbox.socket, 0)
             self._outbox.close()
         self._epoch = epoch
+        self._launched.clear()  # nobody asks any more
         address = child.endpoints.plan(self._rank, epoch)
         plans = open_socket(child.context, zmq.PULL, bind=address)
         self._inbox = Inbox(plans, StepPlan, refused=self._refused, senders=("scheduler",), address=address)
@@ -76,16 +79,18 @@ class WorkerLoop:
                 self._outbox.flush()
                 waiting = zmq.POLLOUT if self._outbox.backlog else 0
                 self._poller.register(self._outbox.socket, waiting)  # an interest of 0 removes it
-            self._poller.poll()
+            self._poller.poll(0 if self._launched else None)  # what the device computes is asked for by looking again
             received = time.monotonic_ns()
             for plan in self._inbox.drain(limit=1):
                 if isinstance(plan, Lost):
                     raise LostPlan(f"{plan.sender}: {plan.problem}")
                 assert isinstance(plan, StepPlan)
                 if plan.epoch == self._epoch:
-                    self._execute(runner, plan, received)
+                    self._watch.device_only = False
+                    self._launch(runner, plan, received)
                 else:
                     self._refused.by_cause["stale"] += 1
+            self._answer()
             if not self._inbox.socket.poll(0):  # plans come first: a rank that left one out would lose its peers
                 go = self._child.news()
                 if go is not None and go.epoch != self._epoch:
@@ -94,34 +99,39 @@ class WorkerLoop:
                 self._log_refused()
         self._log_refused()
 
-    def _execute(self, runner: "ModelRunner", plan: StepPlan, received: int) -> None:
+    def _launch(self, runner: "ModelRunner", plan: StepPlan, received: int) -> None:
         self._watch.busy = True
         try:
-            output = runner.execute(plan)
+            self._launched.append((plan, received, runner.launch(plan)))
         except Exception as error:
-            if self._child.stopping:  # another rank has stopped already: there is nobody to compute with
-                log.debug("step %d ended by the shutdown: %s", plan.step_id, error)
-                return
-            raise
-        finally:
-            self._watch.busy = False
-        self._watch.steps += 1
-        if self._outbox is not None:
-            times = array("q", (received, output.forward_started, output.tokens_ready))
-            self._outbox.send(
-                StepResult(
-                    plan.step_id,
-                    plan.epoch,
-                    plan.group,
-                    array("i", output.tokens),
-                    times,
-                    output.logprobs,
-                    output.prompt_logprobs,
-                    array("i", [failure.row for failure in output.failures]),
-                    tuple(failure.problem for failure in output.failures),
-                    array("i", output.accepted),
+            if not self._child.stopping:  # else another rank has stopped already: there is nobody to compute with
+                raise
+            log.debug("step %d ended by the shutdown: %s", plan.step_id, error)
+
+    def _answer(self) -> None:
+        """Send the results of the steps that are done, in order."""
+        while self._launched and self._launched[0][2].ready:
+            plan, received, step = self._launched.popleft()
+            output = step.finish()
+            self._watch.steps += 1
+            if self._outbox is not None:
+                times = array("q", (received, output.forward_started, output.tokens_ready))
+                self._outbox.send(
+                    StepResult(
+                        plan.step_id,
+                        plan.epoch,
+                        plan.group,
+                        array("i", output.tokens),
+                        times,
+                        output.logprobs,
+                        output.prompt_logprobs,
+                        array("i", [failure.row for failure in output.failures]),
+                        tuple(failure.problem for failure in output.failures),
+                        array("i", output.accepted),
+                    )
                 )
-            )
+        self._watch.busy = bool(self._launched)
+        self._watch.device_only = bool(self._launched)
 
     def _log_refused(self) -> None:
         refused = self._refused

@@ -10,6 +10,7 @@ from common.logprobs import LogprobRows
 from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.draw_step import DrawStep
+from worker_proc.drawn import DrawnTokens
 from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers
 from worker_proc.input_batch import SampledRows, SlotTable
@@ -31,6 +32,25 @@ class StepOutput:
     prompt_logprobs: LogprobRows | None = None
     failures: list[Failure] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+
+class LaunchedStep:
+    """A step that the device has been told to compute. `ready` says that `finish` would not wait."""
+
+    def __init__(self, output: StepOutput, drawn: DrawnTokens | None = None) -> None:
+        """`output` is whole, or only `tokens` and their time are missing, which come from `drawn`."""
+        self._output = output
+        self._drawn = drawn
+
+    @property
+    def ready(self) -> bool:
+        return self._drawn is None or self._drawn.ready
+
+    def finish(self) -> StepOutput:
+        """What the step has given, waiting for it."""
+        if self._drawn is None:
+            return self._output
+        return replace(self._output, tokens=self._drawn.tolist(), tokens_ready=time.monotonic_ns())
 
 
 class ModelRunner:
@@ -89,8 +109,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Apply a plan and compute its step. Raises PlanError when the plan is not the one that must come next, or
-        contradicts the state; the runner cannot go on then."""
+        """`launch`, and wait for the step."""
+        return self.launch(plan).finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Apply a plan and have its step computed. Raises PlanError when the plan is not the one that must come next,
+        or contradicts the state; the runner cannot go on then.
+
+        Steps must be finished in the order in which they were launched. Where the host has no part in a step's tokens
+        (no guesses, grammars or log probabilities), a GPU computes it after this returns.
+        """
         self._check_order(plan)
         self._slots.apply(plan)
         self._draw_step.apply(plan)
@@ -98,7 +127,7 @@ class ModelRunner:
             self._cache.copy_pages(plan.copies[::2].tolist(), plan.copies[1::2].tolist())
         if not plan.chunk_slots and not any(plan.decode):
             now = time.monotonic_ns()
-            return StepOutput([], now, now)
+            return LaunchedStep(StepOutput([], now, now))
         batch, sampled = self._slots.build(plan)
         masks = self._draw_step.start(sampled)
         scored = None
@@ -108,23 +137,38 @@ class ModelRunner:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, more)))
         forward_started = time.monotonic_ns()
         if self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled):  # on all ranks or none
-            drawn, verdict = self._share(self._greedy.greedy(batch, self._cache), sampled)
-            return _output(drawn, verdict, forward_started)
+            return self._finish_draw(self._greedy.greedy(batch, self._cache), sampled, forward_started)
         logits = self._model.forward(batch, self._cache)
         prompt_logprobs = None
         if scored is not None and self._tp.rank == 0:
             prompt_logprobs = self._draw_step.score(logits[len(sampled.slots) :], scored)
         if not len(sampled.slots):
-            return StepOutput([], forward_started, time.monotonic_ns(), None, prompt_logprobs)
+            return LaunchedStep(StepOutput([], forward_started, time.monotonic_ns(), None, prompt_logprobs))
         if self._tp.rank:
-            drawn, verdict = self._share(torch.empty(0, dtype=torch.int64), sampled)
-            return _output(drawn, verdict, forward_started)
+            return self._finish_draw(torch.empty(0, dtype=torch.int64), sampled, forward_started)
         tokens, logprobs = self._draw_step.draw(logits[: len(sampled.slots)], sampled, masks)
-        drawn, verdict = self._share(tokens, sampled)
+        if masks is None:
+            return self._finish_draw(tokens, sampled, forward_started, logprobs, prompt_logprobs)
+        tokens, verdict = self._share(tokens, sampled)
+        drawn = tokens.tolist()
         output = _output(drawn, verdict, forward_started, logprobs, prompt_logprobs)
-        if masks is not None:
-            output.failures.extend(_renumbered(self._draw_step.follow(masks, drawn), verdict))
-        return output
+        output.failures.extend(_renumbered(self._draw_step.follow(masks, drawn), verdict))
+        return LaunchedStep(output)
+
+    def _finish_draw(
+        self,
+        tokens: Tensor,
+        sampled: SampledRows,
+        forward_started: int,
+        logprobs: LogprobRows | None = None,
+        prompt_logprobs: LogprobRows | None = None,
+    ) -> LaunchedStep:
+        tokens, verdict = self._share(tokens, sampled)
+        if self._tp.rank:
+            return LaunchedStep(_output([], None, forward_started))
+        if verdict is not None:
+            return LaunchedStep(_output(tokens.tolist(), verdict, forward_started, logprobs, prompt_logprobs))
+        return LaunchedStep(_output([], None, forward_started, logprobs, prompt_logprobs), DrawnTokens(tokens))
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:
@@ -140,21 +184,20 @@ class ModelRunner:
             raise PlanError(f"step_id: expected {self._next_step}, got {plan.step_id}")
         self._next_step += 1
 
-    def _share(self, tokens: Tensor, sampled: SampledRows) -> tuple[list[int], Verdict | None]:
+    def _share(self, tokens: Tensor, sampled: SampledRows) -> tuple[Tensor, Verdict | None]:
         """Rank 0 has the tokens; the others need them as their next inputs, and on the host only to see which guesses
-        were right."""
+        were right. Returns them on the device."""
         if not len(sampled.slots):
-            return [], None
+            return tokens[:0], None
         if self._tp.rank:
             tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)
         self._tp.broadcast(tokens)
-        if not sampled.drafts:
+        verdict = verify(sampled.drafts, tokens.tolist()) if sampled.drafts else None
+        if verdict is None:
             self._slots.store(sampled, tokens)
-            return tokens.tolist() if self._tp.rank == 0 else [], None
-        drawn = tokens.tolist()
-        verdict = verify(sampled.drafts, drawn)
-        self._slots.store(sampled, tokens, verdict)
-        return drawn, verdict
+        else:
+            self._slots.store(sampled, tokens, verdict)
+        return tokens, verdict
 
 
 def _output(

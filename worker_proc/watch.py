@@ -2,9 +2,9 @@
 
 A step can take minutes and may not be mistaken for a freeze, and a rank that waits for a frozen peer is not frozen
 itself. So a pulse has two parts. That it comes at all says that the process runs: a stopped one sends none. Its
-`progress` says that the computing thread gets on: it counts steps, collectives, and processor time outside of
-collectives (whoever waits for a peer burns time without getting anywhere). The launcher adds the ranks up: a group is
-stuck when one is busy and none gets on.
+`progress` says that the computing thread gets on: it counts steps, collectives, and processor time that is not spent in
+collectives or on asking a GPU whether it is done (whoever waits burns time without getting anywhere). The launcher adds
+the ranks up: a group is stuck when one is busy and none gets on.
 """
 
 import threading
@@ -20,10 +20,12 @@ from worker_proc.parallel import TensorParallel
 
 
 class Watch:
-    """Use it in a `with` statement, in the computing thread, which sets `busy` and counts `steps`."""
+    """Use it in a `with` statement, in the computing thread, which sets `busy`, counts `steps`, and sets `device_only`
+    while it waits for a GPU."""
 
     def __init__(self, child: Child, tp: TensorParallel):
         self.busy = False
+        self.device_only = False
         self.steps = 0
         self._child = child
         self._tp = tp
@@ -42,7 +44,7 @@ class Watch:
         self._thread.join(1.0)
 
     def pulse(self) -> Pulse:
-        waiting = self._tp.waiting
+        waiting = self._tp.waiting or self.device_only
         now_ns = time.clock_gettime_ns(self._clock)
         if not waiting:
             self._worked_ns += now_ns - self._seen_ns
