@@ -1,7 +1,6 @@
 """The native decoder on a GPU: cuBLAS for the products, Triton for what stands between them."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
@@ -10,7 +9,7 @@ from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
-from worker_proc.models.layers import RMSNorm
+from worker_proc.models.layers import RMSNorm, look_up
 from worker_proc.models.rope import inverse_frequencies
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from worker_proc.quantization.scheme import Scheme
 
+_LEAST = 1e-30  # a group with smaller scales is all zeros
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
@@ -53,7 +55,8 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
         scales = torch.where(-low > high, -low, -high) / 8
     else:
         scales = torch.maximum(-low, high) / 127
-    inverse = torch.where(scales != 0, 1 / scales, 0)
+    scales = torch.where(scales.abs() < _LEAST, 0, scales)
+    inverse = torch.where(scales == 0, 0, 1 / scales)
     codes = (padded * inverse[:, :, None]).round_().add_(scheme.middle).clamp_(0, 2**scheme.bits - 1)
     return QuantizedRows(scheme, codes.to(torch.uint8).view(count, -1)[:, :inputs], scales)
 

@@ -28,6 +28,9 @@ class Scheme:
         """8 bits with nothing but a scale per output: what multiplies the sums instead of the weights."""
         return self.bits == 8 and self.group_size is None and self.symmetric
 
+    def __str__(self) -> str:
+        return f"int{self.bits}" if self.group_size is None else f"int{self.bits}, groups of {self.group_size}"
+
     def num_groups(self, inputs: int) -> int:
         return 1 if self.group_size is None else -(-inputs // self.group_size)
 

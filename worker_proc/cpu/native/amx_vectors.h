@@ -67,6 +67,16 @@ inline __m512i load_numbers(const char* head, int d, int dim) {
   return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << left) - 1), from);
 }
 
+// 32 numbers from `d` on of a head of `dim` in int8, times `scale`, with zeros behind it.
+inline __m512i widen_numbers(const char* codes, int d, int dim, float scale) {
+  const uint32_t mask = d + 32 <= dim ? ~0u : static_cast<uint32_t>((uint64_t{1} << std::max(0, dim - d)) - 1);
+  const __m256i bytes = _mm256_maskz_loadu_epi8(mask, codes + d);
+  const __m512 factor = _mm512_set1_ps(scale);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, factor), _mm512_mul_ps(low, factor));
+}
+
 // Takes the first 16 numbers of two vectors in turn.
 inline __m512i first_of_both() {
   alignas(64) static constexpr uint16_t kIndices[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
