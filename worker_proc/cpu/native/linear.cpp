@@ -7,6 +7,7 @@
 
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
+#include "linear_quantized_amx.h"
 #endif
 #include "linear_quantized.h"
 #include "linear_simd.h"
@@ -58,7 +59,11 @@ template <class Then>
 void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
               int& prepared, Then&& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
+#if defined(__AMX_BF16__)
+  constexpr bool quantized = false;  // see for_panels
+#else
   const bool quantized = weights.format != Format::kBFloat16;
+#endif
   const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
   const int64_t at_once = rows <= kBlockRows && !quantized ? steps : kSteps;
   float* const sums = sums_of_thread();
@@ -66,11 +71,13 @@ void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, cons
   for (int64_t step = 0; step < steps; step += at_once) {
     const int64_t now = std::min(at_once, steps - step);
     const bf16* part = data + step * 2 * kTileElements;
+#if !defined(__AMX_BF16__)
     if (quantized) {
       alignas(64) static thread_local bf16 widened[kSteps * 2 * kTileElements];
       widen(weights, panel, step, now, widened);
       part = widened;
     }
+#endif
     // The memory of the next part is fetched while the rows go by this one. A single tile of rows is quicker without:
     // the processor finds the stream by itself.
     const bool one = rows <= kBlockRows;
@@ -103,6 +110,21 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : 1;
   chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
+#if defined(__AMX_BF16__)
+  if (weights.format != Format::kBFloat16) {
+    const TurnedRows turned(x, x_stride, rows, blocks(weights.inputs));
+    return parallel_for(groups * chunks, [&](int64_t task, int thread) {
+      const int64_t at = task / chunks, first = task % chunks * chunk, row_end = std::min(rows, (at + 1) * group);
+      configure_turned_tiles(turned.columns());
+      for (int64_t panel = first; panel < std::min(all_panels, first + chunk); ++panel)
+        multiply_codes(weights, turned, at * group, row_end, panel, [&](int64_t row, int count, float* sums) {
+          scale_sums(weights, panel, sums, count);
+          add_bias(weights, panel, sums, count);
+          then(panel, row, count, sums, thread);
+        });
+    });
+  }
+#endif
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const int64_t at = task / chunks, first = task % chunks * chunk;
     const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};

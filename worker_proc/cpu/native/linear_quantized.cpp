@@ -14,15 +14,12 @@ void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* sou
     const int64_t panel = begin_panel + task;
     const int64_t begin = std::max(first, panel * per_panel), end = std::min(first + rows, (panel + 1) * per_panel);
     for (int64_t at = begin; at < end; ++at) {
-      const int64_t place = at % per_panel + (paired == 2 ? kTile : 0);
+      const int64_t output = at % per_panel + (paired == 2 ? kTile : 0);
       const uint8_t* const from = source + (at - first) * stride;
       for (int64_t input = 0; input < weights->inputs; ++input) {
         auto* const codes = const_cast<uint8_t*>(codes_at(*weights, panel, input / 32));
-        const int64_t pair = place / kTile * kTileElements + input % 32 / 2 * 2 * kTile + place % kTile * 2;
-        if (weights->format == Format::kInt4)
-          codes[pair / 2] |= static_cast<uint8_t>(from[input] << (input % 2 * 4));
-        else
-          codes[pair + input % 2] = from[input];
+        const CodePlace place = place_of(weights->format, output, input % 32);
+        codes[place.byte] |= static_cast<uint8_t>(from[input] << place.shift);
       }
     }
   });

@@ -6,8 +6,8 @@
 //   kInt8, kInt4  weight = (code - zero) * scale, rounded to bfloat16, a scale (and a zero) per group of inputs.
 //
 // So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
-// Codes lie in the order of the bfloat16 layout: panels, blocks of inputs, tiles, pairs of inputs, outputs. The two
-// codes of a pair are two bytes, or the low and the high half of one.
+// Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
+// the micro-kernel: see `place_of`.
 #pragma once
 
 #include "linear.h"
@@ -22,11 +22,34 @@ inline int64_t groups(const PackedMatrix& weights) {
 }
 inline float middle_code(Format format) { return format == Format::kInt4 ? 8.0f : 128.0f; }
 
+// Where the code of an output and input of a block is.
+struct CodePlace {
+  int64_t byte;
+  int shift;
+};
+
+// For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
+// int4. Elsewhere it is the order of the bfloat16 layout: tiles, pairs of inputs, outputs; the two codes of a pair are
+// two bytes, or the low and the high half of one.
+inline CodePlace place_of(Format format, int64_t output, int64_t input) {
+#if defined(__AMX_BF16__)
+  if (format == Format::kInt4)
+    return {output / 4 * 64 + input * 2 + output % 4 / 2, static_cast<int>(output % 2 * 4)};
+  return {output * 32 + input, 0};
+#else
+  const int64_t pair = output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2;
+  if (format == Format::kInt4) return {pair / 2, static_cast<int>(input % 2 * 4)};
+  return {pair + input % 2, 0};
+#endif
+}
+
 // The codes of block `step` of a panel.
 inline const uint8_t* codes_at(const PackedMatrix& weights, int64_t panel, int64_t step) {
   const int64_t block = panel * blocks(weights.inputs) + step;
   return reinterpret_cast<const uint8_t*>(weights.data) + code_bytes(weights.format, block * kBlockWeights);
 }
+
+#if !defined(__AMX_BF16__)
 
 // bfloat16 in the low halves of the lanes, to nearest, ties to even; for finite numbers.
 inline words round_to_bf16(floats value) {
@@ -91,6 +114,8 @@ inline void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int6
   }
 }
 
+#endif
+
 // What is left to do for the sums [rows, 32] of a panel.
 inline void scale_sums(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
   if (weights.format != Format::kInt8Channel) return;
@@ -101,9 +126,9 @@ inline void scale_sums(const PackedMatrix& weights, int64_t panel, float* sums, 
 // Input `input` of packed output `output`.
 inline float widened(const PackedMatrix& weights, int64_t output, int64_t input) {
   const int64_t panel = output / kPanel, place = output % kPanel;
-  const int64_t at = place / kTile * kTileElements + input % 32 / 2 * 2 * kTile + place % kTile * 2;  // of the pair
-  const uint8_t* const codes = codes_at(weights, panel, input / 32);
-  const int code = weights.format == Format::kInt4 ? codes[at / 2] >> (input % 2 * 4) & 15 : codes[at + input % 2];
+  const CodePlace at = place_of(weights.format, place, input % 32);
+  const int byte = codes_at(weights, panel, input / 32)[at.byte] >> at.shift;
+  const int code = weights.format == Format::kInt4 ? byte & 15 : byte;
   const int64_t group = weights.format == Format::kInt8Channel ? 0 : input / weights.group;
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
   const float zero = weights.zeros != nullptr ? weights.zeros[scale] : middle_code(weights.format);
