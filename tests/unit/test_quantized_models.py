@@ -88,7 +88,7 @@ def test_logits_are_those_of_dequantized_weights_in_torch(
     exact, native = load_torch(path, scheme), load_native(path, scheme, level)
     vocab_size = exact.vocab_size
     want, got = logits(exact, vocab_size), logits(native, vocab_size)
-    assert error(got, want) < 0.02
+    assert error(got, want) < 0.03
     assert error(want, logits(load_torch(path, None), vocab_size)) > 1e-3, "nothing was quantized"
     want, got = logits(exact, vocab_size, int8=True), logits(native, vocab_size, int8=True)
     # Keys and values that differ in bfloat16 and float32 may be rounded to neighbouring codes.
@@ -192,8 +192,8 @@ def test_stored_codes_are_what_they_stand_for(
     codes, plain = quantize_checkpoint(source, tmp_path, method, scheme, **changes)
     assert describe(codes).quantization == method and describe(codes).dtype == "bfloat16"
     got, want = logits(load_native(codes, None)), logits(load_native(plain, None))
-    if scheme.by_channel:
-        assert error(got, want) < 0.01
+    if scheme.by_channel:  # the scales multiply the sums: these weights are not rounded to bfloat16
+        assert error(got, want) < 0.02
     else:
         assert torch.equal(got, want)
     assert error(logits(load_torch(codes, None)), want) < 0.02
@@ -223,7 +223,7 @@ def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
     for change, message in (
         ({base + "g_idx": weights[base + "g_idx"].flip(0)}, r"up_proj.g_idx = .*order of activations"),
         ({base + "scales": weights[base + "scales"][:, :-1].contiguous()}, r"up_proj.scales = \[2, 95\]: .*\[2, 96\]"),
-        ({base + "qzeros": weights[base + "qzeros"].double()}, r"qzeros"),
+        ({base + "qzeros": weights[base + "qzeros"].double()}, r"up_proj.qzeros = 'F64': .*I32"),
         ({base + "extra": torch.zeros(3)}, r"up_proj.extra = \[3\]: unexpected tensor"),
     ):
         save_file(weights | change, codes / SINGLE_FILE)

@@ -26,6 +26,8 @@ from worker_proc.weights import Checkpoint, TensorEntry
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the codes 0, 1, ... of an int32 are
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
+_SCALE_DTYPES, _CODE_DTYPES = ("F16", "BF16", "F32"), ("I32", "I64")
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRead:
@@ -66,6 +68,9 @@ def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, ta
             raise ModelError(name, None, "the checkpoint lacks this tensor")
         if entry.shape != shape:
             raise ModelError(name, list(entry.shape), f"shape in {entry.file.name} should be {list(shape)}")
+        allowed = _SCALE_DTYPES if "scale" in suffix else _CODE_DTYPES
+        if entry.dtype not in allowed:
+            raise ModelError(name, entry.dtype, f"type in {entry.file.name} should be {' or '.join(allowed)}")
         entries[suffix] = entry
     return StoredRead(entries[_MAIN[stored.method]], entries, stored, part, target)
 
