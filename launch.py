@@ -126,8 +126,16 @@ def main(
             config = ClusterConfig(
                 run_dir=str(directory.path),
                 model=ModelConfig(
-                    str(path.resolve()), dtype, device, context_len, tp, threads, cpu_kernels, cuda_graphs,
-                    quantization, quantization_group_size,
+                    str(path.resolve()),
+                    dtype,
+                    device,
+                    context_len,
+                    tp,
+                    threads,
+                    cpu_kernels,
+                    cuda_graphs,
+                    quantization,
+                    quantization_group_size,
                 ),
                 cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache, kv_dtype),
                 scheduler=SchedulerConfig(

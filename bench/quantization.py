@@ -91,7 +91,9 @@ def batch_of(tokens: list[list[int]], cached: int, per_row: int, logits_from: in
 
 def machine() -> str:
     flags = "/proc/cpuinfo"
-    names = [line.split(":")[1].strip() for line in Path(flags).read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip() for line in Path(flags).read_text().splitlines() if line.startswith("model name")
+    ]
     return f"{names[0] if names else platform.machine()}, {num_cpus()} CPUs, torch {torch.__version__}"
 
 
@@ -140,9 +142,10 @@ def perplexity(model: CpuDecoder, ids: list[int], int8_kv: bool) -> float:
 @click.option("--only", default="", help="Names of precisions, separated by semicolons.  [default: all]")
 def speed(model: Path, batches: str, context: int, steps: int, only: str) -> None:
     """Decode steps against the bytes that they read."""
-    bandwidth, rate = limits(load_library(cpu_features().levels()[0]))
-    click.echo(f"{machine()}; {bandwidth / 1e9:.1f} GB/s read, {rate / 1e9:.0f} GFLOP/s; {context} tokens of context")
-    click.echo("precision              load s  weights MB  batch  step ms   tok/s   GB/s  of the floor")
+    native = load_library(cpu_features().levels()[0])
+    native.set_threads(num_cpus())
+    click.echo(f"{machine()}; {context} tokens of context; 'read' is what all threads read before and after")
+    click.echo("precision              load s  weights MB  batch  step ms   tok/s   GB/s   read  of the floor")
     for precision in PRECISIONS:
         if only and precision.name not in only.split(";"):
             continue
@@ -150,13 +153,15 @@ def speed(model: Path, batches: str, context: int, steps: int, only: str) -> Non
         loaded = load(model, precision)
         load_s, weights = time.perf_counter() - started, weight_bytes(loaded)
         for batch in map(int, batches.split(",")):
+            before = limits(native)[0]
             took = decode_seconds(loaded, batch, context, steps, precision.int8_kv)
             kv = batch * context * replace(loaded.kv_spec, int8=precision.int8_kv).bytes_per_token
             size = weights + kv
-            bandwidth = max(bandwidth, limits(load_library(cpu_features().levels()[0]))[0])
+            bandwidth = max(before, limits(native)[0])
             click.echo(
-                f"{precision.name:20}  {load_s:7.1f}  {weights / 1e6:10.0f}  {batch:5}  {took * 1e3:7.2f}  {batch / took:6.1f}"
-                f"  {size / took / 1e9:5.1f}  {size / bandwidth / took:7.0%}"
+                f"{precision.name:20}  {load_s:7.1f}  {weights / 1e6:10.0f}  {batch:5}  {took * 1e3:7.2f}"
+                f"  {batch / took:6.1f}  {size / took / 1e9:5.1f}  {bandwidth / 1e9:5.1f}"
+                f"  {size / bandwidth / took:7.0%}"
             )
         del loaded
 

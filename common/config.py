@@ -61,7 +61,11 @@ class ModelConfig:
         _check(self.quantization in QUANTIZATIONS, "quantization", f"one of {', '.join(QUANTIZATIONS)}")
         size, sizes = self.quantization_group_size, ", ".join(map(str, QUANTIZATION_GROUP_SIZES))
         _check(size is None or size in QUANTIZATION_GROUP_SIZES, "quantization_group_size", f"one of {sizes}")
-        _check(size is None or self.quantization == "int4", "quantization_group_size", "left out unless quantization is int4")
+        _check(
+            size is None or self.quantization == "int4",
+            "quantization_group_size",
+            "left out unless quantization is int4",
+        )
         _check(1 <= self.tp <= 64, "tp", "between 1 and 64")
         _check(self.context_len is None or self.context_len >= 2, "context_len", "at least 2")
         _check(self.threads is None or 1 <= self.threads <= 1024, "threads", "between 1 and 1024")

@@ -76,8 +76,8 @@ def generate(
 ) -> list[list[int]]:
     """Greedy continuations of all prompts, run together: prefills in chunks of at most `chunk` tokens beside decodes.
 
-    Pages are handed out in random order; with `poisoned`, every slot that was not written holds NaN. The cache is
-    in the model's precision or in int8. With several ranks all of them call this alike, and follow the tokens of rank 0.
+    Pages are handed out in random order; with `poisoned`, every slot that was not written holds NaN. The cache is in
+    the model's precision or in int8. With several ranks all of them call this alike, and follow the tokens of rank 0.
     """
     need = [-(-(len(prompt) + new_tokens) // page_size) for prompt in prompts]
     cache = KVCache(replace(model.kv_spec, int8=int8), sum(need) + 3, page_size)

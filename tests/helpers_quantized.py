@@ -39,7 +39,7 @@ def quantize_checkpoint(
         outputs, inputs = tensor.shape
         groups, size = scheme.num_groups(inputs), scheme.group_size or inputs
         codes = torch.randint(0, 2**scheme.bits, tensor.shape, generator=generator)
-        scales = (tensor.float().std() * (0.5 + torch.rand(outputs, groups, generator=generator)) / 2**scheme.bits * 3.5)
+        scales = tensor.float().std() * (0.5 + torch.rand(outputs, groups, generator=generator)) / 2**scheme.bits * 3.5
         scales = scales.to(torch.float16 if method != "compressed-tensors" else torch.bfloat16)
         zeros = torch.full((outputs, groups), scheme.middle)
         if not scheme.symmetric:
@@ -63,7 +63,13 @@ def quantize_checkpoint(
 def quantization_config(method: str, scheme: Scheme) -> dict[str, Any]:
     size = scheme.group_size or -1
     if method == "gptq":
-        return {"quant_method": "gptq", "bits": scheme.bits, "group_size": size, "desc_act": False, "sym": scheme.symmetric}
+        return {
+            "quant_method": "gptq",
+            "bits": scheme.bits,
+            "group_size": size,
+            "desc_act": False,
+            "sym": scheme.symmetric,
+        }
     if method == "awq":
         return {"quant_method": "awq", "bits": scheme.bits, "group_size": size, "zero_point": True, "version": "gemm"}
     weights = {

@@ -1,6 +1,6 @@
 """One of two ranks for tests: `python -m tests.helpers_quantized_rank RANK STORE OUT CHECKPOINT GROUP PROMPTS TOKENS`
 
-Generates greedily, weights in int4 and KV in int8, with the best kernels of this machine, and writes the tokens as JSON.
+Generates greedily, weights in int4 and KV in int8, with the best kernels of this machine; writes the tokens as JSON.
 """
 
 import json

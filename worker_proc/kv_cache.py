@@ -36,7 +36,7 @@ class KVCache:
     Pages `0 .. num_pages - 1` belong to the block pool. Page `num_pages` (`scratch_page`) takes the writes of padding
     tokens and is never read for a result. A slot is `page * page_size + offset`.
 
-    In int8, `k_scales` and `v_scales` of every layer are `[num_pages + 1, num_kv_heads, page_size]`, else they are empty.
+    In int8, `k_scales` and `v_scales` of a layer are `[num_pages + 1, num_kv_heads, page_size]`, else there are none.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
@@ -59,7 +59,7 @@ class KVCache:
         self.v_scales = [torch.empty(v_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a layer at `slots` (int64 `[N]`), as `[N, num_kv_heads, head_dim]` each, in the dtype of `spec`."""
+        """K and V of a layer at `slots` (int64 `[N]`), as `[N, num_kv_heads, head_dim]`, in the dtype of `spec`."""
         pages, offsets = slots // self.page_size, slots % self.page_size
         k, v = self.k[layer][pages, :, offsets], self.v[layer][pages, :, offsets]
         if self.spec.int8:

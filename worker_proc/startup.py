@@ -70,7 +70,7 @@ def load_worker(
     if library is not None:
         library.set_threads(torch.get_num_threads())
     attention = choose_attention(library, dtype, device)
-    scheme = choose_scheme(config, info, device)
+    scheme = choose_scheme(config, device)
     model: LanguageModel = load_model(
         model_config.path,
         dtype=dtype,
@@ -155,23 +155,19 @@ def choose_device(model: ModelConfig, rank: int) -> torch.device:
 
 
 def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
-    """The configured precision; "auto" is the one in which the checkpoint is stored, but bfloat16 for codes whose scales
-    are float16: the native kernels know no float16, and scales are held in float32 anyway."""
+    """The configured precision; "auto" is the one in which the checkpoint is stored, but bfloat16 for codes whose
+    scales are float16: the native kernels know no float16, and scales are held in float32 anyway."""
     name = info.dtype if model.dtype == "auto" else model.dtype
     if model.dtype == "auto" and info.quantization is not None and name == "float16":
         name = "bfloat16"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def choose_scheme(config: ClusterConfig, info: ModelInfo, device: torch.device) -> Scheme | None:
-    """How plain weights are brought into fewer bits while they are read. Raises ConfigError for what GPUs cannot do."""
+def choose_scheme(config: ClusterConfig, device: torch.device) -> Scheme | None:
+    """How plain weights are brought into fewer bits while they are read. Raises ConfigError for int8 KV on a GPU."""
     model = config.model
-    if device.type != "cpu":
-        method = info.quantization or model.quantization
-        if method != "auto":
-            raise ConfigError(f"quantization {method}: weights in codes are computed on CPUs only")
-        if config.cache.kv_dtype != "auto":
-            raise ConfigError(f"kv-cache-dtype {config.cache.kv_dtype}: supported on CPUs only")
+    if device.type != "cpu" and config.cache.kv_dtype != "auto":
+        raise ConfigError(f"kv-cache-dtype {config.cache.kv_dtype}: supported on CPUs only")
     return load_time_scheme(model.quantization, model.quantization_group_size)
 
 

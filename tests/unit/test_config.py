@@ -39,7 +39,9 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         tp=draw(st.integers(1, 64)),
         threads=draw(st.none() | st.integers(1, 1024)),
         cpu_kernels=draw(st.sampled_from(CPU_KERNELS)),
-        **draw(st.sampled_from([{}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 64}])),
+        **draw(
+            st.sampled_from([{}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 64}])
+        ),
     )
     page_size = draw(st.integers(1, 4096))
     cache = CacheConfig(

@@ -12,7 +12,7 @@ from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
-from worker_proc.cpu.quantized import CodeSizes, QuantizedMatrix
+from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, quantize_rows
 from worker_proc.quantization.scheme import Scheme
@@ -165,6 +165,10 @@ def test_codes_are_the_nearest(scheme: Scheme, outputs: int, inputs: int, scale:
     # With 4 bits, the side that has 7 steps may lack up to one of them.
     limit = step * (0.5001 if scheme.bits == 8 else 1.0001)
     assert bool(((back - rows.float()).abs() <= limit).all())
+    for level in LEVELS:
+        for source in (rows, rows.float(), rows.t().contiguous().t()):
+            native = NativeQuantizer(load_library(level))(source, scheme)
+            assert torch.equal(native.codes, quantized.codes) and torch.equal(native.scales, quantized.scales)
     half = torch.where(quantized.codes == 2**scheme.bits - 1, limit, step * 0.5001)
     assert bool(((back - rows.float()).abs() <= half).all())
 

@@ -184,7 +184,9 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "scheme", "changes"), FORMATS, ids=[f"{m}-{s}-{s.symmetric}-{c}" for m, s, c in FORMATS])
+@pytest.mark.parametrize(
+    ("method", "scheme", "changes"), FORMATS, ids=[f"{m}-{s}-{s.symmetric}-{c}" for m, s, c in FORMATS]
+)
 def test_stored_codes_are_what_they_stand_for(
     method: str, scheme: Scheme, changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -291,7 +293,7 @@ def test_models_whose_codes_are_not_read_are_refused_by_name(kind: str, tmp_path
     path = make_checkpoint(kind, tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config("gptq", INT4)}))
-    with pytest.raises(ModelError, match="quantization_config = 'gptq': .* llama, mistral, qwen2, qwen3 only"):
+    with pytest.raises(ModelError, match=r"quantization_config = 'gptq': .* llama, mistral, qwen2, qwen3 only"):
         describe(path)
 
 
@@ -299,5 +301,10 @@ def test_the_transformers_backend_takes_plain_weights_only(tmp_path: Path) -> No
     path = make_checkpoint("gemma2", tmp_path)
     with pytest.raises(ModelError, match="quantization = 'int4': gemma2 runs through transformers"):
         load_model(
-            path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), quantization=INT4
+            path,
+            dtype=torch.float32,
+            device="cpu",
+            tp=TensorParallel(),
+            attention=ReferenceAttention(),
+            quantization=INT4,
         )

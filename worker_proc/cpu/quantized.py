@@ -50,7 +50,14 @@ class QuantizedMatrix(PackedMatrix):
     """A `PackedMatrix` in codes, which is filled with `pack_rows` instead of `pack`."""
 
     def __init__(
-        self, native: NativeLibrary, memory: HugePages, outputs: int, inputs: int, scheme: Scheme, *, paired: bool = False
+        self,
+        native: NativeLibrary,
+        memory: HugePages,
+        outputs: int,
+        inputs: int,
+        scheme: Scheme,
+        *,
+        paired: bool = False,
     ) -> None:
         """Takes what `CodeSizes.room` says of `memory`."""
         group = scheme.group_size
@@ -87,6 +94,26 @@ class QuantizedMatrix(PackedMatrix):
     @staticmethod
     def _put(to: Tensor, values: Tensor, panel: Tensor, place: Tensor) -> None:
         to[panel, : values.shape[1], place] = values
+
+
+@dataclass(frozen=True, slots=True)
+class NativeQuantizer:
+    """`rows.quantize_rows`, with the same results."""
+
+    native: NativeLibrary
+
+    def __call__(self, rows: Tensor, scheme: Scheme) -> QuantizedRows:
+        wide = rows.dtype != torch.bfloat16
+        source = rows.float() if wide else rows
+        source = source if source.stride(1) == 1 else source.contiguous()
+        count, inputs = source.shape
+        codes = torch.empty(count, inputs, dtype=torch.uint8)
+        scales = torch.empty(count, scheme.num_groups(inputs))
+        self.native.functions.rhizome_quantize(
+            source.data_ptr(), wide, source.stride(0), count, inputs, scheme.group_size or inputs, scheme.bits,
+            codes.data_ptr(), scales.data_ptr(),
+        )  # fmt: skip
+        return QuantizedRows(scheme, codes, scales)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,9 +130,7 @@ class PackedWeightPlan:
             matrix: PackedMatrix = QuantizedMatrix(self.native, self.memory, outputs, inputs, scheme, paired=paired)
         else:
             size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
-            matrix = PackedMatrix(
-                self.native, self.memory.take(size, torch.bfloat16), outputs, inputs, paired=paired
-            )
+            matrix = PackedMatrix(self.native, self.memory.take(size, torch.bfloat16), outputs, inputs, paired=paired)
         output = 0
         for part, pairing in zip(parts, (Pairing.GATE, Pairing.UP) if paired else (Pairing.NONE,) * 3, strict=False):
             if isinstance(matrix, QuantizedMatrix):

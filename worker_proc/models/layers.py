@@ -8,7 +8,6 @@ from torch import Tensor
 
 from worker_proc.quantization.rows import QuantizedWeight
 
-
 Table = Tensor | QuantizedWeight  # a matrix [rows, columns]
 
 

@@ -7,6 +7,7 @@ import torch
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cpu.decoder import CpuDecoder, supports
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.quantized import NativeQuantizer
 from worker_proc.cpu.weights import PackedWeightPlan
 from worker_proc.errors import ModelError
 from worker_proc.models.decoder import Decoder
@@ -17,6 +18,7 @@ from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import Progress, WeightLoader
 from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
 from worker_proc.quantization.stored_config import parse_stored
@@ -59,7 +61,8 @@ def load_model(
     shard = Shard.of(spec, tp.rank, tp.size)
     with torch.inference_mode():
         loader = WeightLoader(Checkpoint.open(directory), dtype, device)
-        source = WeightSource(loader, quantization, parse_stored(config))
+        quantize = NativeQuantizer(native) if native is not None else quantize_rows
+        source = WeightSource(loader, quantization, parse_stored(config), quantize)
         if native is not None and supports(spec, dtype):
             packed = PackedWeightPlan(spec, shard, loader, native, source)
             loader.run(progress)

@@ -73,7 +73,9 @@ class QuantizedWeight:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, outputs: int, inputs: int, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> "QuantizedWeight":
+    def empty(
+        cls, outputs: int, inputs: int, scheme: Scheme, dtype: torch.dtype, device: torch.device
+    ) -> "QuantizedWeight":
         width = -(-inputs // 2) if scheme.bits == 4 else inputs
         codes = torch.zeros(outputs, width, dtype=torch.uint8, device=device)
         scales = torch.zeros(outputs, scheme.num_groups(inputs), device=device)

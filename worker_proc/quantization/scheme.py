@@ -11,8 +11,8 @@ GROUP_MULTIPLE = 32  # of inputs: what the native kernels widen at once
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """A weight is (code - zero) * scale, with codes 0 .. 2**bits - 1. `group_size` inputs of an output have a scale in
-    common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is one
-    per scale."""
+    common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is
+    one per scale."""
 
     bits: int
     group_size: int | None = None

@@ -4,17 +4,22 @@ from dataclasses import replace
 
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 from worker_proc.quantization.stored import is_stored, plan_read
 from worker_proc.quantization.stored_config import StoredQuantization
-from worker_proc.quantization.target import QuantizedTarget, QuantizingTarget
+from worker_proc.quantization.target import Quantize, QuantizedTarget, QuantizingTarget
 
 
 class WeightSource:
     """Plans the reads of quantized matrices with a `WeightLoader`."""
 
     def __init__(
-        self, load: WeightLoader, scheme: Scheme | None = None, stored: StoredQuantization | None = None
+        self,
+        load: WeightLoader,
+        scheme: Scheme | None = None,
+        stored: StoredQuantization | None = None,
+        quantize: Quantize = quantize_rows,
     ) -> None:
         """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has; not both."""
         if scheme is not None and stored is not None:
@@ -22,6 +27,7 @@ class WeightSource:
         self._load = load
         self._scheme = scheme
         self._stored = stored
+        self._quantize = quantize
 
     def scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
         """How the matrix that `parts` make together is held; None: plain. Raises ModelError where only some of them
@@ -44,7 +50,7 @@ class WeightSource:
         cols = part.cols or (0, part.shape[1])
         scheme.check_columns(part.name, cols, part.shape[1])
         if self._stored is None:
-            self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols))
+            self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols, self._quantize))
             return
         read = plan_read(self._stored, self._load.checkpoint, part, target)
         self._load.add(read, [entry.name for entry in read.entries.values()])

@@ -82,7 +82,9 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
     zeros = None
     if stored.method == "compressed-tensors":
         if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [outputs, inputs]:
-            raise ModelError(f"{_module(part)}.weight_shape", tensors["weight_shape"].tolist(), f"should be {part.shape}")
+            raise ModelError(
+                f"{_module(part)}.weight_shape", tensors["weight_shape"].tolist(), f"should be {part.shape}"
+            )
         codes = _unpack(tensors["weight_packed"], bits)[:, :inputs]
         scales = tensors["weight_scale"]
         if not scheme.symmetric:
@@ -98,7 +100,10 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
         if not scheme.symmetric:
             zeros = (_unpack(tensors["qzeros"], bits, places).int() + stored.zero_offset).t()
     return QuantizedRows(
-        scheme, codes.contiguous(), scales.float().contiguous(), zeros.float().contiguous() if zeros is not None else None
+        scheme,
+        codes.contiguous(),
+        scales.float().contiguous(),
+        zeros.float().contiguous() if zeros is not None else None,
     )
 
 
@@ -128,7 +133,9 @@ def _shapes(stored: StoredQuantization, part: Part) -> dict[str, tuple[int, ...]
 
 def _check_order(stored: StoredQuantization, part: Part, order: Tensor | None) -> None:
     inputs = part.shape[1]
-    if order is not None and not torch.equal(order.int(), torch.arange(inputs).int() // (stored.scheme.group_size or inputs)):
+    if order is not None and not torch.equal(
+        order.int(), torch.arange(inputs).int() // (stored.scheme.group_size or inputs)
+    ):
         raise ModelError(f"{_module(part)}.g_idx", "...", "inputs in the order of activations are not supported")
 
 

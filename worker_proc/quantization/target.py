@@ -1,12 +1,15 @@
 """Where quantized rows go while a checkpoint is read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, quantize_rows
+from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight
 from worker_proc.quantization.scheme import Scheme
+
+Quantize = Callable[[Tensor, Scheme], QuantizedRows]
 
 
 class QuantizedTarget(Protocol):
@@ -22,9 +25,10 @@ class QuantizingTarget:
     target: QuantizedTarget
     scheme: Scheme
     cols: tuple[int, int]
+    quantize: Quantize
 
     def copy_rows(self, first: int, rows: Tensor) -> None:
-        quantized = quantize_rows(rows, self.scheme)
+        quantized = self.quantize(rows, self.scheme)
         self.target.copy_quantized(first, quantized.select((0, len(rows)), self.cols))
 
 

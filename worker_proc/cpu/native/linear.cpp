@@ -7,7 +7,7 @@
 
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
-#include "linear_quantized_amx.h"
+#include "linear_quantized_rows.h"
 #endif
 #include "linear_quantized.h"
 #include "linear_simd.h"
@@ -116,12 +116,17 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     return parallel_for(groups * chunks, [&](int64_t task, int thread) {
       const int64_t at = task / chunks, first = task % chunks * chunk, row_end = std::min(rows, (at + 1) * group);
       configure_turned_tiles(turned.columns());
-      for (int64_t panel = first; panel < std::min(all_panels, first + chunk); ++panel)
-        multiply_codes(weights, turned, at * group, row_end, panel, [&](int64_t row, int count, float* sums) {
+      for (int64_t panel = first; panel < std::min(all_panels, first + chunk); ++panel) {
+        auto take = [&](int64_t row, int count, float* sums) {
           scale_sums(weights, panel, sums, count);
           add_bias(weights, panel, sums, count);
           then(panel, row, count, sums, thread);
-        });
+        };
+        multiply_codes(weights, turned, at * group, row_end, panel, &take,
+                       [](void* context, int64_t row, int count, float* sums) {
+                         (*static_cast<decltype(take)*>(context))(row, count, sums);
+                       });
+      }
     });
   }
 #endif

@@ -105,14 +105,7 @@ inline void widen_blocks(const PackedMatrix& weights, int64_t panel, int64_t ste
 }
 
 // Blocks [step, step + count) of a panel in the layout of linear.h.
-inline void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
-  switch (weights.format) {
-    case Format::kInt8Channel: return widen_blocks<Format::kInt8Channel>(weights, panel, step, count, out);
-    case Format::kInt8: return widen_blocks<Format::kInt8>(weights, panel, step, count, out);
-    case Format::kInt4: return widen_blocks<Format::kInt4>(weights, panel, step, count, out);
-    case Format::kBFloat16: return;
-  }
-}
+void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out);
 
 #endif
 
@@ -136,6 +129,11 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
 }
 
 }  // namespace rhizome
+
+// Rows [rows, inputs] of bfloat16 (or float32 if `wide`), `stride` elements apart, to codes [rows, inputs] and scales
+// [rows, groups] of `group` inputs: what worker_proc/quantization/rows.py defines, to the last bit.
+RHIZOME_EXPORT void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs,
+                                     int64_t group, int bits, uint8_t* codes, float* scales);
 
 // Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does.
 RHIZOME_EXPORT void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride,
