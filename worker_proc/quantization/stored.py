@@ -111,7 +111,7 @@ def _unpack(packed: Tensor, bits: int, places: tuple[int, ...] | None = None) ->
     """int32 `[R, C]` to codes uint8 `[R, C * 32 / bits]`."""
     order = places or tuple(range(32 // bits))
     shifts = torch.tensor([bits * place for place in order], dtype=torch.int32)
-    codes = (packed[:, :, None] >> shifts) & (2**bits - 1)
+    codes: Tensor = (packed[:, :, None] >> shifts) & (2**bits - 1)
     return codes.to(torch.uint8).flatten(1)
 
 
