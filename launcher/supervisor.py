@@ -163,7 +163,10 @@ class Supervisor:
         self._tell_refused()
 
     def _check(self, unit: Unit, now: float) -> None:
-        """Whether a unit is as it should be."""
+        """Whether a unit is as it should be. A process that loads cannot speak: that it runs is its sign of life."""
+        for proc in unit.procs.values():
+            if proc.ready is None and not proc.stopped:
+                self._liveness.pulse(proc.name, 0, False, now)
         names = unit.procs.keys()
         if (failed := unit.first_failure()) is not None:
             self._lost(unit, _failure(failed), now)
