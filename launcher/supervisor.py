@@ -107,6 +107,8 @@ class Supervisor:
             more = ("--port", str(self._http_port))  # clients know it
         self._former |= {proc.control_identity for proc in unit.procs.values()}
         unit.procs = {spec.name: self._spawner.start(spec, *more) for spec in unit.spec.processes}
+        for name in unit.procs:  # it may be stopped before anybody looks at it
+            self._liveness.pulse(name, 0, False, time.monotonic())
         unit.state = State.LOADING
         unit.due = time.monotonic() + self._config.start_timeout_s
         self._term_due |= unit.spec.new_term
