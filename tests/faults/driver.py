@@ -96,6 +96,7 @@ class Stretch:
             tokenizer_replaced=after["tokenizer"] > before["tokenizer"],
             gateway_replaced=after.get("gateway", 0) > before.get("gateway", 0),
             burst=plan.has_burst,
+            condemned=after["workers"] > 1,
             paused=any(fault.hold_ms for fault in plan.faults),
         )
         findings += self.judge_all(plan.asks, outcomes, solos, allowed)
