@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.messages import ints
 from common.sampling_params import SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.integration.cluster import running
@@ -21,7 +22,7 @@ def requests() -> list[tuple[list[int], SamplingParams, dict[str, int]]]:
             {"temperature": 1.0, "seed": i, "logit_bias": {30: 50.0, 31: 50.0}, "logprobs": 2},
             {"temperature": 0.8, "seed": i, "top_p": 0.9},
             {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 0},
-            {"temperature": 0.0, "logit_bias": {25: 50.0, 26: 49.9}, "stop_token_ids": [26]},
+            {"temperature": 0.0, "logit_bias": {25: 50.0, 26: 49.9}, "stop_token_ids": ints(26)},
         ][i % 6]
         params = SamplingParams(**({"max_tokens": 60 + i, "ignore_eos": True} | values))
         asked.append((PASSAGE * 2 + PASSAGE[: 1 + i], params, {"n": 1 + i % 2}))
