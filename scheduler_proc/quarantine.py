@@ -1,9 +1,10 @@
 """Requests that may have killed the workers: each runs alone until it is past the place where it may have done so.
 
 When the workers are lost, whoever was in a step in flight is suspected. Suspects are tried again one at a time, with
-nobody else in the batch, so that a second loss has one cause. A request that is lost MAX_LOSSES times, the last time
-alone, is the culprit: it ends with an error, and a request that asks for the same is refused for a while, because
-clients try again by themselves. One culprit costs as many losses, whatever else was in its batch.
+nobody else in the batch, so that a second loss has one cause. A request that is lost MAX_LOSSES times at one place, or
+MAX_ALL_LOSSES times in all, the last time alone, is the culprit: it ends with an error, and a request that asks for the
+same is refused for a while, because clients try again by themselves. One culprit costs as many losses, whatever else
+was in its batch; workers that are killed from outside now and then cost nobody the answer.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,6 +17,7 @@ from common.sampling_params import DrawParams, Grammar
 from scheduler_proc.request import Request, Status
 
 MAX_LOSSES = 2
+MAX_ALL_LOSSES = 4  # fewer than the restarts that a cluster has within a minute
 REFUSED_NS = 600 * 10**9  # for so long, requests like a culprit are refused: it may have been a coincidence
 MAX_REFUSED = 1024  # kinds of requests that are remembered
 
@@ -39,12 +41,15 @@ class Quarantine:
         the culprit, if it is known now, with all others of the `live` ones that ask for the same."""
         for request in in_flight:
             request.losses += 1
+            request.all_losses += 1
             if not request.ended:
                 request.suspected_len = request.device_len
                 self._suspects[request.rid] = request
         self._suspects = dict(sorted(self._suspects.items(), key=lambda item: item[1].seq))
         culprit = next(iter(in_flight), None)
-        if culprit is None or len(in_flight) > 1 or culprit.ended or culprit.losses < MAX_LOSSES:
+        if culprit is None or len(in_flight) > 1 or culprit.ended:
+            return []
+        if culprit.losses < MAX_LOSSES and culprit.all_losses < MAX_ALL_LOSSES:
             return []
         if len(self._refused) >= MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
@@ -61,6 +66,7 @@ class Quarantine:
         if request.rid not in self._suspects or not (request.ended or len(request.tokens) > request.suspected_len):
             return False
         del self._suspects[request.rid]
+        request.losses = 0
         return True
 
     def refusal(self, msg: AddRequest, now: int) -> RequestError | None:
@@ -75,7 +81,7 @@ class Quarantine:
 
 def verdict(rid: int) -> RequestError:
     """What a culprit is told."""
-    problem = f"the workers died {MAX_LOSSES} times while they computed this request, the last time nothing else"
+    problem = "the workers died again and again while they computed this request, the last time nothing else"
     return RequestError(rid, ErrorCode.INTERNAL, problem)
 
 

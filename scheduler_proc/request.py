@@ -89,7 +89,8 @@ class Request:
     guesser: "Guesser | None" = None
     steps_in_flight: int = 0
     preemptions: int = 0
-    losses: int = 0  # how often the workers were lost with a step of it in flight
+    losses: int = 0  # how often the workers were lost with a step of it in flight, since it got on
+    all_losses: int = 0  # the same, since it came
     suspected_len: int = 0  # tokens, those of plans included, that it had when that happened last
     scored: int = 0  # how many tokens from the first have given their prediction to `prompt_logprobs`
 

@@ -33,7 +33,7 @@ def test_the_culprit_ends_and_nobody_else(cluster: Cluster, poison: list[int]) -
         streams.left.add(culprit)
         streams.until(10**9)
         assert set(streams.errors) == {culprit} and streams.errors[culprit].code == ErrorCode.INTERNAL
-        assert "died 2 times" in streams.errors[culprit].problem
+        assert "died again and again" in streams.errors[culprit].problem
         del streams.errors[culprit]
         assert streams.finish() == alone
         cluster.remember()

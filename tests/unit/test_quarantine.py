@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.config import POLICIES
 from common.messages import ErrorCode, StepPlan, StepResult
 from scheduler_proc.invariants import check
-from scheduler_proc.quarantine import MAX_LOSSES, REFUSED_NS
+from scheduler_proc.quarantine import MAX_ALL_LOSSES, MAX_LOSSES, REFUSED_NS
 from tests.paper_worker import PaperWorker, solo_output
 from tests.rig import Rig
 
@@ -77,7 +77,7 @@ def test_the_culprit_is_found_in_two_losses_and_the_others_do_not_notice(in_flig
         rig.add(rid, prompt, 8)
     rig.survive()
     error = rig.errors.pop(7)
-    assert error.code == ErrorCode.INTERNAL and "died 2 times" in error.problem and not rig.errors
+    assert error.code == ErrorCode.INTERNAL and "died again and again" in error.problem and not rig.errors
     assert rig.deaths == MAX_LOSSES
     assert rig.out == {rid: solo_output(prompt, 8) for rid, prompt in prompts.items() if rid != 7}
     stats = rig.scheduler.stats()
@@ -113,6 +113,35 @@ def test_what_a_culprit_asked_for_is_refused_for_a_while() -> None:
     assert rig.add(5, [1, POISON], 5) == [], "it may have been a coincidence"
 
 
+def lose_in_a_step(rig: PoisonRig) -> None:
+    rig.now += 1
+    if not rig.scheduler.in_flight:
+        assert rig.scheduler.plan(rig.now) is not None
+    rig.lose()
+
+
+def test_losses_from_outside_cost_a_lonely_request_nothing_while_it_gets_on() -> None:
+    rig = PoisonRig()
+    rig.add(1, [1, 2, 3], 30)
+    for _ in range(MAX_ALL_LOSSES - 1):
+        for _ in range(4):
+            rig.step()
+        lose_in_a_step(rig)
+    rig.survive()
+    assert rig.scheduler.stats()["suspected"] == MAX_ALL_LOSSES - 1 and not rig.errors
+    assert rig.out == {1: solo_output([1, 2, 3], 30)}
+
+
+def test_a_request_that_kills_at_one_place_after_another_is_found() -> None:
+    rig = PoisonRig()
+    rig.add(1, [1, 2, 3], 60)
+    for _ in range(MAX_ALL_LOSSES):
+        for _ in range(4):
+            rig.step()
+        lose_in_a_step(rig)
+    assert set(rig.errors) == {1} and rig.out[1] == solo_output([1, 2, 3], 60)[: len(rig.out[1])]
+
+
 def test_a_loss_from_outside_costs_nobody_the_answer() -> None:
     """Once in company and once more later: nobody was alone both times."""
     rig = PoisonRig(max_running=16, pages=200)
@@ -121,7 +150,7 @@ def test_a_loss_from_outside_costs_nobody_the_answer() -> None:
     for _ in range(2):
         for _ in range(4):
             rig.step()
-        rig.lose()
+        lose_in_a_step(rig)
         while rig.scheduler.quarantine:
             rig.step()
     rig.survive()
