@@ -1,9 +1,12 @@
 """The paged K/V tensors of one rank. Which page belongs to whom is the scheduler's business, not decided here."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from worker_proc.cpu.memory import HugePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,9 @@ class KVCache:
         self.scratch_page = num_pages
         k_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.k_head_dim)
         v_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.v_head_dim)
-        # Not zeroed, so that the system hands out memory only when a page is first written.
-        self.k = [torch.empty(k_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
-        self.v = [torch.empty(v_shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers)]
+        # The system hands out memory only when a page is first written: nothing is zeroed here.
+        self.k = [_pages(k_shape, spec.dtype, torch.device(device)) for _ in range(spec.num_layers)]
+        self.v = [_pages(v_shape, spec.dtype, torch.device(device)) for _ in range(spec.num_layers)]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a layer at `slots` (int64 `[N]`), as `[N, num_kv_heads, head_dim]` each."""
@@ -75,3 +78,11 @@ class KVCache:
         target = torch.tensor(dst, dtype=torch.int64, device=device)
         for pages in (*self.k, *self.v):
             pages.index_copy_(0, target, pages.index_select(0, source))
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that holds anything. On a CPU in huge pages: each step reads many scattered pages of the cache."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    return HugePages(count * dtype.itemsize).take(count, dtype).view(shape)
