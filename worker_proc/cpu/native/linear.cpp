@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
 constexpr int64_t kGroupBytes = 1 << 20;      // of x that a group of rows takes at most: it should stay in the L2 cache
 constexpr int64_t kGroupRows = 512;
-constexpr int64_t kStreamRows = 192;
+constexpr int64_t kStreamRows = 512;  // results of so many rows are read again much later: not from a cache
 constexpr int64_t kSteps = 8;        // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
 constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
 constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
@@ -76,12 +76,11 @@ float* sums_of_thread() {
 }
 
 // Calls then(row, count, sums) with the sums [count, 32] of one panel for all rows of a range, up to kBlockRows at once.
-// before(row, count) comes some microseconds earlier where there are many rows.
 // With many rows, the inputs are cut, so that a part of the panel stays in the L1 cache while the rows go by. `prepared`
 // is how many rows the micro-kernel is prepared for, see `prepare`.
-template <class Before, class Then>
+template <class Then>
 void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
-              int& prepared, Before&& before, Then&& then) {
+              int& prepared, Then&& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
   const int64_t at_once = rows <= kBlockRows ? steps : kSteps;
@@ -98,7 +97,6 @@ void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, cons
     for (int64_t row = 0; row < rows; row += kBlockRows) {
       const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
       if (count != prepared) prepare(prepared = count);
-      if (step == 0 && !one) before(range.row_begin + row, count);
       block(x + row * x_stride + step * 32, x_stride, count, part, now, sums + row * kPanel, step > 0, ahead);
       ahead.next += now * lines * 64;
       if (step + now == steps) then(range.row_begin + row, count, sums + row * kPanel);
@@ -113,30 +111,25 @@ inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, in
       store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
 }
 
-// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows, and before(panel, row, count)
-// for some earlier. A task has a multiple of `together` panels, the last one excepted.
-template <class Before, class Then>
-void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t together,
-                Before&& before, Then&& then) {
+// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows.
+template <class Then>
+void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then) {
   const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
   const int64_t fitting = std::max<int64_t>(kGroupBytes / row_bytes / kBlockRows, 2) * kBlockRows;
   const int64_t group = std::min(fitting, kGroupRows), groups = (rows + group - 1) / group;
   const bool streaming = rows <= 2 * kBlockRows;
   int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : 1;
   chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
-  chunk = (chunk + together - 1) / together * together;
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const int64_t at = task / chunks, first = task % chunks * chunk;
     const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};
     int prepared = 0;
     for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
-      multiply(
-          weights, x, x_stride, range, panel, prepared, [&](int64_t row, int count) { before(panel, row, count); },
-          [&](int64_t row, int count, float* sums) {
-            add_bias(weights, panel, sums, count);
-            then(panel, row, count, sums, thread);
-          });
+      multiply(weights, x, x_stride, range, panel, prepared, [&](int64_t row, int count, float* sums) {
+        add_bias(weights, panel, sums, count);
+        then(panel, row, count, sums, thread);
+      });
     }
     finish_streams();
   });
@@ -157,14 +150,10 @@ inline void put(const float* sums, int count, Element* out) {
   }
 }
 
-inline floats silu_mul(const float* sums) {
-  const floats gate = load(sums), up = load(sums + kTile);
-  return gate / (1.0f + exp(-gate)) * up;
-}
-
 inline void put_silu_mul(const float* sums, int count, bf16* out) {
   for (int i = 0; i < count; i += kLanes) {
-    const floats value = silu_mul(sums + i);
+    const floats gate = load(sums + i), up = load(sums + kTile + i);
+    const floats value = gate / (1.0f + exp(-gate)) * up;
     if (count - i >= kLanes)
       store(out + i, value);
     else
@@ -183,12 +172,7 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
             Finish finish) {
   // Calls put(sums of a row, how many of them there are, where they go) for all rows of all panels of `width` outputs.
   auto run = [&]<class Element>(Element* to, int width, int64_t outputs, auto put) {
-    const auto before = [&](int64_t panel, int64_t row, int count) {
-      if constexpr (sizeof(Element) == 4)
-        for (const Element* place = to + row * out_stride + panel * width; count > 0; --count, place += out_stride)
-          for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(place + i, 1, 2);
-    };
-    for_panels(weights, x, x_stride, rows, 1, before, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+    for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
       const int columns = static_cast<int>(std::min<int64_t>(width, outputs - panel * width));
       Element* place = to + row * out_stride + panel * width;
       if (columns == width)
@@ -197,10 +181,9 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
         for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) put(sums, columns, place);
     });
   };
-  const auto nothing = [](int64_t, int64_t, int) {};
   // The same for bfloat16 and many rows, in whole cache lines.
   auto stream_whole = [&](bf16* to) {
-    for_panels(weights, x, x_stride, rows, 1, nothing, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+    for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, weights.outputs - panel * kPanel));
       bf16* place = to + row * out_stride + panel * kPanel;
       for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) {
@@ -208,24 +191,6 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
           stream_line(place, load(sums), load(sums + kTile));
         else
           put<bf16, false>(sums, columns, place);
-      }
-    });
-  };
-  // The first of two panels waits for the other one: together they make whole lines.
-  auto stream_silu_mul = [&](bf16* to) {
-    const int64_t outputs = weights.outputs / 2;
-    for_panels(weights, x, x_stride, rows, 2, nothing, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
-      alignas(64) static thread_local float waiting[kGroupRows * kTile];
-      bf16* place = to + row * out_stride + panel / 2 * kPanel;
-      const bool whole = (panel / 2 + 1) * kPanel <= outputs;
-      for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) {
-        float* const kept = waiting + (row + i) % kGroupRows * kTile;
-        if (!whole)
-          put_silu_mul(sums, static_cast<int>(std::min<int64_t>(kTile, outputs - panel * kTile)), place + panel % 2 * kTile);
-        else if (panel % 2 == 0)
-          store(kept, silu_mul(sums));
-        else
-          stream_line(place, load(kept), silu_mul(sums));
       }
     });
   };
@@ -240,7 +205,6 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
     case Finish::kAdd:
       return run(single, kPanel, weights.outputs, [](auto... row) { put<float, true>(row...); });
     case Finish::kSiluMul:
-      if (streams(out, out_stride, rows)) return stream_silu_mul(half);
       return run(half, kTile, weights.outputs / 2, [](auto... row) { put_silu_mul(row...); });
   }
 }
@@ -254,9 +218,7 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
     for (int v = 0; v < kVectors; ++v) one.value[v] = splat(-__builtin_inff()), one.index[v] = ints{};
   ints lanes[kVectors];
   for (int i = 0; i < kPanel; ++i) lanes[i / kLanes][i % kLanes] = i;
-  const auto nothing = [](int64_t, int64_t, int) {};
-  for_panels(weights, x, x_stride, rows, 1, nothing, [&](int64_t panel, int64_t row, int count, const float* sums,
-                                                        int thread) {
+  for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int thread) {
     const int32_t first = static_cast<int32_t>(panel * kPanel);
     for (int i = 0; i < count; ++i) {
       Best& one = found[thread * rows + row + i];
