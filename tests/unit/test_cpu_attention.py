@@ -254,10 +254,10 @@ def test_one_query_has_the_bits_of_many(
 ) -> None:
     """A decode of few heads is computed in another way than a prompt: with weights of almost 0, and tiny values."""
     shape = Shape(2 * group, 2, *dims)
-    whole = make_step(shape, [(600, 600)], magnitude=8.0)
+    whole = make_step(shape, [(600, 600)], magnitude=1.0 if factor == 1.0 else 8.0)
     whole = replace(whole, v=(whole.v.float() * factor).to(whole.v.dtype))
     expected = whole.run(CpuAttention(library))
-    for at in (0, 1, 31, 32, 254, 255, 256, 289, 511, 599):
+    for at in (0, 1, 31, 32, 254, 255, 256, 511, *range(33, 600, 27)):
         batch = replace(
             whole.batch,
             positions=whole.batch.positions[at : at + 1],
