@@ -64,10 +64,15 @@ class Size(click.ParamType[int]):
 @click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]")
 @click.option("--cpu-kernels", default="auto", help="auto, amx, avx512, generic or torch (no native code).")
 @click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="Replay decode steps on a GPU.")
+@click.option("--quantization", "-q", default="auto", help="auto (as stored), int8 or int4: of the weights.")
+@click.option(
+    "--quantization-group-size", type=int, default=None, help="Inputs with one scale: 32, 64, 128.  [default: 128]"
+)
 @click.option("--context-len", type=int, default=None, help="Tokens of prompt and answer.  [default: the model's]")
 @click.option("--page-size", type=int, default=16, help="Tokens per page of the KV cache.")
 @click.option("--kv-tokens", type=int, default=None, help="Size of the KV cache in tokens.")
 @click.option("--kv-memory", type=Size(), default=None, help="Size of the KV cache per rank, e.g. 2GiB.")
+@click.option("--kv-cache-dtype", "--kv-dtype", "kv_dtype", default="auto", help="auto (the model's) or int8.")
 @click.option("--prefix-cache/--no-prefix-cache", default=True, help="Share the KV of common prefixes.")
 @click.option("--max-running", type=int, default=256, help="Requests that run at once.")
 @click.option("--max-waiting", type=int, default=10_000, help="Requests that may wait.")
@@ -97,10 +102,11 @@ class Size(click.ParamType[int]):
 @click.version_option(VERSION)
 def main(
     model: str, dtype: str, device: str, tp: int, threads: int | None, cpu_kernels: str, cuda_graphs: bool,
-    context_len: int | None, page_size: int, kv_tokens: int | None, kv_memory: int | None, prefix_cache: bool,
-    max_running: int, max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str,
-    admission: str, ageing: float, steps_in_flight: int, speculation: str, num_speculative_tokens: int,
-    prompt_lookup_min: int, prompt_lookup_max: int, record: Path | None, run_dir: Path | None, listen: str | None,
+    quantization: str, quantization_group_size: int | None, context_len: int | None, page_size: int,
+    kv_tokens: int | None, kv_memory: int | None, kv_dtype: str, prefix_cache: bool, max_running: int,
+    max_waiting: int, max_batch_tokens: int, chunk_tokens: int, itl_target_ms: float, policy: str, admission: str,
+    ageing: float, steps_in_flight: int, speculation: str, num_speculative_tokens: int, prompt_lookup_min: int,
+    prompt_lookup_max: int, record: Path | None, run_dir: Path | None, listen: str | None,
     log_level: str, parent_fd: int | None, start_timeout: float, freeze_timeout: float, restarts: int,
     drain_timeout: float, http: HttpConfig,
 ) -> None:  # fmt: skip
@@ -120,9 +126,18 @@ def main(
             config = ClusterConfig(
                 run_dir=str(directory.path),
                 model=ModelConfig(
-                    str(path.resolve()), dtype, device, context_len, tp, threads, cpu_kernels, cuda_graphs
+                    str(path.resolve()),
+                    dtype,
+                    device,
+                    context_len,
+                    tp,
+                    threads,
+                    cpu_kernels,
+                    cuda_graphs,
+                    quantization,
+                    quantization_group_size,
                 ),
-                cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache),
+                cache=CacheConfig(page_size, kv_tokens, kv_memory, prefix_cache, kv_dtype),
                 scheduler=SchedulerConfig(
                     max_running=max_running,
                     max_batch_tokens=max_batch_tokens,

@@ -1,5 +1,5 @@
 """What HTTP costs: tokens per second of streamed answers through the gateway and over the cluster's own socket, one
-after the other on the same cluster, and the gateway's memory per idle connection.
+after the other on the same cluster, the gateway's CPU time per streamed chunk, and its memory per idle connection.
 
     python -m bench.gateway                   # the demo model, 1, 32 and 256 requests at once
 """
@@ -59,6 +59,12 @@ async def over_http(url: str, concurrency: int, requests: int, tokens: int) -> f
         return got / (time.perf_counter() - begin)
 
 
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
 async def idle_bytes(url: str, pid: int) -> float:
     """Memory of the gateway per open connection that does nothing, after a request on it."""
     gateway = psutil.Process(pid)
@@ -87,25 +93,30 @@ def main(model: Path | None, concurrency: tuple[int, ...], tokens: int, repeats:
     flags = ["--port", "0", *([] if model is None else ["--model", str(model)])]
     with started(*flags) as info:
         ipc, url = info["addresses"]["frontend"], info["addresses"]["http"]
+        gateway = info["pids"]["gateway"]
         rows: list[dict[str, Any]] = []
         for at_once in concurrency:
             requests = max(8, 2 * at_once)
             rates: dict[str, list[float]] = {"ipc": [], "http": []}
+            busy: list[float] = []
             for _ in range(repeats):
                 rates["ipc"].append(uvloop.run(over_ipc(ipc, at_once, requests, tokens)))
+                before = cpu_seconds(gateway)
                 rates["http"].append(uvloop.run(over_http(url, at_once, requests, tokens)))
+                busy.append((cpu_seconds(gateway) - before) / (requests * tokens))
             own, through = median(rates["ipc"]), median(rates["http"])
             # what a token costs more: on one busy core this is the gateway's and the HTTP client's work for a chunk
             cost = (1 / through - 1 / own) * 1e6
-            rows.append({"concurrency": at_once, "ipc": own, "http": through, "us_per_chunk": cost})
-        idle = uvloop.run(idle_bytes(url, info["pids"]["gateway"]))
+            found = {"concurrency": at_once, "ipc": own, "http": through, "us_per_chunk": cost}
+            rows.append(found | {"gateway_cpu_us": median(busy) * 1e6})
+        idle = uvloop.run(idle_bytes(url, gateway))
     if as_json:
         click.echo(json.dumps({"rows": rows, "bytes_per_idle_connection": idle}))
         return
-    click.echo("requests at once   ipc tokens/s   http tokens/s   ratio   us per chunk")
+    click.echo("requests at once   ipc tokens/s   http tokens/s   ratio   us per chunk   us of gateway CPU per chunk")
     for row in rows:
         rates = f"{row['ipc']:>14,.0f} {row['http']:>15,.0f} {row['http'] / row['ipc']:>7.2f}"
-        click.echo(f"{row['concurrency']:>16} {rates} {row['us_per_chunk']:>14.1f}")
+        click.echo(f"{row['concurrency']:>16} {rates} {row['us_per_chunk']:>14.1f} {row['gateway_cpu_us']:>29.1f}")
     click.echo(f"memory per idle connection: {idle / 1024:.1f} KiB")
 
 

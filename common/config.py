@@ -18,6 +18,9 @@ ADMISSIONS = ("ratio", "peak", "reserve")
 SPECULATIONS = ("off", "ngram")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "int8", "int4")
+QUANTIZATION_GROUP_SIZES = (32, 64, 128)
+KV_DTYPES = ("auto", "int8")
 CPU_KERNELS = ("auto", "amx", "avx512", "generic", "torch")
 
 
@@ -36,6 +39,8 @@ class ModelConfig:
 
     `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those.
     `cuda_graphs` replays decode steps on GPUs.
+    `quantization` "auto" takes weights as they are stored, other names bring plain weights into fewer bits while they
+    are read; `quantization_group_size` inputs have a scale in common with int4.
     """
 
     path: str
@@ -46,11 +51,21 @@ class ModelConfig:
     threads: int | None = None
     cpu_kernels: str = "auto"
     cuda_graphs: bool = True
+    quantization: str = "auto"
+    quantization_group_size: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         _check(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
         _check(self.cpu_kernels in CPU_KERNELS, "cpu_kernels", f"one of {', '.join(CPU_KERNELS)}")
+        _check(self.quantization in QUANTIZATIONS, "quantization", f"one of {', '.join(QUANTIZATIONS)}")
+        size, sizes = self.quantization_group_size, ", ".join(map(str, QUANTIZATION_GROUP_SIZES))
+        _check(size is None or size in QUANTIZATION_GROUP_SIZES, "quantization_group_size", f"one of {sizes}")
+        _check(
+            size is None or self.quantization == "int4",
+            "quantization_group_size",
+            "left out unless quantization is int4",
+        )
         _check(1 <= self.tp <= 64, "tp", "between 1 and 64")
         _check(self.context_len is None or self.context_len >= 2, "context_len", "at least 2")
         _check(self.threads is None or 1 <= self.threads <= 1024, "threads", "between 1 and 1024")
@@ -58,17 +73,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: `kv_tokens` when given, else as many tokens as fit in `kv_bytes` per rank."""
+    """The KV cache: `kv_tokens` when given, else as many tokens as fit in `kv_bytes` per rank. `kv_dtype` "auto" is the
+    model's precision, "int8" one byte a number and a scale per token and head."""
 
     page_size: int = 16
     kv_tokens: int | None = None
     kv_bytes: int | None = None
     prefix_cache: bool = True
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         _check(1 <= self.page_size <= 4096, "page_size", "between 1 and 4096 tokens")
         _check(self.kv_tokens is None or self.kv_tokens >= self.page_size, "kv_tokens", "at least one page")
         _check(self.kv_bytes is None or self.kv_bytes > 0, "kv_memory", "more than 0 bytes")
+        _check(self.kv_dtype in KV_DTYPES, "kv_cache_dtype", f"one of {', '.join(KV_DTYPES)}")
 
 
 @dataclass(frozen=True, slots=True)

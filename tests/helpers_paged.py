@@ -1,7 +1,7 @@
 """Greedy generation through `LanguageModel.forward` over shuffled pages: a scheduler in a few lines, for tests."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +27,12 @@ class Row:
     pages: list[int]
     cached: int = 0
     output: list[int] = field(default_factory=list)
+
+
+def poison(cache: KVCache) -> None:
+    """Fill every slot with NaN: what is read without having been written shows."""
+    for numbers in (*cache.k_scales, *cache.v_scales) if cache.spec.int8 else (*cache.k, *cache.v):
+        numbers.fill_(float("nan"))
 
 
 def make_batch(rows: list[Row], q_lens: list[int], page_size: int) -> ForwardBatch:
@@ -64,19 +70,19 @@ def generate(
     page_size: int = 16,
     chunk: int = 10_000,
     seed: int = 0,
-    poison: bool = True,
+    poisoned: bool = True,
+    int8: bool = False,
     tp: TensorParallel | None = None,
 ) -> list[list[int]]:
     """Greedy continuations of all prompts, run together: prefills in chunks of at most `chunk` tokens beside decodes.
 
-    Pages are handed out in random order; with `poison`, every slot that was not written holds NaN. With several
-    ranks all of them call this alike, and follow the tokens of rank 0.
+    Pages are handed out in random order; with `poisoned`, every slot that was not written holds NaN. The cache is in
+    the model's precision or in int8. With several ranks all of them call this alike, and follow the tokens of rank 0.
     """
     need = [-(-(len(prompt) + new_tokens) // page_size) for prompt in prompts]
-    cache = KVCache(model.kv_spec, sum(need) + 3, page_size)
-    if poison:
-        for pages in (*cache.k, *cache.v):
-            pages.fill_(float("nan"))
+    cache = KVCache(replace(model.kv_spec, int8=int8), sum(need) + 3, page_size)
+    if poisoned:
+        poison(cache)
     free = list(range(cache.num_pages))
     random.Random(seed).shuffle(free)
     rows = [Row(list(prompt), [free.pop() for _ in range(n)]) for prompt, n in zip(prompts, need, strict=True)]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.cpu.memory import HugePages
+from worker_proc.quantization.kv import dequantize_heads, quantize_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,17 @@ class KVSpec:
     num_kv_heads: int  # local to the rank
     k_head_dim: int
     v_head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which attention computes
+    int8: bool = False  # held as one byte a number and one float32 scale per token and head
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers, on one rank."""
-        return self.num_layers * self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
+        if self.int8:
+            head = self.k_head_dim + self.v_head_dim + 2 * torch.float32.itemsize
+        else:
+            head = (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
+        return self.num_layers * self.num_kv_heads * head
 
 
 class KVCache:
@@ -31,6 +37,8 @@ class KVCache:
 
     Pages `0 .. num_pages - 1` belong to the block pool. Page `num_pages` (`scratch_page`) takes the writes of padding
     tokens and is never read for a result. A slot is `page * page_size + offset`.
+
+    In int8, `k_scales` and `v_scales` of a layer are `[num_pages + 1, num_kv_heads, page_size]`, else there are none.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
@@ -45,17 +53,28 @@ class KVCache:
         k_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.k_head_dim)
         v_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.v_head_dim)
         # The system hands out memory only when a page is first written: nothing is zeroed here.
-        self.k = [_pages(k_shape, spec.dtype, torch.device(device)) for _ in range(spec.num_layers)]
-        self.v = [_pages(v_shape, spec.dtype, torch.device(device)) for _ in range(spec.num_layers)]
+        dtype, layers = torch.int8 if spec.int8 else spec.dtype, range(spec.num_layers)
+        self.k = [_pages(k_shape, dtype, torch.device(device)) for _ in layers]
+        self.v = [_pages(v_shape, dtype, torch.device(device)) for _ in layers]
+        scaled = layers if spec.int8 else ()
+        self.k_scales = [torch.empty(k_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
+        self.v_scales = [torch.empty(v_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a layer at `slots` (int64 `[N]`), as `[N, num_kv_heads, head_dim]` each."""
+        """K and V of a layer at `slots` (int64 `[N]`), as `[N, num_kv_heads, head_dim]`, in the dtype of `spec`."""
         pages, offsets = slots // self.page_size, slots % self.page_size
-        return self.k[layer][pages, :, offsets], self.v[layer][pages, :, offsets]
+        k, v = self.k[layer][pages, :, offsets], self.v[layer][pages, :, offsets]
+        if self.spec.int8:
+            k = dequantize_heads(k, self.k_scales[layer][pages, :, offsets], self.spec.dtype)
+            v = dequantize_heads(v, self.v_scales[layer][pages, :, offsets], self.spec.dtype)
+        return k, v
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store `k`, `v` `[T, num_kv_heads, head_dim]` at `slot_mapping` (int64 `[T]`)."""
         pages, offsets = slot_mapping // self.page_size, slot_mapping % self.page_size
+        if self.spec.int8:
+            k, self.k_scales[layer][pages, :, offsets] = quantize_heads(k)
+            v, self.v_scales[layer][pages, :, offsets] = quantize_heads(v)
         self.k[layer][pages, :, offsets] = k
         self.v[layer][pages, :, offsets] = v
 
@@ -76,7 +95,7 @@ class KVCache:
         device = self.k[0].device
         source = torch.tensor(src, dtype=torch.int64, device=device)
         target = torch.tensor(dst, dtype=torch.int64, device=device)
-        for pages in (*self.k, *self.v):
+        for pages in (*self.k, *self.v, *self.k_scales, *self.v_scales):
             pages.index_copy_(0, target, pages.index_select(0, source))
 
 

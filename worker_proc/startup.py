@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from worker_proc.models.describe import describe
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.scheme import Scheme, load_time_scheme
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +70,18 @@ def load_worker(
     if library is not None:
         library.set_threads(torch.get_num_threads())
     attention = choose_attention(library, dtype, device)
+    scheme = choose_scheme(config, device)
     model: LanguageModel = load_model(
-        model_config.path, dtype=dtype, device=device, tp=tp, attention=attention, native=library, progress=progress
+        model_config.path,
+        dtype=dtype,
+        device=device,
+        tp=tp,
+        attention=attention,
+        native=library,
+        quantization=scheme,
+        progress=progress,
     )
-    spec, page_size = model.kv_spec, config.cache.page_size
+    spec, page_size = replace(model.kv_spec, int8=config.cache.kv_dtype == "int8"), config.cache.page_size
     activations, steps = 0, config.scheduler
     if device.type == "cuda":
         from worker_proc.cuda.startup import measure_activations
@@ -116,6 +125,8 @@ def load_worker(
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "kernels": kernels,
+        "quantization": info.quantization or (str(scheme) if scheme is not None else "none"),
+        "kv_cache_dtype": "int8" if spec.int8 else str(spec.dtype).removeprefix("torch."),
     }
     return LoadedWorker(runner, tp, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
 
@@ -144,9 +155,20 @@ def choose_device(model: ModelConfig, rank: int) -> torch.device:
 
 
 def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
-    """The configured precision; "auto" is the one in which the checkpoint is stored."""
+    """The configured precision; "auto" is the one in which the checkpoint is stored, but bfloat16 for codes whose
+    scales are float16: the native kernels know no float16, and scales are held in float32 anyway."""
     name = info.dtype if model.dtype == "auto" else model.dtype
+    if model.dtype == "auto" and info.quantization is not None and name == "float16":
+        name = "bfloat16"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def choose_scheme(config: ClusterConfig, device: torch.device) -> Scheme | None:
+    """How plain weights are brought into fewer bits while they are read. Raises ConfigError for int8 KV on a GPU."""
+    model = config.model
+    if device.type != "cpu" and config.cache.kv_dtype != "auto":
+        raise ConfigError(f"kv-cache-dtype {config.cache.kv_dtype}: supported on CPUs only")
+    return load_time_scheme(model.quantization, model.quantization_group_size)
 
 
 def choose_kernels(model: ModelConfig, device: torch.device) -> NativeLibrary | None:

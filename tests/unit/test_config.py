@@ -14,6 +14,7 @@ from common.config import (
     CONFIG_FILE,
     CPU_KERNELS,
     DTYPES,
+    KV_DTYPES,
     POLICIES,
     SPECULATIONS,
     CacheConfig,
@@ -38,11 +39,15 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         tp=draw(st.integers(1, 64)),
         threads=draw(st.none() | st.integers(1, 1024)),
         cpu_kernels=draw(st.sampled_from(CPU_KERNELS)),
+        **draw(
+            st.sampled_from([{}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 64}])
+        ),
     )
     page_size = draw(st.integers(1, 4096))
     cache = CacheConfig(
-        page_size, draw(st.none() | st.integers(page_size, 10**9)), draw(st.none() | positive), draw(st.booleans())
-    )
+        page_size, draw(st.none() | st.integers(page_size, 10**9)), draw(st.none() | positive), draw(st.booleans()),
+        draw(st.sampled_from(KV_DTYPES)),
+    )  # fmt: skip
     max_running = draw(st.integers(1, 4096))
     max_batch_tokens = draw(st.integers(max_running, 2**20))
     scheduler = SchedulerConfig(
@@ -119,6 +124,10 @@ def build(section: str, **values: Any) -> Any:
         ("cache", {"page_size": 4097}, "page-size"),
         ("cache", {"kv_tokens": 15}, "kv-tokens"),
         ("cache", {"kv_bytes": 0}, "kv-memory"),
+        ("cache", {"kv_dtype": "fp8"}, "kv-cache-dtype"),
+        ("model", {"quantization": "awq"}, "quantization"),
+        ("model", {"quantization": "int4", "quantization_group_size": 48}, "quantization-group-size"),
+        ("model", {"quantization": "int8", "quantization_group_size": 64}, "quantization-group-size"),
         ("supervision", {"freeze_timeout_s": 0.5}, "freeze-timeout"),
         ("supervision", {"restarts": -1}, "restarts"),
         ("supervision", {"restart_window_s": 0.0}, "restart-window"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
-from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
+from tests.helpers_paged import NEW_TOKENS, generate, make_prompts, poison
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
@@ -44,6 +44,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
     softcap: float | None = None
+    int8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,17 @@ class Step:
 
     def exact(self) -> "Step":
         """The same numbers in float32, for the reference to tell what is right."""
-        spec = replace(self.cache.spec, dtype=torch.float32)
+        return self.plain(torch.float32)
+
+    def plain(self, dtype: torch.dtype) -> "Step":
+        """The numbers that the cache holds, dequantized, in another precision."""
+        spec = replace(self.cache.spec, dtype=dtype, int8=False)
         cache = KVCache(spec, self.cache.num_pages, self.cache.page_size)
-        for mine, theirs in zip((*cache.k, *cache.v), (*self.cache.k, *self.cache.v), strict=True):
-            mine.copy_(theirs)
-        return replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float(), cache=cache)
+        every = torch.arange((cache.num_pages + 1) * cache.page_size)
+        k, v = self.cache.read(1, every)
+        cache.write(1, k.to(dtype), v.to(dtype), every)
+        k, v = cache.read(1, self.batch.slot_mapping)
+        return replace(self, q=self.q.to(dtype), k=k, v=v, cache=cache)
 
 
 def make_step(shape: Shape, lengths: Lengths, *, shared: int = 0, seed: int = 0, magnitude: float = 1.0) -> Step:
@@ -103,11 +110,11 @@ def make_step(shape: Shape, lengths: Lengths, *, shared: int = 0, seed: int = 0,
     torch.manual_seed(seed)
     lengths = sorted(lengths, key=lambda row: row[0] == 1)
     size = shape.page_size
-    spec = KVSpec(2, shape.kv_heads, shape.k_dim, shape.v_dim, shape.dtype)
+    spec = KVSpec(2, shape.kv_heads, shape.k_dim, shape.v_dim, shape.dtype, shape.int8)
     counts = [-(-total // size) for _, total in lengths]
     cache = KVCache(spec, sum(counts) + 2, size)
-    for pages in (*cache.k, *cache.v):
-        pages.fill_(float("nan"))
+    plain = KVCache(replace(spec, int8=False), cache.num_pages, size)
+    poison(cache)
     free = list(range(cache.num_pages))
     random.Random(seed).shuffle(free)
     tables = [[free.pop() for _ in range(count)] for count in counts]
@@ -118,7 +125,9 @@ def make_step(shape: Shape, lengths: Lengths, *, shared: int = 0, seed: int = 0,
     for table, (_, total) in zip(tables, lengths, strict=True):
         old = torch.tensor([table[p // size] * size + p % size for p in range(total)])
         k, v = torch.randn(total, shape.kv_heads, shape.k_dim), torch.randn(total, shape.kv_heads, shape.v_dim)
-        cache.write(1, k.to(shape.dtype), v.to(shape.dtype), old)
+        k, v = k.to(shape.dtype), v.to(shape.dtype)
+        cache.write(1, k, v, old)
+        plain.write(1, k, v, old)
     slots = torch.tensor(
         [
             table[p // size] * size + p % size
@@ -126,7 +135,7 @@ def make_step(shape: Shape, lengths: Lengths, *, shared: int = 0, seed: int = 0,
             for p in range(total - new, total)
         ]
     )
-    k, v = cache.read(1, slots)
+    k, v = plain.read(1, slots)
     batch = ForwardBatch(
         token_ids=torch.zeros(len(slots), dtype=torch.int64),
         positions=torch.cat([torch.arange(total - new, total) for new, total in lengths]),
@@ -155,6 +164,8 @@ def check(library: NativeLibrary, step: Step) -> None:
     expected = step.exact().run(ReferenceAttention())
     out = step.run(CpuAttention(library))
     assert out.dtype == step.q.dtype
+    if step.shape.int8:
+        assert torch.equal(out, step.plain(step.shape.dtype).run(CpuAttention(library))), "what the codes stand for"
     if step.shape.dtype == torch.float32:
         torch.testing.assert_close(out, expected, atol=3e-6, rtol=3e-5)
     else:
@@ -173,6 +184,7 @@ olds = st.sampled_from(EDGES) | st.integers(0, 700)
     dims=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (16, 16), (24, 40), (7, 3)]),
     page_size=st.sampled_from([1, 3, 8, 16, 32, 48, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    int8=st.booleans(),
     window=st.sampled_from([None, None, 1, 31, 100, 256, 300]),
     softcap=st.sampled_from([None, None, 2.0]),
     shared=st.sampled_from([0, 40, 256, 513]),
@@ -186,6 +198,7 @@ def test_equals_the_reference(
     dims: tuple[int, int],
     page_size: int,
     dtype: torch.dtype,
+    int8: bool,
     window: int | None,
     softcap: float | None,
     shared: int,
@@ -193,23 +206,27 @@ def test_equals_the_reference(
 ) -> None:
     lengths = [(new, old + new) for new, old in chunks] + [(1, old + 1) for old in decodes]
     if lengths:
-        shape = Shape(*heads, *dims, page_size, dtype, window, softcap)
+        shape = Shape(*heads, *dims, page_size, dtype, window, softcap, int8)
         check(library, make_step(shape, lengths, shared=shared, seed=seed))
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [16, 17])
-def test_long_contexts(library: NativeLibrary, dtype: torch.dtype, page_size: int) -> None:
+def test_long_contexts(library: NativeLibrary, dtype: torch.dtype, page_size: int, int8: bool) -> None:
     lengths = [(1, total) for total in (4095, 4096, 4097)] + [(5, 4097), (1030, 1030), (600, 4097)]
-    check(library, make_step(Shape(page_size=page_size, dtype=dtype), lengths))
+    check(library, make_step(Shape(page_size=page_size, dtype=dtype, int8=int8), lengths))
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 40, 300])
-def test_a_rows_bits_depend_on_that_row_alone(library: NativeLibrary, dtype: torch.dtype, window: int | None) -> None:
+def test_a_rows_bits_depend_on_that_row_alone(
+    library: NativeLibrary, dtype: torch.dtype, window: int | None, int8: bool
+) -> None:
     """Nor on sharing, nor on the number of threads."""
     lengths = [(1, total) for total in (520, 515, 700, 1000, 1, 300, 257)] + [(40, 552), (300, 900), (2, 600)]
-    shape = Shape(heads=14, kv_heads=2, k_dim=128, v_dim=128, dtype=dtype, window=window)
+    shape = Shape(heads=14, kv_heads=2, k_dim=128, v_dim=128, dtype=dtype, window=window, int8=int8)
     step = make_step(shape, lengths, shared=512)
     together = step.run(CpuAttention(library))
     assert torch.equal(together, step.run(CpuAttention(library, share=False)))
@@ -224,11 +241,14 @@ def test_a_rows_bits_depend_on_that_row_alone(library: NativeLibrary, dtype: tor
         assert torch.equal(together[begin:end], step.alone(row).run(CpuAttention(library))), f"row {row}"
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [Shape(), Shape(14, 2, 96, 80), Shape(1, 1, page_size=5), Shape(4, 1, window=300)])
-def test_a_tokens_bits_do_not_depend_on_chunks(library: NativeLibrary, shape: Shape, dtype: torch.dtype) -> None:
+def test_a_tokens_bits_do_not_depend_on_chunks(
+    library: NativeLibrary, shape: Shape, dtype: torch.dtype, int8: bool
+) -> None:
     """A prompt in one piece, in uneven pieces, and token by token, as after a prefix hit or a preemption."""
-    shape = replace(shape, dtype=dtype)
+    shape = replace(shape, dtype=dtype, int8=int8)
     whole = make_step(shape, [(1100, 1100)])
     expected = whole.run(CpuAttention(library))
     for begin, end in ((0, 1), (0, 300), (300, 303), (255, 256), (256, 257), (303, 700), (700, 701), (701, 1100)):
@@ -298,12 +318,21 @@ def test_q_k_v_may_be_parts_of_one_tensor(library: NativeLibrary) -> None:
         assert torch.equal(other.run(CpuAttention(library)), expected)
 
 
-def test_writes_what_the_cache_would(library: NativeLibrary) -> None:
-    step = make_step(Shape(page_size=5, k_dim=24, v_dim=40), [(7, 20), (1, 30)])
-    k, v = torch.randn_like(step.k.float()).bfloat16(), torch.randn_like(step.v.float()).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-33, 1.0, 1e6])
+def test_writes_what_the_cache_would(library: NativeLibrary, dtype: torch.dtype, int8: bool, magnitude: float) -> None:
+    step = make_step(Shape(page_size=5, k_dim=24, v_dim=40, dtype=dtype, int8=int8), [(70, 90), (1, 30)])
+    k, v = (torch.randn(x.shape).mul(magnitude).to(dtype) for x in (step.k, step.v))
+    k[3] = (torch.arange(24) - 12) * 0.5 * magnitude  # ties
+    k[3, :, 0] = 127 * magnitude
     NativeAttention(library).step(step.batch, step.cache, 4).write(0, k, v)
     found = step.cache.read(0, step.batch.slot_mapping)
-    assert torch.equal(found[0], k) and torch.equal(found[1], v)
+    step.cache.write(1, k, v, step.batch.slot_mapping)
+    expected = step.cache.read(1, step.batch.slot_mapping)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    if not int8:
+        assert torch.equal(found[0], k) and torch.equal(found[1], v)
 
 
 # grouped heads; a sliding window; biases and no rotary; through transformers, with soft caps and alternating windows

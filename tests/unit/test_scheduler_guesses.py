@@ -146,7 +146,7 @@ def test_a_loss_of_the_workers_while_guesses_are_in_flight():
     rig.add(1, range(5), 20)
     rig.step()
     rig.scheduler.plan(1)
-    rig.scheduler.reset(1)
+    assert rig.scheduler.reset(1, rig.now, crashed=True) == []
     rig.restart_worker()
     rig.run()
     assert rig.out[1] == solo_output(list(range(5)), 20)

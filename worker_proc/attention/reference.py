@@ -58,7 +58,7 @@ class ReferenceAttention:
             stop = start + batch.q_lens[row]
             kv_len = batch.kv_lens_host[row]
             queries = q[start:stop].transpose(0, 1)[None]
-            if kv_len == batch.q_lens[row] and (window is None or window >= kv_len):
+            if kv_len == batch.q_lens[row] and (window is None or window >= kv_len) and not cache.spec.int8:
                 # A whole prompt in one chunk: its keys are at hand, and the plain causal kernel needs no mask.
                 now = slice(start, stop)
                 result = _causal(queries, k[now].transpose(0, 1)[None], v[now].transpose(0, 1)[None], scale, softcap)

@@ -22,7 +22,7 @@ class BatchStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("num_rows", "num_heads", "num_kv_heads", "k_dim", "v_dim", "page_size")),
         ("dtype", c_int32),
-        ("reserved", c_int32),
+        ("kv_int8", c_int32),
         *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
         *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
         ("page_table", c_void_p),
@@ -43,6 +43,7 @@ class LayerStruct(ctypes.Structure):
         ("softcap", c_float),
         ("window", c_int32),
         ("reserved", c_int32),
+        *((name, c_void_p) for name in ("k_scales", "v_scales")),
     )
 
 
@@ -61,7 +62,7 @@ class NativeAttention:
             (
                 "rhizome_kv_write",
                 None,
-                (pointer(BatchStruct), c_int64, *(c_void_p, c_int64) * 2, *(c_void_p,) * 3),
+                (pointer(BatchStruct), c_int64, *(c_void_p, c_int64) * 2, *(c_void_p,) * 5),
             ),
         ):
             function = getattr(self._functions, name)
@@ -86,6 +87,7 @@ class NativeAttention:
             v_dim=spec.v_head_dim,
             page_size=cache.page_size,
             dtype=DTYPES[spec.dtype],
+            kv_int8=spec.int8,
             page_table=table.data_ptr(),
             table_stride=table.shape[1],
             q_starts=numbers.data_ptr(),
@@ -129,7 +131,7 @@ class AttentionStep:
         slots = self.batch.slot_mapping
         self._functions.rhizome_kv_write(
             self.struct, k.shape[0], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(),
-            self._cache.k[layer].data_ptr(), self._cache.v[layer].data_ptr(),
+            self._cache.k[layer].data_ptr(), self._cache.v[layer].data_ptr(), *self._scales(layer),
         )  # fmt: skip
 
     def attend(
@@ -140,6 +142,7 @@ class AttentionStep:
         if not scale > 0 or (softcap is not None and not softcap > 0):
             raise ValueError(f"attention: scale {scale} and softcap {softcap} must be positive")
         q = self._ready(q)
+        k_scales, v_scales = self._scales(layer)
         out = q.new_empty(q.shape[0], q.shape[1], self.struct.v_dim)
         self._functions.rhizome_attention(
             self.struct,
@@ -153,9 +156,15 @@ class AttentionStep:
                 scale=scale,
                 softcap=softcap or 0.0,
                 window=window or 0,
+                k_scales=k_scales,
+                v_scales=v_scales,
             ),
         )
         return out
+
+    def _scales(self, layer: int) -> tuple[int | None, int | None]:
+        cache = self._cache
+        return (cache.k_scales[layer].data_ptr(), cache.v_scales[layer].data_ptr()) if cache.spec.int8 else (None, None)
 
     def _ready(self, x: Tensor) -> Tensor:
         """`x` `[T, H, D]` with the heads of a token one after another in memory; tokens may be anywhere."""

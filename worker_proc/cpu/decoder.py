@@ -26,6 +26,7 @@ class _LayerStruct(ctypes.Structure):
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "k_pages", "v_pages")),
+        *((name, c_void_p) for name in ("k_scales", "v_scales")),
         ("scale", c_float),
         ("window", c_int32),
     )
@@ -211,6 +212,9 @@ class CpuDecoder:
         for index, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
             self._layers[index].k_pages = k.data_ptr()
             self._layers[index].v_pages = v.data_ptr()
+            if cache.spec.int8:
+                self._layers[index].k_scales = cache.k_scales[index].data_ptr()
+                self._layers[index].v_scales = cache.v_scales[index].data_ptr()
 
     def _room(self, tokens: int) -> int:
         """The address of a workspace for a step of `tokens`; it grows to that of the largest step seen."""

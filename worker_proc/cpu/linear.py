@@ -34,8 +34,12 @@ class MatrixStruct(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
         ("inputs", ctypes.c_int32),
         ("outputs", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("group", ctypes.c_int32),
     )
 
 
@@ -53,7 +57,7 @@ class PackedMatrix:
         self.inputs = inputs
         self.paired = paired
         self.bias: Tensor | None = None
-        self.struct = MatrixStruct(memory.data_ptr(), None, inputs, outputs)
+        self.struct = MatrixStruct(data=memory.data_ptr(), inputs=inputs, outputs=outputs)
 
     @staticmethod
     def packed_size(outputs: int, inputs: int, *, paired: bool = False) -> int:

@@ -10,9 +10,12 @@ from torch import Tensor
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
+from worker_proc.cpu.quantized import CodeSizes, PackedCodesTarget, QuantizedMatrix
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
 from worker_proc.models.loading import Part, WeightLoader, same_data
 from worker_proc.models.spec import DecoderSpec
+from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,12 @@ class PackedWeightPlan:
     """Plans all reads of one rank; after `load.run`, `finish` gives the weights. For the models that
     `worker_proc.cpu.decoder.supports` names."""
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, load: WeightLoader, native: NativeLibrary) -> None:
+    def __init__(
+        self, spec: DecoderSpec, shard: Shard, load: WeightLoader, native: NativeLibrary, source: WeightSource
+    ) -> None:
         self.load = load
         self.native = native
+        self.source = source
         layout = DecoderLayout(spec, shard, load.checkpoint)
         used, stored_head = set(), layout.head
         if spec.tied and layout.head is not None:  # stored although it is tied: held once if it is the same
@@ -65,14 +71,14 @@ class PackedWeightPlan:
         self._sizes = 0
         for parts in layout.layers:
             for linear in (parts.qkv, parts.o, parts.up, parts.down):
-                self._reserve(linear.weight, paired=linear is parts.up)
-        self._reserve((head,))
+                self._reserve(linear.weight, source.scheme(linear.weight), paired=linear is parts.up)
+        self._reserve((head,), source.head_scheme(head))
         self.memory = HugePages(self._sizes)
         self._after: list[Callable[[], object]] = []
 
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
-        self.head = self._matrix((head,))
+        self.head = self._matrix((head,), source.head_scheme(head))
         self.embedding: Tensor | None = None
         if stored_head is not None:
             self.embedding = load.tensor(layout.embedding)
@@ -83,8 +89,11 @@ class PackedWeightPlan:
             step()
         return PackedWeights(self.embedding, self.layers, self.norm, self.head)
 
-    def _reserve(self, parts: tuple[Part, ...], paired: bool = False) -> None:
+    def _reserve(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False) -> None:
         outputs, inputs = _shape(parts)
+        if scheme is not None:
+            self._sizes += CodeSizes.of(outputs, inputs, scheme, paired=paired).room()
+            return
         size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
         self._sizes += HugePages.room(size * torch.bfloat16.itemsize)
 
@@ -108,21 +117,26 @@ class PackedWeightPlan:
         return wide
 
     def _linear(self, parts: LinearParts, paired: bool = False) -> PackedMatrix:
-        matrix = self._matrix(parts.weight, paired)
+        matrix = self._matrix(parts.weight, self.source.scheme(parts.weight), paired)
         if parts.bias:
             bias = self.load.tensor(*parts.bias)
             if parts.adds_bias:
                 self._after.append(partial(matrix.set_bias, bias))
         return matrix
 
-    def _matrix(self, parts: tuple[Part, ...], paired: bool = False) -> PackedMatrix:
+    def _matrix(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False) -> PackedMatrix:
         outputs, inputs = _shape(parts)
-        size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
-        memory = self.memory.take(size, torch.bfloat16)
-        matrix = PackedMatrix(self.native, memory, outputs, inputs, paired=paired)
+        if scheme is not None:
+            matrix: PackedMatrix = QuantizedMatrix(self.native, self.memory, outputs, inputs, scheme, paired=paired)
+        else:
+            size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
+            matrix = PackedMatrix(self.native, self.memory.take(size, torch.bfloat16), outputs, inputs, paired=paired)
         output = 0
         for part, pairing in zip(parts, (Pairing.GATE, Pairing.UP) if paired else (Pairing.NONE,) * 3, strict=False):
-            self.load.into(part, _PackedTarget(matrix, output, pairing))
+            if isinstance(matrix, QuantizedMatrix):
+                self.source.into(part, matrix.scheme, PackedCodesTarget(matrix, output, pairing))
+            else:
+                self.load.into(part, _PackedTarget(matrix, output, pairing))
             if not paired:
                 output += part.local_shape()[0]
         return matrix

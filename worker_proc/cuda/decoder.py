@@ -1,7 +1,6 @@
 """The native decoder on a GPU: cuBLAS for the products, Triton for what stands between them."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
@@ -10,7 +9,7 @@ from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
-from worker_proc.models.layers import RMSNorm
+from worker_proc.models.layers import RMSNorm, look_up
 from worker_proc.models.rope import inverse_frequencies
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
@@ -38,14 +37,14 @@ class CudaDecoder:
         self._attention = TritonAttention()
         self._heads = shard.heads[1] - shard.heads[0]
         self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
-        device = weights.embedding.device
+        device = weights.norm.weight.device
         self._rotation = Rotation(inverse_frequencies(spec.rope).to(device), spec.rope.attention_factor)
 
     @property
     def kv_spec(self) -> KVSpec:
         """See `LanguageModel`."""
         dim = self.spec.head_dim
-        return KVSpec(self.spec.num_layers, self._kv_heads, dim, dim, self.weights.embedding.dtype)
+        return KVSpec(self.spec.num_layers, self._kv_heads, dim, dim, self.weights.norm.weight.dtype)
 
     @property
     def vocab_size(self) -> int:
@@ -73,16 +72,16 @@ class CudaDecoder:
         rows = batch.logit_rows
         last = None if delta is None else delta.index_select(0, rows)
         hidden = add_rms_norm(x.index_select(0, rows), last, _rms(self.weights.norm))
-        logits = self.tp.gather_to_rank0(F.linear(hidden, self.weights.head))
+        logits = self.tp.gather_to_rank0(self.weights.head(hidden))
         return logits[:, : self.spec.vocab_size]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.shard.size == 1:
-            return F.embedding(token_ids, self.weights.embedding)
+            return look_up(self.weights.embedding, token_ids)
         first, last = self.shard.vocab
         elsewhere = (token_ids < first) | (token_ids >= last)
         local = (token_ids - first).masked_fill_(elsewhere, 0)
-        x = F.embedding(local, self.weights.embedding).masked_fill_(elsewhere[:, None], 0)
+        x = look_up(self.weights.embedding, local).masked_fill_(elsewhere[:, None], 0)
         return self.tp.all_reduce(x)
 
     def _attend(self, index: int, layer: LayerWeights, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:

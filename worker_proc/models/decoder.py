@@ -8,7 +8,7 @@ from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
-from worker_proc.models.layers import ACTIVATION_FUNCTIONS
+from worker_proc.models.layers import ACTIVATION_FUNCTIONS, look_up
 from worker_proc.models.rope import Rope, rotate
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
@@ -34,8 +34,8 @@ class Decoder:
         self.attention = attention
         self.heads = shard.heads[1] - shard.heads[0]
         self.kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
-        self.dtype = weights.embedding.dtype
-        self.rope = Rope(spec.rope, weights.embedding.device) if spec.rope is not None else None
+        self.dtype = weights.norm.weight.dtype
+        self.rope = Rope(spec.rope, weights.norm.weight.device) if spec.rope is not None else None
         self.activation = ACTIVATION_FUNCTIONS[spec.activation]
 
     @property
@@ -57,17 +57,17 @@ class Decoder:
             x += self._attend(index, layer, layer.input_norm(x), angles, batch, cache)
             x += self._mlp(layer, layer.post_norm(x))
         hidden = self.weights.norm(x.index_select(0, batch.logit_rows))
-        logits = self.tp.gather_to_rank0(F.linear(hidden, self.weights.head))
+        logits = self.tp.gather_to_rank0(self.weights.head(hidden))
         return logits[:, : self.spec.vocab_size].float()
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         if self.shard.size == 1:
-            x = F.embedding(batch.token_ids, self.weights.embedding)
+            x = look_up(self.weights.embedding, batch.token_ids)
         else:
             first, last = self.shard.vocab
             elsewhere = (batch.token_ids < first) | (batch.token_ids >= last)
             local = (batch.token_ids - first).masked_fill_(elsewhere, 0)
-            x = F.embedding(local, self.weights.embedding).masked_fill_(elsewhere[:, None], 0)
+            x = look_up(self.weights.embedding, local).masked_fill_(elsewhere[:, None], 0)
             self.tp.all_reduce(x)
         if self.weights.positions is not None:
             x += F.embedding(batch.positions, self.weights.positions)

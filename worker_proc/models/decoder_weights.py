@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
-from worker_proc.models.layers import LayerNorm, Linear, RMSNorm
-from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.models.layers import LayerNorm, Linear, RMSNorm, Table
+from worker_proc.models.loading import Part, WeightLoader, same_data
 from worker_proc.models.spec import DecoderSpec
+from worker_proc.quantization.rows import QuantizedWeight
+from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.source import WeightSource
+from worker_proc.quantization.target import WeightTarget
 
 Norm = RMSNorm | LayerNorm
 
@@ -29,33 +32,38 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    embedding: Tensor  # [vocabulary rows of the rank, hidden]
+    embedding: Table  # [vocabulary rows of the rank, hidden]
     positions: Tensor | None  # [context, hidden], learned
     layers: tuple[LayerWeights, ...]
     norm: Norm
-    head: Tensor  # [vocabulary rows of the rank, hidden]; the embedding itself when tied
+    head: Linear  # [vocabulary rows of the rank, hidden]; the embedding itself when tied
 
 
 class DecoderWeightPlan:
     """Plans all reads of one rank; after `load.run`, `finish` gives the weights."""
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, load: WeightLoader) -> None:
+    def __init__(self, spec: DecoderSpec, shard: Shard, load: WeightLoader, source: WeightSource) -> None:
         self.spec = spec
         self.shard = shard
         self.load = load
+        self.source = source
         layout = DecoderLayout(spec, shard, load.checkpoint)
-        self.embedding = self._vocabulary(layout.embedding)
+        # An embedding that is the head too is held as the head is.
+        tied = layout.head is None or (spec.tied and _same(load, layout.head, layout.embedding))
+        self.embedding = self._vocabulary(layout.embedding, source.head_scheme(layout.embedding) if tied else None)
         self.positions = load.tensor(layout.positions) if layout.positions is not None else None
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
-        self.head = self._vocabulary(layout.head) if layout.head is not None else None
-        load.checkpoint.refuse_unexpected(load.used(), layout.harmless)
+        self.head, used = self.embedding, load.used()
+        if layout.head is not None and tied:
+            used = used | {layout.head.name}
+        elif layout.head is not None:
+            self.head = self._vocabulary(layout.head, source.head_scheme(layout.head))
+            used = load.used()
+        load.checkpoint.refuse_unexpected(used, layout.harmless)
 
     def finish(self) -> DecoderWeights:
-        head = self.head
-        if head is None or (self.spec.tied and torch.equal(head, self.embedding)):
-            head = self.embedding
-        return DecoderWeights(self.embedding, self.positions, self.layers, self.norm, head)
+        return DecoderWeights(self.embedding, self.positions, self.layers, self.norm, Linear(self.head, None))
 
     def _layer(self, parts: LayerParts) -> LayerWeights:
         return LayerWeights(
@@ -70,7 +78,8 @@ class DecoderWeightPlan:
         )
 
     def _linear(self, parts: LinearParts) -> Linear:
-        weight = self.load.tensor(*parts.weight)
+        scheme = self.source.scheme(parts.weight)
+        weight = self.load.tensor(*parts.weight) if scheme is None else self._quantized(parts.weight, scheme)
         bias = self.load.tensor(*parts.bias) if parts.bias else None
         return Linear(weight, bias if parts.adds_bias else None)
 
@@ -80,6 +89,21 @@ class DecoderWeightPlan:
             return RMSNorm(weight, self.spec.norm_eps)
         return LayerNorm(weight, self.load.tensor(parts.bias), self.spec.norm_eps)
 
-    def _vocabulary(self, part: Part) -> Tensor:
-        first, last = self.shard.vocab
-        return self.load.tensor(part, rows=last - first)
+    def _vocabulary(self, part: Part, scheme: Scheme | None) -> Table:
+        rows = self.shard.vocab[1] - self.shard.vocab[0]
+        return self.load.tensor(part, rows=rows) if scheme is None else self._quantized((part,), scheme, rows)
+
+    def _quantized(self, parts: tuple[Part, ...], scheme: Scheme, rows: int | None = None) -> QuantizedWeight:
+        shapes = [part.local_shape() for part in parts]
+        outputs, inputs = sum(shape[0] for shape in shapes) if rows is None else rows, shapes[0][1]
+        weight = QuantizedWeight.empty(outputs, inputs, scheme, self.load.dtype, self.load.device)
+        start = 0
+        for part, shape in zip(parts, shapes, strict=True):
+            self.source.into(part, scheme, WeightTarget(weight, start))
+            start += shape[0]
+        return weight
+
+
+def _same(load: WeightLoader, head: Part, embedding: Part) -> bool:
+    tensors = load.checkpoint.tensors
+    return head.name in tensors and same_data(load.checkpoint.entry(head.name), load.checkpoint.entry(embedding.name))

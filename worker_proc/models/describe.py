@@ -7,10 +7,12 @@ from typing import Any
 from worker_proc.errors import ModelError
 from worker_proc.models.interface import ModelInfo
 from worker_proc.models.spec import Config, check_servable, is_native, parse_spec, positive_int
+from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import Checkpoint, read_json
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CODE_DTYPES = ("I64", "I32", "U8", "I8")  # quantized weights, and what belongs to them
 
 
 def describe(path: str | Path) -> ModelInfo:
@@ -18,7 +20,7 @@ def describe(path: str | Path) -> ModelInfo:
     directory = Path(path)
     checkpoint = Checkpoint.open(directory)
     config = read_config(directory)
-    native = is_native(config)
+    native, stored = is_native(config), parse_stored(config)
     if native:
         spec = parse_spec(config)
         vocab_size, context_length = spec.vocab_size, spec.context_length
@@ -36,6 +38,7 @@ def describe(path: str | Path) -> ModelInfo:
         eos_token_ids=_eos_token_ids(directory, config),
         parameter_bytes=checkpoint.nbytes,
         dtype=_dtype(checkpoint),
+        quantization=stored.method if stored is not None else None,
     )
 
 
@@ -101,5 +104,6 @@ def _eos_token_ids(directory: Path, config: Config) -> tuple[int, ...]:
 def _dtype(checkpoint: Checkpoint) -> str:
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
-        sizes[_DTYPES.get(entry.dtype, "float32")] += entry.nbytes
+        if entry.dtype not in _CODE_DTYPES:
+            sizes[_DTYPES.get(entry.dtype, "float32")] += entry.nbytes
     return sizes.most_common(1)[0][0] if sizes else "float32"

@@ -21,7 +21,8 @@ class ModelInfo:
     context_length: int  # tokens
     eos_token_ids: tuple[int, ...]
     parameter_bytes: int  # of the stored tensors, over all ranks
-    dtype: str  # "float32", "bfloat16" or "float16": what most of the stored bytes are
+    dtype: str  # "float32", "bfloat16" or "float16": what most of the bytes of plain tensors are
+    quantization: str | None = None  # the method of a checkpoint that holds codes
 
 
 class LanguageModel(Protocol):

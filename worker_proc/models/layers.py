@@ -6,16 +6,26 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker_proc.quantization.rows import QuantizedWeight
+
+Table = Tensor | QuantizedWeight  # a matrix [rows, columns]
+
+
+def look_up(table: Table, rows: Tensor) -> Tensor:
+    """Rows of a table, `[len(rows), columns]`."""
+    return table.rows(rows) if isinstance(table, QuantizedWeight) else F.embedding(rows, table)
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """`x @ weight.T + bias`, with `weight` `[out, in]`."""
 
-    weight: Tensor
+    weight: Table
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        weight = self.weight.rows() if isinstance(self.weight, QuantizedWeight) else self.weight
+        return F.linear(x, weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ mapped file count as memory of the process.
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -23,6 +23,7 @@ from worker_proc.weights import Checkpoint, TensorEntry
 Progress = Callable[[int, int], None]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CODE_DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8}  # of quantized weights
 _PIECE_BYTES = 2**24  # that are read at once
 
 
@@ -63,8 +64,25 @@ class _TensorTarget:
         self.tensor[first : first + len(rows)].copy_(rows)
 
 
+class Read(Protocol):
+    """Something that is planned to be read. `entry` says where it begins, and is named in errors."""
+
+    @property
+    def entry(self) -> TensorEntry: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def run(self, open_file: "OpenFile") -> Iterator[int]:
+        """Read it piece by piece, giving the bytes of each."""
+        ...
+
+
+OpenFile = Callable[[TensorEntry], FileIO]
+
+
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _PartRead:
     entry: TensorEntry
     part: Part
     target: Target
@@ -72,6 +90,11 @@ class _Read:
     @property
     def nbytes(self) -> int:
         return math.prod(self.part.local_shape()) * _DTYPES[self.entry.dtype].itemsize
+
+    def run(self, open_file: OpenFile) -> Iterator[int]:
+        for first, rows in _pieces(open_file(self.entry), self):
+            self.target.copy_rows(first, rows)
+            yield rows.nbytes
 
 
 class WeightLoader:
@@ -81,7 +104,7 @@ class WeightLoader:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self._reads: list[_Read] = []
+        self._reads: list[Read] = []
         self._used: set[str] = set()
 
     def tensor(self, *parts: Part, rows: int | None = None) -> Tensor:
@@ -108,7 +131,12 @@ class WeightLoader:
             raise ModelError(part.name, list(entry.shape), f"shape in {entry.file.name} should be {expected}")
         self._used.add(entry.name)
         if part.local_shape()[0]:
-            self._reads.append(_Read(entry, part, target))
+            self._reads.append(_PartRead(entry, part, target))
+
+    def add(self, read: Read, names: Iterable[str]) -> None:
+        """Plan another kind of read, which uses the tensors `names`."""
+        self._reads.append(read)
+        self._used.update(names)
 
     def used(self) -> set[str]:
         """Names of the tensors that are planned to be read."""
@@ -123,18 +151,31 @@ class WeightLoader:
             progress(done, total)
         with ExitStack() as stack:
             files: dict[str, FileIO] = {}
+
+            def open_file(entry: TensorEntry) -> FileIO:
+                path = str(entry.file)
+                if path not in files:
+                    files[path] = stack.enter_context(FileIO(path))
+                    _read_ahead(files[path])
+                return files[path]
+
             for read in reads:
-                path = str(read.entry.file)
                 with _naming(read.entry):
-                    if path not in files:
-                        files[path] = stack.enter_context(FileIO(path))
-                        _read_ahead(files[path])
-                    for first, rows in _pieces(files[path], read):
-                        read.target.copy_rows(first, rows)
-                        done += rows.nbytes
+                    for count in read.run(open_file):
+                        done += count
                         if progress is not None:
                             progress(done, total)
         self._reads.clear()
+
+
+def read_tensor(file: FileIO, entry: TensorEntry) -> Tensor:
+    """A whole stored tensor, codes in integers included. Raises ModelError for another type."""
+    dtype = (_DTYPES | _CODE_DTYPES).get(entry.dtype)
+    if dtype is None or math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
+        raise ModelError(entry.name, entry.dtype, f"unexpected type or size of a tensor in {entry.file.name}")
+    tensor = torch.empty(entry.shape, dtype=dtype)
+    _fill(tensor, file, entry.begin)
+    return tensor
 
 
 def same_data(first: TensorEntry, second: TensorEntry) -> bool:
@@ -158,7 +199,7 @@ def _read_ahead(file: FileIO) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-def _pieces(file: FileIO, read: _Read) -> Iterator[tuple[int, Tensor]]:
+def _pieces(file: FileIO, read: _PartRead) -> Iterator[tuple[int, Tensor]]:
     """The rows of a part in pieces that are worth one read each, with the number of the first of them."""
     part = read.part
     if part.transposed:  # a row is a column of the file: all of it at once
@@ -178,14 +219,18 @@ def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
     begin, end = part.rows or (0, part.shape[0])
     rows = torch.empty((end - begin, *part.shape[1:]), dtype=_DTYPES[entry.dtype])
     row_bytes = rows.nbytes // max(1, end - begin)
-    buffer = memoryview((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr()))
-    file.seek(entry.begin + begin * row_bytes)
+    _fill(rows, file, entry.begin + begin * row_bytes)
+    return rows if part.cols is None else rows[:, slice(*part.cols)]
+
+
+def _fill(tensor: Tensor, file: FileIO, begin: int) -> None:
+    buffer = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    file.seek(begin)
     while len(buffer):
         count = file.readinto(buffer)
         if not count:
             raise OSError("the file ends too early")
         buffer = buffer[count:]
-    return rows if part.cols is None else rows[:, slice(*part.cols)]
 
 
 @contextmanager

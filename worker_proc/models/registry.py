@@ -7,7 +7,9 @@ import torch
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cpu.decoder import CpuDecoder, supports
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.quantized import NativeQuantizer
 from worker_proc.cpu.weights import PackedWeightPlan
+from worker_proc.errors import ModelError
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeightPlan
@@ -16,6 +18,10 @@ from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import Progress, WeightLoader
 from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.rows import quantize_rows
+from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.source import WeightSource
+from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import Checkpoint
 
 
@@ -27,12 +33,14 @@ def load_model(
     tp: TensorParallel,
     attention: AttentionBackend,
     native: NativeLibrary | None = None,
+    quantization: Scheme | None = None,
     progress: Progress | None = None,
 ) -> LanguageModel:
     """Load this rank's share of a Hugging Face checkpoint directory.
 
     Models that `worker_proc.cpu.decoder` (with the kernels of `native`) or, on a GPU, `worker_proc.cuda.decoder`
-    supports are computed by them; others use `attention`.
+    supports are computed by them; others use `attention`. `quantization` is the scheme into which plain weights are
+    brought while they are read; checkpoints that hold codes are read as they are.
 
     `progress(done_bytes, total_bytes)` counts the bytes that this rank reads. Raises ModelError naming the config
     key, tensor, file or argument that stands in the way.
@@ -40,6 +48,9 @@ def load_model(
     directory, device = Path(path), torch.device(device)
     config = read_config(directory)
     if not is_native(config):
+        if quantization is not None:
+            reason = f"{config['model_type']} runs through transformers, which is served with plain weights only"
+            raise ModelError("quantization", f"int{quantization.bits}", reason)
         # Importing transformers takes longer than loading a small model, and the native decoder needs none of it.
         from worker_proc.models.transformers_backend import load_transformers_model
 
@@ -50,11 +61,13 @@ def load_model(
     shard = Shard.of(spec, tp.rank, tp.size)
     with torch.inference_mode():
         loader = WeightLoader(Checkpoint.open(directory), dtype, device)
+        quantize = NativeQuantizer(native) if native is not None else quantize_rows
+        source = WeightSource(loader, quantization, parse_stored(config), quantize)
         if native is not None and supports(spec, dtype):
-            packed = PackedWeightPlan(spec, shard, loader, native)
+            packed = PackedWeightPlan(spec, shard, loader, native, source)
             loader.run(progress)
             return CpuDecoder(spec, shard, packed.finish(), tp, native)
-        plan = DecoderWeightPlan(spec, shard, loader)
+        plan = DecoderWeightPlan(spec, shard, loader, source)
         loader.run(progress)
         if device.type == "cuda":
             from worker_proc.cuda import decoder as cuda  # needs Triton, which torch brings where there is a GPU

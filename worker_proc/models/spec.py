@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from worker_proc.errors import ModelError
 from worker_proc.models.rope_spec import RopeSpec, parse_rope
+from worker_proc.quantization.stored_config import parse_stored
 
 Config = Mapping[str, Any]
 
@@ -66,11 +67,13 @@ def is_native(config: Config) -> bool:
 
 
 def check_servable(config: Config) -> None:
-    """Refuse what no backend serves, by name: remote code, quantized weights, models that are not decoders only."""
+    """Refuse what no backend serves, by name: remote code, unknown codes, models that are not decoders only."""
     if config.get("auto_map"):
         raise ModelError("auto_map", config["auto_map"], "the model brings its own code, which is never run")
-    if config.get("quantization_config"):
-        raise ModelError("quantization_config", config["quantization_config"], "quantized weights are not supported")
+    stored = parse_stored(config)
+    if stored is not None and (not is_native(config) or config.get("model_type") == "gpt2"):
+        known = ", ".join(name for name in _ARCHITECTURES if name != "gpt2")
+        raise ModelError("quantization_config", stored.method, f"quantized weights are read for {known} only")
     if config.get("is_encoder_decoder"):
         raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
     for key in ("vision_config", "audio_config", "text_config", "thinker_config"):

@@ -3,40 +3,12 @@
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own headers do it on purpose
-#endif
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 
-namespace rhizome {
+#include "transpose.h"
 
-// 16 rows of 16 words become columns.
-inline void transpose(__m512i rows[16]) {
-  __m512i a[16];
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    rows[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-    rows[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    rows[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-    rows[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-    a[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-    a[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-    a[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; ++i) {
-    rows[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
-  }
-}
+namespace rhizome {
 
 // For all tiles in full, or for up to 1, 2 or 4 queries: the part of the tiles that those need.
 struct alignas(64) TileConfig {
@@ -65,6 +37,16 @@ inline __m512i load_numbers(const char* head, int d, int dim) {
   if (d + 32 <= dim) return _mm512_loadu_si512(from);
   const int left = std::max(0, dim - d);
   return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << left) - 1), from);
+}
+
+// 32 numbers from `d` on of a head of `dim` in int8, times `scale`, with zeros behind it.
+inline __m512i widen_numbers(const char* codes, int d, int dim, float scale) {
+  const uint32_t mask = d + 32 <= dim ? ~0u : static_cast<uint32_t>((uint64_t{1} << std::max(0, dim - d)) - 1);
+  const __m256i bytes = _mm256_maskz_loadu_epi8(mask, codes + d);
+  const __m512 factor = _mm512_set1_ps(scale);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, factor), _mm512_mul_ps(low, factor));
 }
 
 // Takes the first 16 numbers of two vectors in turn.

@@ -7,6 +7,7 @@
 #include "attention_kernel.h"
 #include "attention_plan.h"
 #include "attention_vector.h"
+#include "kv_int8.h"
 #include "parallel.h"
 
 namespace rhizome {
@@ -88,7 +89,8 @@ class Attention {
   }
 
   KeySource source(int row, int kv_head) const {
-    constexpr int64_t bytes = sizeof(Element);
+    const int64_t bytes = batch_.kv_int8 ? 1 : sizeof(Element);
+    const int64_t first_scale = int64_t{kv_head} * batch_.page_size;
     return {static_cast<const char*>(layer_.k_pages) + kv_head * batch_.k_head_stride * bytes,
             static_cast<const char*>(layer_.v_pages) + kv_head * batch_.v_head_stride * bytes,
             batch_.k_page_stride * bytes,
@@ -96,7 +98,10 @@ class Attention {
             batch_.v_page_stride * bytes,
             batch_.v_token_stride * bytes,
             batch_.page_table + row * batch_.table_stride,
-            batch_.page_size};
+            batch_.page_size,
+            batch_.kv_int8 ? layer_.k_scales + first_scale : nullptr,
+            batch_.kv_int8 ? layer_.v_scales + first_scale : nullptr,
+            int64_t{batch_.num_kv_heads} * batch_.page_size};
   }
 
   // Adds the queries [first, first + count) of a row and KV head.
@@ -301,6 +306,29 @@ void write_tokens(const AttentionBatch& b, int64_t tokens, const void* k, int64_
               static_cast<Element*>(v_pages), b.v_page_stride, b.v_token_stride, b.v_head_stride);
 }
 
+template <class Element>
+void quantize_tokens(const AttentionBatch& b, const Element* from, int64_t from_stride, int64_t tokens,
+                     const int64_t* slots, int dim, int8_t* pages, int64_t page_stride, int64_t token_stride,
+                     int64_t head_stride, float* scales) {
+  parallel_for(tokens, [&](int64_t t, int) {
+    const int64_t page = slots[t] / b.page_size, offset = slots[t] % b.page_size;
+    int8_t* const to = pages + page * page_stride + offset * token_stride;
+    for (int head = 0; head < b.num_kv_heads; ++head)
+      scales[(page * b.num_kv_heads + head) * b.page_size + offset] =
+          quantize_head(from + t * from_stride + head * dim, dim, to + head * head_stride);
+  });
+}
+
+template <class Element>
+void quantize_and_write(const AttentionBatch& b, int64_t tokens, const void* k, int64_t k_stride, const void* v,
+                        int64_t v_stride, const int64_t* slots, void* k_pages, void* v_pages, float* k_scales,
+                        float* v_scales) {
+  quantize_tokens(b, static_cast<const Element*>(k), k_stride, tokens, slots, b.k_dim, static_cast<int8_t*>(k_pages),
+                  b.k_page_stride, b.k_token_stride, b.k_head_stride, k_scales);
+  quantize_tokens(b, static_cast<const Element*>(v), v_stride, tokens, slots, b.v_dim, static_cast<int8_t*>(v_pages),
+                  b.v_page_stride, b.v_token_stride, b.v_head_stride, v_scales);
+}
+
 template <class Kernel>
 int64_t workspace_bytes(const AttentionBatch& batch) {
   const Sizes<Kernel> sizes(batch);
@@ -326,9 +354,14 @@ void rhizome_attention(const rhizome::AttentionBatch* batch, const rhizome::Atte
 }
 
 void rhizome_kv_write(const rhizome::AttentionBatch* batch, int64_t tokens, const void* k, int64_t k_stride,
-                      const void* v, int64_t v_stride, const int64_t* slots, void* k_pages, void* v_pages) {
+                      const void* v, int64_t v_stride, const int64_t* slots, void* k_pages, void* v_pages,
+                      float* k_scales, float* v_scales) {
   using namespace rhizome;
-  if (batch->dtype == kBFloat16)
+  if (batch->kv_int8 && batch->dtype == kBFloat16)
+    quantize_and_write<uint16_t>(*batch, tokens, k, k_stride, v, v_stride, slots, k_pages, v_pages, k_scales, v_scales);
+  else if (batch->kv_int8)
+    quantize_and_write<float>(*batch, tokens, k, k_stride, v, v_stride, slots, k_pages, v_pages, k_scales, v_scales);
+  else if (batch->dtype == kBFloat16)
     write_tokens<uint16_t>(*batch, tokens, k, k_stride, v, v_stride, slots, k_pages, v_pages);
   else
     write_tokens<float>(*batch, tokens, k, k_stride, v, v_stride, slots, k_pages, v_pages);

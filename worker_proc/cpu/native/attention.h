@@ -29,8 +29,8 @@ struct AttentionBatch {
   int32_t k_dim;         // head size of q and k
   int32_t v_dim;         // head size of v and out
   int32_t page_size;
-  int32_t dtype;
-  int32_t reserved;      // 0
+  int32_t dtype;         // of q and out, and of the pages but for:
+  int32_t kv_int8;       // 1: pages hold int8, and each token and head has a scale
   int64_t k_page_stride, k_token_stride, k_head_stride;  // elements; a head's numbers are contiguous
   int64_t v_page_stride, v_token_stride, v_head_stride;
   const int32_t* page_table;  // [num_rows, table_stride]
@@ -52,6 +52,8 @@ struct AttentionLayer {
   float softcap;        // scores become softcap * tanh(score / softcap); 0: none
   int32_t window;       // a query at position p sees positions > p - window; 0: no window
   int32_t reserved;     // 0
+  const float* k_scales;  // [pages, num_kv_heads, page_size] where pages hold int8
+  const float* v_scales;
 };
 
 }  // namespace rhizome
@@ -70,7 +72,7 @@ RHIZOME_EXPORT int64_t rhizome_attention_workspace(const rhizome::AttentionBatch
 RHIZOME_EXPORT void rhizome_attention(const rhizome::AttentionBatch* batch, const rhizome::AttentionLayer* layer);
 
 // Stores k [tokens, num_kv_heads, k_dim] and v [tokens, num_kv_heads, v_dim] (strides in elements from one token to the
-// next, heads contiguous) at slots[t] = page * page_size + offset. Uses shapes, strides and dtype of `batch` only.
+// next, heads contiguous) at slots[t] = page * page_size + offset. Uses shapes, strides and dtypes of `batch` only.
 RHIZOME_EXPORT void rhizome_kv_write(const rhizome::AttentionBatch* batch, int64_t tokens, const void* k,
                                      int64_t k_stride, const void* v, int64_t v_stride, const int64_t* slots,
-                                     void* k_pages, void* v_pages);
+                                     void* k_pages, void* v_pages, float* k_scales, float* v_scales);

@@ -19,11 +19,12 @@ class AmxKernel {
  public:
   AmxKernel(const AttentionBatch& batch, char* scratch)
       : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, 32)), v_width_(v_stride(batch)),
-        in_place_(batch.page_size % 16 == 0 && k_dim_ % 32 == 0) {
+        in_place_((batch.kv_int8 || batch.page_size % 16 == 0) && k_dim_ % 32 == 0) {
     k_ = reinterpret_cast<uint16_t*>(scratch);
     v_ = k_ + kAttentionBlock * k_width_;
     weights_ = v_ + kAttentionBlock * v_width_;
     scores_ = reinterpret_cast<float*>(weights_ + kTile * kWeightStride);
+    widened_ = reinterpret_cast<uint16_t*>(scores_ + kTile * kScoreStride);
   }
 
   ~AmxKernel() { _tile_release(); }
@@ -35,7 +36,8 @@ class AmxKernel {
 
   static int64_t scratch_bytes(const AttentionBatch& batch) {
     const int64_t k_width = round_up(batch.k_dim, 32), v_width = v_stride(batch);
-    return 2 * (kAttentionBlock * (k_width + v_width) + kTile * kWeightStride) + 4 * kTile * kScoreStride;
+    const int64_t widened = batch.kv_int8 ? kAttentionBlock * (k_width + v_width) : 0;
+    return 2 * (kAttentionBlock * (k_width + v_width) + kTile * kWeightStride + widened) + 4 * kTile * kScoreStride;
   }
 
   static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{2} * kTile * round_up(batch.k_dim, 32); }
@@ -49,6 +51,7 @@ class AmxKernel {
       v_rows_[i] = v;
     });
     k_token_ = source.k_token;
+    if (source.k_scales != nullptr) widen_codes(source, first, count_, v_rows_);
     packed_ = packs(num_queries);
     few_ = packed_ ? 0 : few_of(num_queries);
     if (packed_)
@@ -137,6 +140,22 @@ class AmxKernel {
   static constexpr int kAhead = 32;
 
   static constexpr uint32_t kDenormalsAreZero = 0x8040;  // of MXCSR, as operands and as results
+
+  // Codes become rows of bfloat16, which stand in for those of the pages from here on.
+  void widen_codes(const KeySource& source, int first, int count, const char** v_rows) {
+    uint16_t* const v_widened = widened_ + kAttentionBlock * k_width_;
+    source.walk_scales(first, count, [&](int i, float k_scale, float v_scale) {
+      const int ahead = std::min(i + kAhead, count - 1);
+      for (int d = 0; d < k_dim_; d += 64) _mm_prefetch(k_rows_[ahead] + d, _MM_HINT_T0);
+      for (int d = 0; d < v_dim_; d += 64) _mm_prefetch(v_rows[ahead] + d, _MM_HINT_T0);
+      uint16_t *const k_to = widened_ + i * k_width_, *const v_to = v_widened + i * v_width_;
+      for (int d = 0; d < k_width_; d += 32) _mm512_store_si512(k_to + d, widen_numbers(k_rows_[i], d, k_dim_, k_scale));
+      for (int d = 0; d < v_width_; d += 32) _mm512_store_si512(v_to + d, widen_numbers(v_rows[i], d, v_dim_, v_scale));
+      k_rows_[i] = reinterpret_cast<const char*>(k_to);
+      v_rows[i] = reinterpret_cast<const char*>(v_to);
+    });
+    k_token_ = 2 * k_width_;
+  }
 
   // Tokens group .. group + 15 of K, word by word: [16 pairs of numbers][16 tokens][2] for every 32 numbers.
   void pack_keys(int group, int count) {
@@ -414,7 +433,7 @@ class AmxKernel {
   int first_ = 0;
   int64_t k_token_ = 0;
   int count_ = 0, few_ = 0;
-  uint16_t *k_, *v_, *weights_;
+  uint16_t *k_, *v_, *weights_, *widened_;
   float* scores_;
   const char* k_rows_[kAttentionBlock];
   const char* v_rows_[kAttentionBlock + kAhead];

@@ -26,6 +26,9 @@ struct KeySource {
   int64_t k_page, k_token, v_page, v_token;  // strides in bytes
   const int32_t* pages;
   int page_size;
+  const float* k_scales;  // page 0, token 0 of this head; null where nothing is quantized
+  const float* v_scales;
+  int64_t scale_page;     // stride in numbers
 
   // Calls visit(i, k, v) for the tokens first + i, i in 0 .. count - 1.
   template <class Visit>
@@ -36,6 +39,17 @@ struct KeySource {
       const char* v_at = v + pages[page] * v_page + offset * v_token;
       for (const int stop = std::min(count, i + page_size - offset); i < stop; ++i, k_at += k_token, v_at += v_token)
         visit(i, k_at, v_at);
+    }
+  }
+
+  // Calls visit(i, scale of k, scale of v) likewise.
+  template <class Visit>
+  void walk_scales(int first, int count, Visit&& visit) const {
+    int page = first / page_size, offset = first % page_size;
+    for (int i = 0; i < count; ++page, offset = 0) {
+      int64_t at = pages[page] * scale_page + offset;
+      for (const int stop = std::min(count, i + page_size - offset); i < stop; ++i, ++at)
+        visit(i, k_scales[at], v_scales[at]);
     }
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_kernel.h"
+#include "kv_int8.h"
 #include "vector.h"
 
 namespace rhizome {
@@ -28,6 +29,7 @@ class VectorKernel {
   // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
   void set_block(const KeySource& source, int first, int end, int /*num_queries*/) {
     first_ = first;
+    if (source.k_scales != nullptr) return set_int8_block(source, first, end - first);
     source.walk(first, end - first, [&](int i, const char* k, const char* v) {
       k_rows_[i] = row(k, k_ + i * k_width_, k_dim_, k_width_);
       v_rows_[i] = row(v, v_ + i * v_width_, v_dim_, v_width_);
@@ -64,6 +66,24 @@ class VectorKernel {
 
  private:
   static constexpr int kPad = 16;
+
+  void set_int8_block(const KeySource& source, int first, int count) {
+    source.walk(first, count, [&](int i, const char* k, const char* v) {
+      k_rows_[i] = reinterpret_cast<const float*>(k);  // codes until they are widened
+      v_rows_[i] = reinterpret_cast<const float*>(v);
+    });
+    source.walk_scales(first, count, [&](int i, float k_scale, float v_scale) {
+      k_rows_[i] = widen_codes(k_rows_[i], k_scale, k_ + i * k_width_, k_dim_, k_width_);
+      v_rows_[i] = widen_codes(v_rows_[i], v_scale, v_ + i * v_width_, v_dim_, v_width_);
+    });
+  }
+
+  static const float* widen_codes(const void* from, float scale, float* to, int dim, int width) {
+    const auto* codes = static_cast<const int8_t*>(from);
+    for (int d = 0; d < dim; ++d) to[d] = dequantized<Element>(codes[d], scale);
+    for (int d = dim; d < width; ++d) to[d] = 0;
+    return to;
+  }
 
   // `from` as floats, padded with zeros to `width`.
   static void widen(const char* from, float* to, int dim, int width) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "kv_int8.h"
 #include "norm.h"
 #include "parallel.h"
 #include "stopwatch.h"
@@ -143,10 +144,24 @@ void rotate_and_store(const DecoderModel& model, const DecoderStep& step, const 
     const float* const sin = buffers.sin + token * half;
     bf16* from = buffers.qkv + token * buffers.qkv_stride;
     const int64_t page = step.slots[token] / pages.page_size, offset = step.slots[token] % pages.page_size;
-    bf16* const k = layer.k_pages + page * pages.k_page_stride + offset * pages.k_token_stride;
-    bf16* const v = layer.v_pages + page * pages.v_page_stride + offset * pages.v_token_stride;
+    const int64_t k_at = page * pages.k_page_stride + offset * pages.k_token_stride;
+    const int64_t v_at = page * pages.v_page_stride + offset * pages.v_token_stride;
+    bf16* const k = static_cast<bf16*>(layer.k_pages) + k_at;
+    bf16* const v = static_cast<bf16*>(layer.v_pages) + v_at;
     for (int64_t head = 0; head < model.heads; ++head, from += dim)
       norm_and_rotate(from, layer.q_norm, model.norm_eps, cos, sin, dim, from);
+    if (pages.kv_int8) {
+      auto* const k_codes = static_cast<int8_t*>(layer.k_pages) + k_at;
+      auto* const v_codes = static_cast<int8_t*>(layer.v_pages) + v_at;
+      int64_t scale = page * model.kv_heads * pages.page_size + offset;
+      for (int64_t head = 0; head < model.kv_heads; ++head, scale += pages.page_size) {
+        bf16 *const key = from + head * dim, *const value = key + model.kv_heads * dim;
+        norm_and_rotate(key, layer.k_norm, model.norm_eps, cos, sin, dim, key);
+        layer.k_scales[scale] = quantize_head(key, dim, k_codes + head * pages.k_head_stride);
+        layer.v_scales[scale] = quantize_head(value, dim, v_codes + head * pages.v_head_stride);
+      }
+      return;
+    }
     for (int64_t head = 0; head < model.kv_heads; ++head, from += dim)
       norm_and_rotate(from, layer.k_norm, model.norm_eps, cos, sin, dim, k + head * pages.k_head_stride);
     for (int64_t head = 0; head < model.kv_heads; ++head, from += dim)
@@ -165,7 +180,7 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
   rotate_and_store(model, step, buffers, layer);
   const AttentionLayer attention{buffers.qkv,      buffers.qkv_stride,      layer.k_pages, layer.v_pages,
                                  buffers.attended, buffers.attended_stride, layer.scale,   0.0f,
-                                 layer.window,     0};
+                                 layer.window,     0,                       layer.k_scales, layer.v_scales};
   {
     const Stopwatch time(step.op_ns, kAttend);
     rhizome_attention(step.attention, &attention);

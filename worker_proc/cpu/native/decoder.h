@@ -22,8 +22,10 @@ struct DecoderLayer {
   const float* post_norm;
   const float* q_norm;      // [head_dim], or null
   const float* k_norm;
-  bf16* k_pages;
-  bf16* v_pages;
+  void* k_pages;
+  void* v_pages;
+  float* k_scales;  // where the pages hold int8, see attention.h
+  float* v_scales;
   float scale;
   int32_t window;  // 0: none
 };

@@ -7,7 +7,9 @@
 
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
+#include "linear_quantized_rows.h"
 #endif
+#include "linear_quantized.h"
 #include "linear_simd.h"
 
 namespace rhizome {
@@ -82,17 +84,29 @@ template <class Then>
 void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
               int& prepared, Then&& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
+#if defined(__AMX_BF16__)
+  constexpr bool quantized = false;  // see for_panels
+#else
+  const bool quantized = weights.format != Format::kBFloat16;
+#endif
   const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
-  const int64_t at_once = rows <= kBlockRows ? steps : kSteps;
+  const int64_t at_once = rows <= kBlockRows && !quantized ? steps : kSteps;
   float* const sums = sums_of_thread();
   x += range.row_begin * x_stride;
   for (int64_t step = 0; step < steps; step += at_once) {
     const int64_t now = std::min(at_once, steps - step);
-    const bf16* const part = data + step * 2 * kTileElements;
+    const bf16* part = data + step * 2 * kTileElements;
+#if !defined(__AMX_BF16__)
+    if (quantized) {
+      alignas(64) static thread_local bf16 widened[kSteps * 2 * kTileElements];
+      widen(weights, panel, step, now, widened);
+      part = widened;
+    }
+#endif
     // The memory of the next part is fetched while the rows go by this one. A single tile of rows is quicker without:
     // the processor finds the stream by itself.
     const bool one = rows <= kBlockRows;
-    const int lines = one ? (rows > kTile ? kBlockLines : 0) : kBlockLines * kBlockRows / static_cast<int>(rows) + 1;
+    const int lines = quantized ? 0 : one ? (rows > kTile ? kBlockLines : 0) : kBlockLines * kBlockRows / static_cast<int>(rows) + 1;
     Prefetch ahead{reinterpret_cast<const char*>(part) + (one ? kDistance : now * kBlockLines * 64), lines};
     for (int64_t row = 0; row < rows; row += kBlockRows) {
       const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
@@ -121,12 +135,33 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : 1;
   chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
+#if defined(__AMX_BF16__)
+  if (weights.format != Format::kBFloat16) {
+    const TurnedRows turned(x, x_stride, rows, blocks(weights.inputs));
+    return parallel_for(groups * chunks, [&](int64_t task, int thread) {
+      const int64_t at = task / chunks, first = task % chunks * chunk, row_end = std::min(rows, (at + 1) * group);
+      configure_turned_tiles(turned.columns());
+      for (int64_t panel = first; panel < std::min(all_panels, first + chunk); ++panel) {
+        auto take = [&](int64_t row, int count, float* sums) {
+          scale_sums(weights, panel, sums, count);
+          add_bias(weights, panel, sums, count);
+          then(panel, row, count, sums, thread);
+        };
+        multiply_codes(weights, turned, at * group, row_end, panel, &take,
+                       [](void* context, int64_t row, int count, float* sums) {
+                         (*static_cast<decltype(take)*>(context))(row, count, sums);
+                       });
+      }
+    });
+  }
+#endif
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const int64_t at = task / chunks, first = task % chunks * chunk;
     const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};
     int prepared = 0;
     for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
       multiply(weights, x, x_stride, range, panel, prepared, [&](int64_t row, int count, float* sums) {
+        scale_sums(weights, panel, sums, count);
         add_bias(weights, panel, sums, count);
         then(panel, row, count, sums, thread);
       });
@@ -244,6 +279,10 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
 }
 
 void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
+  if (weights.format != Format::kBFloat16) {
+    for (int64_t input = 0; input < weights.inputs; ++input) out[input] = to_bf16(widened(weights, output, input));
+    return;
+  }
   const int64_t steps = blocks(weights.inputs), place = output % kPanel;
   const bf16* tile = weights.data + (output / kPanel * steps * 2 + place / kTile) * kTileElements + place % kTile * 2;
   for (int64_t input = 0; input < weights.inputs; input += 32, tile += 2 * kTileElements)

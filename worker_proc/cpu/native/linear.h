@@ -20,12 +20,19 @@ inline constexpr int kTile = 16;
 inline constexpr int kTileElements = 512;
 inline constexpr int kBlockRows = 32;  // rows of x that one micro-kernel call takes at most
 
+// How the numbers of a matrix are stored, see linear_quantized.h.
+enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4 };
+
 // Plain C types only: linear.py mirrors it with ctypes.
 struct PackedMatrix {
-  const bf16* data;   // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64
-  const float* bias;  // [panels * 32] in the order of the packed outputs, or null
+  const bf16* data;     // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64; codes if it is quantized
+  const float* bias;    // [panels * 32] in the order of the packed outputs, or null
+  const float* scales;  // [panels][groups][32], or null if it is not quantized
+  const float* zeros;   // the same, or null: the middle code
   int32_t inputs;
-  int32_t outputs;    // packed outputs: for gate and up, both
+  int32_t outputs;      // packed outputs: for gate and up, both
+  Format format;
+  int32_t group;        // inputs that have a scale in common, a multiple of 32
 };
 
 // Weights that will be wanted soon: `lines` cache lines more with every block of inputs.

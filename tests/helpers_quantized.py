@@ -1,0 +1,109 @@
+"""Checkpoints in the formats of GPTQ, AWQ and compressed-tensors, written the other way round than they are read."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from worker_proc.quantization.scheme import Scheme
+from worker_proc.weights import SINGLE_FILE
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack_words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Codes `[R, C]` to int32 `[R, ceil(C * bits / 32)]`; `order[i]` says which of a word's codes is at place i."""
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
+    words = torch.zeros(padded.shape[:2], dtype=torch.int64)
+    for place, which in enumerate(order or range(per_word)):
+        words |= padded[:, :, which] << (bits * place)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def quantize_checkpoint(
+    source: Path, directory: Path, method: str, scheme: Scheme, *, seed: int = 0, **changes: Any
+) -> tuple[Path, Path]:
+    """Turns the projections of a plain checkpoint into random codes with its scale. Returns two checkpoints: one with
+    codes, and one with what they stand for in bfloat16. `changes` replace fields of quantization_config."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / SINGLE_FILE).items()}
+    codes_of, plain = dict(weights), dict(weights)
+    for name, tensor in weights.items():
+        if "_proj.weight" not in name:
+            continue
+        outputs, inputs = tensor.shape
+        groups, size = scheme.num_groups(inputs), scheme.group_size or inputs
+        codes = torch.randint(0, 2**scheme.bits, tensor.shape, generator=generator)
+        scales = tensor.float().std() * (0.5 + torch.rand(outputs, groups, generator=generator)) / 2**scheme.bits * 3.5
+        scales = scales.to(torch.float16 if method != "compressed-tensors" else torch.bfloat16)
+        zeros = torch.full((outputs, groups), scheme.middle)
+        if not scheme.symmetric:
+            zeros = torch.randint(1, 2**scheme.bits, zeros.shape, generator=generator)
+        spread = [x.repeat_interleave(size, 1)[:, :inputs] for x in (zeros, scales.float())]
+        plain[name] = ((codes - spread[0]) * spread[1]).to(torch.bfloat16)
+        del codes_of[name]
+        codes_of |= _stored(name.removesuffix("weight"), method, scheme, codes, scales, zeros, changes)
+    paths = []
+    for kind, tensors in (("codes", codes_of), ("plain", plain)):
+        path = directory / kind
+        shutil.copytree(source, path)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / SINGLE_FILE)
+        paths.append(path)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = quantization_config(method, scheme) | changes
+    (paths[0] / "config.json").write_text(json.dumps(config))
+    return paths[0], paths[1]
+
+
+def quantization_config(method: str, scheme: Scheme) -> dict[str, Any]:
+    size = scheme.group_size or -1
+    if method == "gptq":
+        return {
+            "quant_method": "gptq",
+            "bits": scheme.bits,
+            "group_size": size,
+            "desc_act": False,
+            "sym": scheme.symmetric,
+        }
+    if method == "awq":
+        return {"quant_method": "awq", "bits": scheme.bits, "group_size": size, "zero_point": True, "version": "gemm"}
+    weights = {
+        "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "dynamic": False, "actorder": None,
+        "strategy": "group" if scheme.group_size else "channel", "group_size": scheme.group_size,
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def _stored(
+    base: str, method: str, scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor, changes: dict[str, Any]
+) -> dict[str, Tensor]:
+    bits, (outputs, inputs) = scheme.bits, codes.shape
+    if method == "compressed-tensors":
+        tensors = {"weight_packed": pack_words(codes, bits), "weight_scale": scales}
+        tensors["weight_shape"] = torch.tensor([outputs, inputs])
+        if not scheme.symmetric:
+            tensors["weight_zero_point"] = pack_words(zeros.t(), bits).t()
+    elif method == "awq":
+        tensors = {
+            "qweight": pack_words(codes.t(), bits, _AWQ_ORDER),
+            "qzeros": pack_words(zeros.t(), bits, _AWQ_ORDER),
+            "scales": scales.t(),
+        }
+    else:
+        less = 0 if changes.get("checkpoint_format") == "gptq_v2" else 1
+        tensors = {
+            "qweight": pack_words(codes, bits).t(),
+            "qzeros": pack_words(zeros.t() - less, bits),
+            "scales": scales.t(),
+            "g_idx": (torch.arange(inputs) // (scheme.group_size or inputs)).int(),
+        }
+    return {base + name: tensor for name, tensor in tensors.items()}

@@ -1,0 +1,190 @@
+"""Products with quantized weights against torch, for every instruction set of this CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.test_cpu_build import needs_compiler
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
+from worker_proc.cpu.memory import HugePages
+from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
+from worker_proc.errors import ModelError
+from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, quantize_rows
+from worker_proc.quantization.scheme import Scheme
+
+pytestmark = needs_compiler
+LEVELS = cpu_features().levels()
+SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 300, 640]))
+ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
+SCHEMES = [
+    Scheme(8),
+    Scheme(8, 32),
+    Scheme(8, None, symmetric=False),
+    Scheme(4),
+    Scheme(4, 32),
+    Scheme(4, 64),
+    Scheme(4, 128),
+    Scheme(4, 32, symmetric=False),
+    Scheme(4, 128, symmetric=False),
+]
+schemes = st.sampled_from(SCHEMES)
+
+
+def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> QuantizedRows:
+    """Any codes, scales of both signs, zeros that are codes or one beyond."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**scheme.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    groups = scheme.num_groups(inputs)
+    scales = torch.randn(outputs, groups, generator=generator) / scheme.middle
+    zeros = None
+    if not scheme.symmetric:
+        zeros = torch.randint(0, 2**scheme.bits + 1, (outputs, groups), generator=generator).float()
+    return QuantizedRows(scheme, codes, scales, zeros)
+
+
+def packed(level: Level, rows: QuantizedRows, paired: bool = False) -> QuantizedMatrix:
+    outputs, inputs = rows.codes.shape
+    memory = HugePages(CodeSizes.of(outputs, inputs, rows.scheme, paired=paired).room())
+    matrix = QuantizedMatrix(load_library(level), memory, outputs, inputs, rows.scheme, paired=paired)
+    half, cut = outputs // 2, outputs // 3
+    everything = (0, inputs)
+    if paired:
+        matrix.pack_rows(rows.select((0, half), everything), 0, Pairing.GATE)
+        matrix.pack_rows(rows.select((half, outputs), everything), 0, Pairing.UP)
+    else:
+        matrix.pack_rows(rows.select((0, cut), everything), 0)
+        matrix.pack_rows(rows.select((cut, outputs), everything), cut)
+    return matrix
+
+
+def widened(level: Level, rows: QuantizedRows, paired: bool = False) -> PackedMatrix:
+    """The bfloat16 matrix whose sums those of `rows` are, but for the scales of whole channels."""
+    weight = rows.dequantize(torch.bfloat16)
+    if rows.scheme.by_channel:
+        weight = (rows.codes.float() - 128).to(torch.bfloat16)
+    outputs, inputs = weight.shape
+    memory = torch.zeros(PackedMatrix.packed_size(outputs, inputs, paired=paired), dtype=torch.bfloat16)
+    matrix = PackedMatrix(load_library(level), memory, outputs, inputs, paired=paired)
+    if paired:
+        matrix.pack(weight[: outputs // 2], 0, Pairing.GATE)
+        matrix.pack(weight[outputs // 2 :], 0, Pairing.UP)
+    else:
+        matrix.pack(weight, 0)
+    return matrix
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=80, deadline=None)
+@given(scheme=schemes, rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), seed=st.integers(0, 99))
+def test_sums_are_those_of_the_widened_weights_to_the_last_bit(
+    level: Level, scheme: Scheme, rows: int, outputs: int, inputs: int, threads: int, seed: int
+) -> None:
+    load_library(level).set_threads(threads)
+    weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
+    matrix, plain = packed(level, weights), widened(level, weights)
+    want = plain.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+    if scheme.by_channel:
+        want = want * weights.scales[:, 0]
+    got = matrix.linear(x, Finish.STORE_FLOAT, torch.full((rows, outputs), torch.nan))
+    assert torch.equal(got, want)
+    exact = F.linear(x.double(), weights.dequantize(torch.float32).double())
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=float(0.02 * exact.abs().max() + 1e-6))
+    before = random(rows, outputs, seed=seed + 3).float()
+    assert torch.equal(matrix.linear(x, Finish.ADD, before.clone()), want + before)
+    index, best = matrix.argmax(x)
+    assert torch.equal(best, got.max(dim=1).values)
+    assert torch.equal(index, (got == best[:, None]).int().argmax(dim=1)), "the first of equal ones"
+    wanted = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(matrix.unpack(wanted), weights.dequantize(torch.bfloat16)[wanted])
+    load_library(level).set_threads(1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(scheme=schemes, rows=ROWS, channels=SIZES, inputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
+def test_gated_products_and_biases(
+    level: Level, scheme: Scheme, rows: int, channels: int, inputs: int, biased: bool, seed: int
+) -> None:
+    weights, x = random_rows(2 * channels, inputs, scheme, seed), random(rows, inputs, seed=seed + 1) / 4
+    matrix = packed(level, weights, paired=True)
+    bias = random(2 * channels, seed=seed + 2) if biased else torch.zeros(2 * channels)
+    if biased:
+        matrix.set_bias(bias)
+    gate, up = F.linear(x.double(), weights.dequantize(torch.bfloat16).double(), bias.double()).chunk(2, dim=1)
+    got = matrix.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
+    want = F.silu(gate) * up
+    torch.testing.assert_close(got.double(), want, rtol=2**-6, atol=float(5e-3 * (want.abs().max() + 1)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=30, deadline=None)
+@given(st.data(), schemes, SIZES, SIZES)
+def test_a_row_has_the_same_bits_in_any_batch(
+    level: Level, data: st.DataObject, scheme: Scheme, outputs: int, inputs: int
+) -> None:
+    native = load_library(level)
+    rows = data.draw(st.sampled_from([2, 17, 33, 64, 70, 513, 700]))
+    matrix, x = packed(level, random_rows(outputs, inputs, scheme, 1)), random(rows, inputs, seed=2)
+    native.set_threads(2)
+    whole = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+    native.set_threads(1)
+    for _ in range(5):
+        first = data.draw(st.integers(0, rows - 1))
+        count = data.draw(st.integers(1, rows - first))
+        part = matrix.linear(x[first : first + count], Finish.STORE_FLOAT, torch.empty(count, outputs))
+        assert torch.equal(part, whole[first : first + count])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scheme=st.sampled_from([Scheme(8), Scheme(8, 64), Scheme(4, 32), Scheme(4, 64), Scheme(4, 128), Scheme(4)]),
+    outputs=SIZES,
+    inputs=SIZES,
+    scale=st.sampled_from([1e-6, 0.02, 1.0, 3e4]),
+    seed=st.integers(0, 99),
+)
+def test_codes_are_the_nearest(scheme: Scheme, outputs: int, inputs: int, scale: float, seed: int) -> None:
+    rows = random(outputs, inputs, seed=seed) * scale
+    rows[0, :] = 0
+    quantized = quantize_rows(rows, scheme)
+    assert quantized.codes.dtype == torch.uint8 and quantized.codes.shape == rows.shape
+    assert quantized.scales.shape == (outputs, scheme.num_groups(inputs))
+    back = quantized.dequantize(torch.float32)
+    assert torch.equal(back[0], torch.zeros(inputs))
+    size = scheme.group_size or inputs
+    step = quantized.scales.abs().repeat_interleave(size, 1)[:, :inputs]
+    # With 4 bits, the side that has 7 steps may lack up to one of them.
+    limit = step * (0.5001 if scheme.bits == 8 else 1.0001)
+    assert bool(((back - rows.float()).abs() <= limit).all())
+    for level in LEVELS:
+        for source in (rows, rows.float(), rows.t().contiguous().t()):
+            native = NativeQuantizer(load_library(level))(source, scheme)
+            assert torch.equal(native.codes, quantized.codes) and torch.equal(native.scales, quantized.scales)
+    half = torch.where(quantized.codes == 2**scheme.bits - 1, limit, step * 0.5001)
+    assert bool(((back - rows.float()).abs() <= half).all())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_the_torch_matrix_holds_what_was_put_in(scheme: Scheme) -> None:
+    rows = random_rows(10, 77, scheme, 3)
+    weight = QuantizedWeight.empty(12, 77, scheme, torch.float32, torch.device("cpu"))
+    weight.put(1, rows)
+    assert torch.equal(weight.rows()[1:11], rows.dequantize(torch.float32))
+    assert torch.equal(weight.rows(torch.tensor([4, 2])), rows.dequantize(torch.float32)[[3, 1]])
+    assert torch.equal(weight.rows()[0], torch.zeros(77))
+
+
+def test_columns_that_cut_a_group_are_refused() -> None:
+    Scheme(4, 64).check_columns("w", (64, 100), 100)
+    Scheme(4).check_columns("w", (50, 100), 100)
+    with pytest.raises(ModelError, match=r"w = \[48, 96\]: .* group of 64"):
+        Scheme(4, 64).check_columns("w", (48, 96), 96)

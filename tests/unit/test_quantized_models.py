@@ -1,0 +1,310 @@
+"""Quantized models: native kernels against torch, shards against the whole, stored formats against what they mean."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
+from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_paged import generate, make_prompts, poison
+from tests.helpers_quantized import quantization_config, quantize_checkpoint
+from tests.unit.test_cpu_build import needs_compiler
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.linear import PackedMatrix
+from worker_proc.cpu.weights import PackedWeightPlan
+from worker_proc.errors import ModelError
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.decoder import Decoder
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.describe import describe, read_config
+from worker_proc.models.interface import LanguageModel
+from worker_proc.models.loading import WeightLoader
+from worker_proc.models.registry import load_model
+from worker_proc.models.spec import parse_spec
+from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.source import WeightSource
+from worker_proc.weights import SINGLE_FILE, Checkpoint
+
+pytestmark = needs_compiler
+LEVELS = cpu_features().levels()
+INT8, INT4 = Scheme(8), Scheme(4, 32)
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama-gqa-untied", {}),
+    ("llama-bias", {}),
+    ("mistral-sliding", {}),
+    ("qwen3", {}),
+    ("qwen3", {"hidden_size": 72, "intermediate_size": 50, "head_dim": 20, "vocab_size": 41}),
+]
+IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
+PROMPTS = make_prompts(VOCAB_SIZE)
+
+
+def load_native(path: Path, scheme: Scheme | None, level: Level = LEVELS[0], threads: int = 2) -> CpuDecoder:
+    native = load_library(level)
+    native.set_threads(threads)
+    model = load_model(
+        path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), native=native,
+        quantization=scheme,
+    )  # fmt: skip
+    assert isinstance(model, CpuDecoder)
+    return model
+
+
+def load_torch(path: Path, scheme: Scheme | None, dtype: torch.dtype = torch.float32) -> Decoder:
+    tp, attention = TensorParallel(), ReferenceAttention()
+    model = load_model(path, dtype=dtype, device="cpu", tp=tp, attention=attention, quantization=scheme)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def logits(model: LanguageModel, vocab_size: int = VOCAB_SIZE, int8: bool = False) -> Tensor:
+    cache = KVCache(replace(model.kv_spec, int8=int8), PAGES, PAGE_SIZE)
+    poison(cache)
+    return model.forward(probe_batch(vocab_size), cache)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scheme", [INT8, INT4, Scheme(4, 128)], ids=str)
+@pytest.mark.parametrize(("kind", "overrides"), KINDS, ids=IDS)
+def test_logits_are_those_of_dequantized_weights_in_torch(
+    kind: str, overrides: dict[str, Any], scheme: Scheme, level: Level, tmp_path: Path
+) -> None:
+    path = make_checkpoint(kind, tmp_path, **overrides)
+    exact, native = load_torch(path, scheme), load_native(path, scheme, level)
+    vocab_size = exact.vocab_size
+    want, got = logits(exact, vocab_size), logits(native, vocab_size)
+    assert error(got, want) < 0.03
+    assert error(want, logits(load_torch(path, None), vocab_size)) > 1e-3, "nothing was quantized"
+    want, got = logits(exact, vocab_size, int8=True), logits(native, vocab_size, int8=True)
+    # Keys and values that differ in bfloat16 and float32 may be rounded to neighbouring codes.
+    assert error(got, want) < 0.05
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
+def test_tokens_do_not_depend_on_pages_chunks_or_company(scheme: Scheme, level: Level, tmp_path: Path) -> None:
+    native = load_native(make_checkpoint("qwen3", tmp_path), scheme, level)
+    together = generate(native, PROMPTS, 16, page_size=16, int8=True)
+    assert len({token for output in together for token in output}) > 20, "a degenerate model proves nothing"
+    assert generate(native, PROMPTS, 16, page_size=8, chunk=9, int8=True) == together
+    alone = [generate(native, [prompt], 16, page_size=16, chunk=16, int8=True)[0] for prompt in PROMPTS]
+    assert alone == together
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama-rope-yarn", "gemma2"])
+def test_torch_attends_to_an_int8_cache(kind: str, tmp_path: Path) -> None:
+    """Chunks and pages do not matter: what is in a cache was rounded when it was stored."""
+    tp, attention = TensorParallel(), ReferenceAttention()
+    path = make_checkpoint(kind, tmp_path)
+    model = load_model(path, dtype=torch.float32, device="cpu", tp=tp, attention=attention)
+    whole = generate(model, PROMPTS, 12, page_size=16, int8=True)
+    assert generate(model, PROMPTS, 12, page_size=5, chunk=11, int8=True) == whole
+
+
+def test_gpt2_is_quantized_by_torch(tmp_path: Path) -> None:
+    path = make_checkpoint("gpt2", tmp_path)
+    plain, quantized = logits(load_torch(path, None)), logits(load_torch(path, INT8))
+    assert 1e-4 < error(quantized, plain) < 0.05
+
+
+def test_copies_of_pages_bring_their_scales(tmp_path: Path) -> None:
+    cache = KVCache(replace(load_torch(make_checkpoint("llama", tmp_path), None).kv_spec, int8=True), 4, 8)
+    slots = torch.arange(8)
+    k = torch.randn(8, cache.spec.num_kv_heads, cache.spec.k_head_dim)
+    cache.write(1, k, -k, slots)
+    cache.copy_pages([0], [3])
+    before, after = cache.read(1, slots), cache.read(1, slots + 24)
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    assert error(after[0], k) < 0.01
+
+
+def shard_weights(path: Path, rank: int, size: int, scheme: Scheme | None) -> list[tuple[Tensor, ...]]:
+    """What the projections of a shard stand for."""
+    config = read_config(path)
+    spec = parse_spec(config)
+    loader = WeightLoader(Checkpoint.open(path), torch.bfloat16, torch.device("cpu"))
+    source = WeightSource(loader, scheme)
+    plan = PackedWeightPlan(spec, Shard.of(spec, rank, size), loader, load_library(LEVELS[0]), source)
+    loader.run()
+
+    def dense(matrix: PackedMatrix) -> Tensor:
+        return matrix.unpack(torch.arange(matrix.outputs))
+
+    return [(dense(layer.qkv), dense(layer.o), dense(layer.down)) for layer in plan.finish().layers]
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
+def test_shards_have_the_codes_of_the_whole(scheme: Scheme, tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, intermediate_size=128)
+    whole = shard_weights(path, 0, 1, scheme)
+    halves = [shard_weights(path, rank, 2, scheme) for rank in range(2)]
+    for layer, (qkv, o, down) in enumerate(whole):
+        thirds = [torch.chunk(half[layer][0], 3) for half in halves]
+        assert torch.equal(qkv, torch.cat([third[i] for i in range(3) for third in thirds]))
+        assert torch.equal(o, torch.cat([half[layer][1] for half in halves], dim=1))
+        assert torch.equal(down, torch.cat([half[layer][2] for half in halves], dim=1))
+
+
+def test_groups_that_a_rank_would_cut_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)  # 96 channels of the MLP
+    with pytest.raises(ModelError, match=r"down_proj.weight = \[0, 48\]: .* group of 32"):
+        shard_weights(path, 0, 2, INT4)
+
+
+FORMATS = [
+    ("gptq", Scheme(4, 32), {}),
+    ("gptq", Scheme(4, 128), {"checkpoint_format": "gptq_v2"}),
+    ("gptq", Scheme(4, 32, symmetric=False), {}),
+    ("gptq", Scheme(4, 32, symmetric=False), {"checkpoint_format": "gptq_v2"}),
+    ("gptq", Scheme(8, 32), {}),
+    ("gptq", Scheme(4), {}),
+    ("awq", Scheme(4, 32, symmetric=False), {}),
+    ("awq", Scheme(4, 64, symmetric=False), {}),
+    ("compressed-tensors", Scheme(4, 32), {}),
+    ("compressed-tensors", Scheme(4, 128, symmetric=False), {}),
+    ("compressed-tensors", Scheme(4), {}),
+    ("compressed-tensors", Scheme(8, 32), {}),
+    ("compressed-tensors", Scheme(8), {}),
+    ("compressed-tensors", Scheme(8, None, symmetric=False), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "changes"), FORMATS, ids=[f"{m}-{s}-{s.symmetric}-{c}" for m, s, c in FORMATS]
+)
+def test_stored_codes_are_what_they_stand_for(
+    method: str, scheme: Scheme, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
+    codes, plain = quantize_checkpoint(source, tmp_path, method, scheme, **changes)
+    assert describe(codes).quantization == method and describe(codes).dtype == "bfloat16"
+    got, want = logits(load_native(codes, None)), logits(load_native(plain, None))
+    if scheme.by_channel:  # the scales multiply the sums: these weights are not rounded to bfloat16
+        assert error(got, want) < 0.02
+    else:
+        assert torch.equal(got, want)
+    assert error(logits(load_torch(codes, None)), want) < 0.02
+
+
+def test_modules_that_are_stored_plain_stay_so(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source")
+    codes, plain = quantize_checkpoint(source, tmp_path, "gptq", INT4)
+    weights, originals = load_file(codes / SINGLE_FILE), load_file(plain / SINGLE_FILE)
+    base = "model.layers.1.mlp.down_proj."
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(base)}
+    save_file(weights | {base + "weight": originals[base + "weight"]}, codes / SINGLE_FILE)
+    assert torch.equal(logits(load_native(codes, None)), logits(load_native(plain, None)))
+    base = "model.layers.1.self_attn.k_proj."
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(base)}
+    save_file(weights | {base + "weight": originals[base + "weight"]}, codes / SINGLE_FILE)
+    with pytest.raises(ModelError, match=r"k_proj.weight = 'not quantized'"):
+        load_native(codes, None)
+
+
+def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source")
+    codes, _ = quantize_checkpoint(source, tmp_path, "gptq", INT4)
+    with pytest.raises(ModelError, match="quantization = 'gptq': the checkpoint is quantized already"):
+        load_native(codes, INT8)
+    weights, base = load_file(codes / SINGLE_FILE), "model.layers.0.mlp.up_proj."
+    for change, message in (
+        ({base + "g_idx": weights[base + "g_idx"].flip(0)}, r"up_proj.g_idx = .*order of activations"),
+        ({base + "scales": weights[base + "scales"][:, :-1].contiguous()}, r"up_proj.scales = \[2, 95\]: .*\[2, 96\]"),
+        ({base + "qzeros": weights[base + "qzeros"].double()}, r"up_proj.qzeros = 'F64': .*I32"),
+        ({base + "extra": torch.zeros(3)}, r"up_proj.extra = \[3\]: unexpected tensor"),
+    ):
+        save_file(weights | change, codes / SINGLE_FILE)
+        with pytest.raises(ModelError, match=message):
+            load_native(codes, None)
+    del weights[base + "qzeros"]
+    save_file(weights, codes / SINGLE_FILE)
+    with pytest.raises(ModelError, match=r"up_proj.qzeros = None: the checkpoint lacks"):
+        load_native(codes, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "field"),
+    [
+        ("gptq", {"quant_method": "bitsandbytes"}, "quant_method"),
+        ("gptq", {"quant_method": "fp8"}, "quant_method"),
+        ("gptq", {"bits": 3}, "bits"),
+        ("gptq", {"bits": True}, "bits"),
+        ("gptq", {"desc_act": True}, "desc_act"),
+        ("gptq", {"group_size": 48}, "group_size"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format"),
+        ("gptq", {"sym": None}, "sym"),
+        ("awq", {"version": "gemv"}, "version"),
+        ("awq", {"bits": 8}, "bits"),
+        ("awq", {"zero_point": False}, "zero_point"),
+        ("compressed-tensors", {"format": "float-quantized"}, "format"),
+        ("compressed-tensors", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ("compressed-tensors", {"config_groups": {}}, "config_groups"),
+    ],
+)
+def test_other_formats_are_refused_by_name(method: str, change: dict[str, Any], field: str, tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = quantization_config(method, INT4) | change
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        describe(path)
+    assert caught.value.field == f"quantization_config: {field}"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_bits": 2}, "num_bits"),
+        ({"type": "float"}, "type"),
+        ({"strategy": "tensor"}, "strategy"),
+        ({"actorder": "group"}, "actorder"),
+        ({"group_size": 16}, "group_size"),
+        ({"dynamic": True}, "dynamic"),
+    ],
+)
+def test_other_schemes_are_refused_by_name(change: dict[str, Any], field: str, tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    stored = quantization_config("compressed-tensors", INT4)
+    stored["config_groups"]["group_0"]["weights"] |= change
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    with pytest.raises(ModelError) as caught:
+        describe(path)
+    assert caught.value.field == f"quantization_config: {field}"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_models_whose_codes_are_not_read_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config("gptq", INT4)}))
+    with pytest.raises(ModelError, match=r"quantization_config = 'gptq': .* llama, mistral, qwen2, qwen3 only"):
+        describe(path)
+
+
+def test_the_transformers_backend_takes_plain_weights_only(tmp_path: Path) -> None:
+    path = make_checkpoint("gemma2", tmp_path)
+    with pytest.raises(ModelError, match="quantization = 'int4': gemma2 runs through transformers"):
+        load_model(
+            path,
+            dtype=torch.float32,
+            device="cpu",
+            tp=TensorParallel(),
+            attention=ReferenceAttention(),
+            quantization=INT4,
+        )

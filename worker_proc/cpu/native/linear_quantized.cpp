@@ -1,0 +1,126 @@
+#include "linear_quantized.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "parallel.h"
+
+#if defined(__AMX_BF16__)
+#include "linear_quantized_amx.h"
+#endif
+
+namespace rhizome {
+namespace {
+
+inline float number(float x) { return x; }
+inline float number(bf16 x) { return to_float(x); }
+
+// One group of `count` numbers; returns the scale.
+template <class Element>
+float quantize_group(const Element* x, int64_t count, int bits, uint8_t* codes) {
+  floats lows = {}, highs = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const floats value = load(x + i);
+    lows = select(value < lows, value, lows);
+    highs = select(value > highs, value, highs);
+  }
+  float low = 0, high = 0;
+  for (; i < count; ++i) low = std::min(low, number(x[i])), high = std::max(high, number(x[i]));
+  for (int lane = 0; lane < kLanes; ++lane) low = std::min(low, lows[lane]), high = std::max(high, highs[lane]);
+  float scale = bits == 4 ? (-low > high ? -low : -high) / 8 : std::max(-low, high) / 127;
+  if (std::abs(scale) < 1e-30f) scale = 0;
+  const float inverse = scale == 0 ? 0.0f : 1.0f / scale;
+  const int32_t middle = 1 << (bits - 1), last = (1 << bits) - 1;
+  for (i = 0; i < count; ++i) {
+    const int32_t code = static_cast<int32_t>(__builtin_nearbyintf(number(x[i]) * inverse)) + middle;
+    codes[i] = static_cast<uint8_t>(std::clamp(code, 0, last));
+  }
+  return scale;
+}
+
+template <class Element>
+void quantize(const Element* source, int64_t stride, int64_t rows, int64_t inputs, int64_t group, int bits,
+              uint8_t* codes, float* scales) {
+  const int64_t groups = (inputs + group - 1) / group;
+  parallel_for(rows, [&](int64_t row, int) {
+    for (int64_t i = 0; i < groups; ++i)
+      scales[row * groups + i] = quantize_group(source + row * stride + i * group, std::min(group, inputs - i * group),
+                                                bits, codes + row * inputs + i * group);
+  });
+}
+
+// Puts the codes of some outputs into a block, the others being 0.
+void add_codes(Format format, const uint8_t (&block)[kPanel][32], uint8_t* codes) {
+#if defined(__AMX_BF16__)
+  if (format == Format::kInt4) {
+    auto* words = reinterpret_cast<uint16_t*>(codes);
+    for (int output = 0; output < kPanel; output += 4, words += 32)
+      for (int i = 0; i < 32; ++i)
+        words[i] |= static_cast<uint16_t>(block[output][i] | block[output + 1][i] << 4 | block[output + 2][i] << 8 |
+                                          block[output + 3][i] << 12);
+    return;
+  }
+#endif
+  for (int output = 0; output < kPanel; ++output)
+    for (int input = 0; input < 32; ++input) {
+      const CodePlace place = place_of(format, output, input);
+      codes[place.byte] |= static_cast<uint8_t>(block[output][input] << place.shift);
+    }
+}
+
+}  // namespace
+
+#if defined(__AMX_BF16__)
+void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t row_begin, int64_t row_end, int64_t panel,
+                    void* context, TakeSums take) {
+  const auto then = [&](int64_t row, int count, float* sums) { take(context, row, count, sums); };
+  switch (weights.format) {
+    case Format::kInt8Channel:
+      return multiply_format<Format::kInt8Channel>(weights, x, row_begin, row_end, panel, then);
+    case Format::kInt8: return multiply_format<Format::kInt8>(weights, x, row_begin, row_end, panel, then);
+    case Format::kInt4: return multiply_format<Format::kInt4>(weights, x, row_begin, row_end, panel, then);
+    case Format::kBFloat16: return;
+  }
+}
+#else
+void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
+  switch (weights.format) {
+    case Format::kInt8Channel: return widen_blocks<Format::kInt8Channel>(weights, panel, step, count, out);
+    case Format::kInt8: return widen_blocks<Format::kInt8>(weights, panel, step, count, out);
+    case Format::kInt4: return widen_blocks<Format::kInt4>(weights, panel, step, count, out);
+    case Format::kBFloat16: return;
+  }
+}
+#endif
+
+}  // namespace rhizome
+
+void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs, int64_t group,
+                      int bits, uint8_t* codes, float* scales) {
+  using namespace rhizome;
+  if (wide)
+    quantize(static_cast<const float*>(source), stride, rows, inputs, group, bits, codes, scales);
+  else
+    quantize(static_cast<const bf16*>(source), stride, rows, inputs, group, bits, codes, scales);
+}
+
+void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride, int64_t rows,
+                        int64_t first, int paired) {
+  using namespace rhizome;
+  // Tasks are rows of one panel at most, which share no byte with others.
+  const int64_t per_panel = paired == 0 ? kPanel : kTile;
+  const int64_t begin_panel = first / per_panel, end_panel = (first + rows + per_panel - 1) / per_panel;
+  parallel_for(end_panel - begin_panel, [&](int64_t task, int) {
+    const int64_t panel = begin_panel + task;
+    const int64_t begin = std::max(first, panel * per_panel), end = std::min(first + rows, (panel + 1) * per_panel);
+    for (int64_t step = 0; step < blocks(weights->inputs); ++step) {
+      uint8_t block[kPanel][32] = {};
+      const int64_t count = std::min<int64_t>(32, weights->inputs - step * 32);
+      for (int64_t at = begin; at < end; ++at)
+        memcpy(block[at % per_panel + (paired == 2 ? kTile : 0)], source + (at - first) * stride + step * 32, count);
+      add_codes(weights->format, block, const_cast<uint8_t*>(codes_at(*weights, panel, step)));
+    }
+  });
+}

@@ -1,0 +1,140 @@
+// Weights in 8 or 4 bits: codes that are widened to bfloat16, some blocks of inputs at a time, right before they are
+// multiplied. They are streamed from memory as codes; what is widened lives in the L1 cache.
+//
+//   kInt8Channel  weight = (code - 128) * scale, one scale per output. Differences of codes are whole numbers up to
+//                 128, which bfloat16 holds exactly; the scale multiplies the sums.
+//   kInt8, kInt4  weight = (code - zero) * scale, rounded to bfloat16, a scale (and a zero) per group of inputs.
+//
+// So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
+// Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
+// the micro-kernel: see `place_of`.
+#pragma once
+
+#include "linear.h"
+
+namespace rhizome {
+
+inline constexpr int64_t kBlockWeights = 32 * kPanel;
+
+inline int64_t code_bytes(Format format, int64_t weights) { return format == Format::kInt4 ? weights / 2 : weights; }
+inline int64_t groups(const PackedMatrix& weights) {
+  return weights.format == Format::kInt8Channel ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
+}
+inline float middle_code(Format format) { return format == Format::kInt4 ? 8.0f : 128.0f; }
+
+// Where the code of an output and input of a block is.
+struct CodePlace {
+  int64_t byte;
+  int shift;
+};
+
+// For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
+// int4. Elsewhere it is the order of the bfloat16 layout: tiles, pairs of inputs, outputs; the two codes of a pair are
+// two bytes, or the low and the high half of one.
+inline CodePlace place_of(Format format, int64_t output, int64_t input) {
+#if defined(__AMX_BF16__)
+  if (format == Format::kInt4)
+    return {output / 4 * 64 + input * 2 + output % 4 / 2, static_cast<int>(output % 2 * 4)};
+  return {output * 32 + input, 0};
+#else
+  const int64_t pair = output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2;
+  if (format == Format::kInt4) return {pair / 2, static_cast<int>(input % 2 * 4)};
+  return {pair + input % 2, 0};
+#endif
+}
+
+// The codes of block `step` of a panel.
+inline const uint8_t* codes_at(const PackedMatrix& weights, int64_t panel, int64_t step) {
+  const int64_t block = panel * blocks(weights.inputs) + step;
+  return reinterpret_cast<const uint8_t*>(weights.data) + code_bytes(weights.format, block * kBlockWeights);
+}
+
+#if !defined(__AMX_BF16__)
+
+// bfloat16 in the low halves of the lanes, to nearest, ties to even; for finite numbers.
+inline words round_to_bf16(floats value) {
+  const words bits = (words)value;
+  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+// One tile of 16 outputs: `scales` and `zeros` of its outputs, [16] each.
+template <Format kFormat>
+inline void widen_tile(const uint8_t* codes, const float* scales, const float* zeros, bf16* out) {
+  typedef uint8_t bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  constexpr int kVectors = kTile / kLanes;
+  floats scale[kVectors], zero[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    scale[v] = load(scales + v * kLanes);
+    zero[v] = zeros != nullptr ? load(zeros + v * kLanes) : splat(middle_code(kFormat));
+  }
+  for (int pair = 0; pair < kTile; ++pair, out += 2 * kTile) {
+    for (int v = 0; v < kVectors; ++v) {
+      words even, odd;
+      if constexpr (kFormat == Format::kInt4) {
+        const words both = __builtin_convertvector(*reinterpret_cast<const bytes*>(codes + v * kLanes), words);
+        even = both & 15u, odd = both >> 4;
+      } else {
+        const words both = __builtin_convertvector(*reinterpret_cast<const halves*>(codes + v * 2 * kLanes), words);
+        even = both & 255u, odd = both >> 8;
+      }
+      floats first = __builtin_convertvector((ints)even, floats) - zero[v];
+      floats second = __builtin_convertvector((ints)odd, floats) - zero[v];
+      words result;
+      if constexpr (kFormat == Format::kInt8Channel)
+        result = ((words)first >> 16) | ((words)second & 0xffff0000u);
+      else
+        result = round_to_bf16(first * scale[v]) | round_to_bf16(second * scale[v]) << 16;
+      *reinterpret_cast<words*>(out + v * 2 * kLanes) = result;
+    }
+    codes += kFormat == Format::kInt4 ? kTile : 2 * kTile;
+  }
+}
+
+template <Format kFormat>
+inline void widen_blocks(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
+  for (const int64_t end = step + count; step < end; ++step) {
+    const uint8_t* const codes = codes_at(weights, panel, step);
+    for (int64_t ahead = 0; ahead < code_bytes(kFormat, kBlockWeights); ahead += 64)
+      __builtin_prefetch(codes + 4096 + ahead);
+    const int64_t group = kFormat == Format::kInt8Channel ? 0 : step * 32 / weights.group;
+    const int64_t at = (panel * groups(weights) + group) * kPanel;
+    for (int tile = 0; tile < 2; ++tile, out += kTileElements)
+      widen_tile<kFormat>(codes + code_bytes(kFormat, tile * kTileElements), weights.scales + at + tile * kTile,
+                          weights.zeros != nullptr ? weights.zeros + at + tile * kTile : nullptr, out);
+  }
+}
+
+// Blocks [step, step + count) of a panel in the layout of linear.h.
+void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out);
+
+#endif
+
+// What is left to do for the sums [rows, 32] of a panel.
+inline void scale_sums(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
+  if (weights.format != Format::kInt8Channel) return;
+  for (int64_t row = 0; row < rows; ++row, sums += kPanel)
+    for (int i = 0; i < kPanel; i += kLanes) store(sums + i, load(sums + i) * load(weights.scales + panel * kPanel + i));
+}
+
+// Input `input` of packed output `output`.
+inline float widened(const PackedMatrix& weights, int64_t output, int64_t input) {
+  const int64_t panel = output / kPanel, place = output % kPanel;
+  const CodePlace at = place_of(weights.format, place, input % 32);
+  const int byte = codes_at(weights, panel, input / 32)[at.byte] >> at.shift;
+  const int code = weights.format == Format::kInt4 ? byte & 15 : byte;
+  const int64_t group = weights.format == Format::kInt8Channel ? 0 : input / weights.group;
+  const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
+  const float zero = weights.zeros != nullptr ? weights.zeros[scale] : middle_code(weights.format);
+  return (static_cast<float>(code) - zero) * weights.scales[scale];
+}
+
+}  // namespace rhizome
+
+// Rows [rows, inputs] of bfloat16 (or float32 if `wide`), `stride` elements apart, to codes [rows, inputs] and scales
+// [rows, groups] of `group` inputs: what worker_proc/quantization/rows.py defines, to the last bit.
+RHIZOME_EXPORT void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs,
+                                     int64_t group, int bits, uint8_t* codes, float* scales);
+
+// Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does.
+RHIZOME_EXPORT void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride,
+                                       int64_t rows, int64_t first, int paired);

@@ -1,0 +1,128 @@
+"""Quantized weights packed for the native kernels, see `native/linear_quantized.h`."""
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.linear import PANEL, PackedMatrix, Pairing
+from worker_proc.cpu.memory import HugePages
+from worker_proc.errors import ModelError
+from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
+
+_BLOCK = 32  # inputs
+
+
+class Format(IntEnum):
+    """As in `native/linear.h`."""
+
+    BFLOAT16 = 0
+    INT8_CHANNEL = 1
+    INT8 = 2
+    INT4 = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSizes:
+    """What a matrix takes: bytes of codes, numbers in float32 for scales, and for zeros."""
+
+    codes: int
+    scales: int
+    zeros: int
+
+    @classmethod
+    def of(cls, outputs: int, inputs: int, scheme: Scheme, *, paired: bool = False) -> "CodeSizes":
+        weights = PackedMatrix.packed_size(outputs, inputs, paired=paired)
+        padded = -(-inputs // _BLOCK) * _BLOCK
+        scales = weights // padded * scheme.num_groups(padded)
+        return cls(weights * scheme.bits // 8, scales, 0 if scheme.symmetric else scales)
+
+    def room(self) -> int:
+        """What `take` needs of a block."""
+        return HugePages.room(self.codes) + HugePages.room(4 * self.scales) + HugePages.room(4 * self.zeros)
+
+
+class QuantizedMatrix(PackedMatrix):
+    """A `PackedMatrix` in codes, which is filled with `pack_rows` instead of `pack`."""
+
+    def __init__(
+        self,
+        native: NativeLibrary,
+        memory: HugePages,
+        outputs: int,
+        inputs: int,
+        scheme: Scheme,
+        *,
+        paired: bool = False,
+    ) -> None:
+        """Takes what `CodeSizes.room` says of `memory`."""
+        group = scheme.group_size
+        if group is not None and group % GROUP_MULTIPLE:
+            raise ModelError("quantization group size", group, f"must be a multiple of {GROUP_MULTIPLE}")
+        sizes = CodeSizes.of(outputs, inputs, scheme, paired=paired)
+        super().__init__(native, memory.take(sizes.codes, torch.uint8), outputs, inputs, paired=paired)
+        self.scheme = scheme
+        padded = -(-inputs // _BLOCK) * _BLOCK
+        shape = (-1, scheme.num_groups(padded), PANEL)
+        self.scales = memory.take(sizes.scales, torch.float32).view(shape)
+        self.zeros = memory.take(sizes.zeros, torch.float32).view(shape) if sizes.zeros else None
+        by_bits = Format.INT4 if scheme.bits == 4 else Format.INT8
+        self.struct.format = Format.INT8_CHANNEL if scheme.by_channel else by_bits
+        self.struct.group = group or padded
+        self.struct.scales = self.scales.data_ptr()
+        self.struct.zeros = self.zeros.data_ptr() if self.zeros is not None else None
+
+    def pack_rows(self, rows: QuantizedRows, first: int, pairing: Pairing = Pairing.NONE) -> None:
+        """Put `rows` in place, the first one as output `first` (of its kind)."""
+        codes = rows.codes if rows.codes.stride(1) == 1 else rows.codes.contiguous()
+        self.native.functions.rhizome_pack_codes(
+            ctypes.addressof(self.struct), codes.data_ptr(), codes.stride(0), len(codes), first, pairing
+        )
+        at = torch.arange(first, first + len(codes))
+        half = PANEL // 2
+        panel, place = (at // PANEL, at % PANEL) if pairing is Pairing.NONE else (at // half, at % half)
+        if pairing is Pairing.UP:
+            place = place + half
+        self._put(self.scales, rows.scales, panel, place)
+        if self.zeros is not None and rows.zeros is not None:
+            self._put(self.zeros, rows.zeros, panel, place)
+
+    @staticmethod
+    def _put(to: Tensor, values: Tensor, panel: Tensor, place: Tensor) -> None:
+        to[panel, : values.shape[1], place] = values
+
+
+@dataclass(frozen=True, slots=True)
+class NativeQuantizer:
+    """`rows.quantize_rows`, with the same results."""
+
+    native: NativeLibrary
+
+    def __call__(self, rows: Tensor, scheme: Scheme) -> QuantizedRows:
+        wide = rows.dtype != torch.bfloat16
+        source = rows.float() if wide else rows
+        source = source if source.stride(1) == 1 else source.contiguous()
+        count, inputs = source.shape
+        codes = torch.empty(count, inputs, dtype=torch.uint8)
+        scales = torch.empty(count, scheme.num_groups(inputs))
+        self.native.functions.rhizome_quantize(
+            source.data_ptr(), wide, source.stride(0), count, inputs, scheme.group_size or inputs, scheme.bits,
+            codes.data_ptr(), scales.data_ptr(),
+        )  # fmt: skip
+        return QuantizedRows(scheme, codes, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodesTarget:
+    """A `QuantizedTarget`: rows of a matrix from output `output` on."""
+
+    matrix: QuantizedMatrix
+    output: int
+    pairing: Pairing
+
+    def copy_quantized(self, first: int, rows: QuantizedRows) -> None:
+        self.matrix.pack_rows(rows, self.output + first, self.pairing)

@@ -1,0 +1,103 @@
+"""Numbers become codes and codes become numbers: the definition that the native kernels are tested against."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker_proc.quantization.scheme import Scheme
+
+_LEAST = 1e-30  # a group with smaller scales is all zeros
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Rows of a weight matrix: `codes` uint8 `[R, K]`, `scales` float32 `[R, G]`, and as many `zeros`, or None."""
+
+    scheme: Scheme
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def select(self, rows: tuple[int, int], cols: tuple[int, int]) -> "QuantizedRows":
+        """A block. `cols` must be at the borders of groups."""
+        size = self.scheme.group_size
+        groups = slice(None) if size is None else slice(cols[0] // size, -(-cols[1] // size))
+        zeros = self.zeros[slice(*rows), groups] if self.zeros is not None else None
+        return QuantizedRows(
+            self.scheme, self.codes[slice(*rows), slice(*cols)], self.scales[slice(*rows), groups], zeros
+        )
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """`[R, K]`, computed in float32 and rounded to `dtype`."""
+        inputs = self.codes.shape[1]
+        size = self.scheme.group_size or inputs
+        zeros = self.zeros.repeat_interleave(size, 1)[:, :inputs] if self.zeros is not None else self.scheme.middle
+        scales = self.scales.repeat_interleave(size, 1)[:, :inputs]
+        return ((self.codes.float() - zeros) * scales).to(dtype)
+
+
+def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
+    """Round `rows` `[R, K]` to the nearest codes of a symmetric scheme.
+
+    With 8 bits the largest magnitude of a group becomes 127. With 4 bits the number of the largest magnitude becomes
+    code 0, 8 steps from zero on its side (the other side has 7), as in llama.cpp's Q4_0.
+    """
+    if not scheme.symmetric:
+        raise ValueError("rows are quantized symmetrically")
+    count, inputs = rows.shape
+    size = scheme.group_size or inputs
+    groups = scheme.num_groups(inputs)
+    padded = F.pad(rows.float(), (0, groups * size - inputs)).view(count, groups, size)
+    low, high = padded.aminmax(dim=2)
+    if scheme.bits == 4:
+        scales = torch.where(-low > high, -low, -high) / 8
+    else:
+        scales = torch.maximum(-low, high) / 127
+    scales = torch.where(scales.abs() < _LEAST, 0, scales)
+    inverse = torch.where(scales == 0, 0, 1 / scales)
+    codes = (padded * inverse[:, :, None]).round_().add_(scheme.middle).clamp_(0, 2**scheme.bits - 1)
+    return QuantizedRows(scheme, codes.to(torch.uint8).view(count, -1)[:, :inputs], scales)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A matrix `[out, in]` that torch dequantizes whenever it is used: the reference of the native kernels."""
+
+    scheme: Scheme
+    inputs: int
+    codes: Tensor  # uint8 [out, inputs], or [out, inputs / 2] with 4 bits, the even inputs in the low halves
+    scales: Tensor  # float32 [out, groups]
+    zeros: Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(
+        cls, outputs: int, inputs: int, scheme: Scheme, dtype: torch.dtype, device: torch.device
+    ) -> "QuantizedWeight":
+        width = -(-inputs // 2) if scheme.bits == 4 else inputs
+        codes = torch.zeros(outputs, width, dtype=torch.uint8, device=device)
+        scales = torch.zeros(outputs, scheme.num_groups(inputs), device=device)
+        return cls(scheme, inputs, codes, scales, None if scheme.symmetric else torch.zeros_like(scales), dtype)
+
+    def put(self, first: int, rows: QuantizedRows) -> None:
+        """Fill the rows from `first` on."""
+        codes = rows.codes
+        if self.scheme.bits == 4:
+            codes = F.pad(codes, (0, codes.shape[1] % 2))
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        here = slice(first, first + len(codes))
+        self.codes[here] = codes
+        self.scales[here] = rows.scales
+        if self.zeros is not None and rows.zeros is not None:
+            self.zeros[here] = rows.zeros
+
+    def rows(self, indices: Tensor | None = None) -> Tensor:
+        """Rows `indices`, or all, `[R, in]` in `dtype`."""
+        pick = slice(None) if indices is None else indices
+        codes = self.codes[pick]
+        if self.scheme.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, : self.inputs]
+        zeros = self.zeros[pick] if self.zeros is not None else None
+        return QuantizedRows(self.scheme, codes, self.scales[pick], zeros).dequantize(self.dtype)

@@ -1,0 +1,52 @@
+"""How weights are held in fewer bits. Needs no torch."""
+
+from dataclasses import dataclass
+
+from worker_proc.errors import ModelError
+
+DEFAULT_GROUP_SIZE = 128
+GROUP_MULTIPLE = 32  # of inputs: what the native kernels widen at once
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A weight is (code - zero) * scale, with codes 0 .. 2**bits - 1. `group_size` inputs of an output have a scale in
+    common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is
+    one per scale."""
+
+    bits: int
+    group_size: int | None = None
+    symmetric: bool = True
+
+    @property
+    def middle(self) -> int:
+        """The code of zero where the scheme is symmetric."""
+        return int(2 ** (self.bits - 1))
+
+    @property
+    def by_channel(self) -> bool:
+        """8 bits with nothing but a scale per output: what multiplies the sums instead of the weights."""
+        return self.bits == 8 and self.group_size is None and self.symmetric
+
+    def __str__(self) -> str:
+        return f"int{self.bits}" if self.group_size is None else f"int{self.bits}, groups of {self.group_size}"
+
+    def num_groups(self, inputs: int) -> int:
+        return 1 if self.group_size is None else -(-inputs // self.group_size)
+
+    def check_columns(self, name: str, cols: tuple[int, int], inputs: int) -> None:
+        """Refuse columns `cols` of a matrix with `inputs` of them that begin or end inside a group."""
+        size = self.group_size
+        if size is not None and any(edge % size and edge != inputs for edge in cols):
+            reason = f"columns of this rank cut a quantization group of {size}: take a smaller group size or tp"
+            raise ModelError(name, list(cols), reason)
+
+
+HEAD_SCHEME = Scheme(8)  # of the output head when weights are quantized while they are loaded
+
+
+def load_time_scheme(method: str, group_size: int | None) -> Scheme | None:
+    """The scheme of launch.py's --quantization, None for "auto", which takes weights as they are stored."""
+    if method == "int8":
+        return Scheme(8)
+    return Scheme(4, group_size or DEFAULT_GROUP_SIZE) if method == "int4" else None

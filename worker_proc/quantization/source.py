@@ -1,0 +1,56 @@
+"""Which projections of a checkpoint become codes, and how they are read."""
+
+from dataclasses import replace
+
+from worker_proc.errors import ModelError
+from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.quantization.rows import quantize_rows
+from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
+from worker_proc.quantization.stored import is_stored, plan_read
+from worker_proc.quantization.stored_config import StoredQuantization
+from worker_proc.quantization.target import Quantize, QuantizedTarget, QuantizingTarget
+
+
+class WeightSource:
+    """Plans the reads of quantized matrices with a `WeightLoader`."""
+
+    def __init__(
+        self,
+        load: WeightLoader,
+        scheme: Scheme | None = None,
+        stored: StoredQuantization | None = None,
+        quantize: Quantize = quantize_rows,
+    ) -> None:
+        """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has; not both."""
+        if scheme is not None and stored is not None:
+            raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
+        self._load = load
+        self._scheme = scheme
+        self._stored = stored
+        self._quantize = quantize
+
+    def scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
+        """How the matrix that `parts` make together is held; None: plain. Raises ModelError where only some of them
+        are stored as codes."""
+        if self._stored is None:
+            return self._scheme
+        stored = [is_stored(self._stored, self._load.checkpoint, part) for part in parts]
+        if any(stored) != all(stored):
+            plain = parts[stored.index(False)].name
+            raise ModelError(plain, "not quantized", "projections that are computed together must be alike")
+        return self._stored.scheme if all(stored) else None
+
+    def head_scheme(self, head: Part) -> Scheme | None:
+        """How the output head is held."""
+        return HEAD_SCHEME if self._scheme is not None else self.scheme((head,))
+
+    def into(self, part: Part, scheme: Scheme, target: QuantizedTarget) -> None:
+        """Plan to copy `part` to `target`. Raises ModelError as `WeightLoader.into` does, and for columns that cut a
+        group."""
+        cols = part.cols or (0, part.shape[1])
+        scheme.check_columns(part.name, cols, part.shape[1])
+        if self._stored is None:
+            self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols, self._quantize))
+            return
+        read = plan_read(self._stored, self._load.checkpoint, part, target)
+        self._load.add(read, [entry.name for entry in read.entries.values()])

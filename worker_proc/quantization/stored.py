@@ -1,0 +1,143 @@
+"""Reads projections that a checkpoint holds as codes: compressed-tensors (pack-quantized), GPTQ and AWQ.
+
+All of them put 32 / bits codes into an int32, the first one in the lowest bits:
+
+- compressed-tensors: `weight_packed` [out, in / n] along the inputs, `weight_scale` [out, groups], with zero points
+  `weight_zero_point` [out / n, groups] along the outputs, and `weight_shape`.
+- GPTQ: `qweight` [in / n, out] along the inputs, `qzeros` [groups, out / n] along the outputs, `scales` [groups, out],
+  `g_idx` [in], the group of each input. Its first format stores zeros less one.
+- AWQ: `qweight` [in, out / n] and `qzeros` [groups, out / n] along the outputs, whose eight codes are in the order
+  0, 2, 4, 6, 1, 3, 5, 7, and `scales` [groups, out].
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker_proc.errors import ModelError
+from worker_proc.models.loading import OpenFile, Part, read_tensor
+from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.stored_config import StoredQuantization
+from worker_proc.quantization.target import QuantizedTarget
+from worker_proc.weights import Checkpoint, TensorEntry
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the codes 0, 1, ... of an int32 are
+_MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+
+_SCALE_DTYPES, _CODE_DTYPES = ("F16", "BF16", "F32"), ("I32", "I64")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRead:
+    """A planned read of one projection, see `loading.Read`. All of its tensors are read at once, then cut."""
+
+    entry: TensorEntry
+    entries: dict[str, TensorEntry]
+    stored: StoredQuantization
+    part: Part
+    target: QuantizedTarget
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def run(self, open_file: OpenFile) -> Iterator[int]:
+        tensors = {name: read_tensor(open_file(entry), entry) for name, entry in self.entries.items()}
+        rows = unpack(self.stored, self.part, tensors)
+        outputs, inputs = self.part.shape
+        self.target.copy_quantized(0, rows.select(self.part.rows or (0, outputs), self.part.cols or (0, inputs)))
+        yield self.nbytes
+
+
+def is_stored(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> bool:
+    """Whether the checkpoint holds this projection as codes."""
+    return f"{_module(part)}.{_MAIN[stored.method]}" in checkpoint.tensors
+
+
+def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, target: QuantizedTarget) -> StoredRead:
+    """Raises ModelError if a tensor is missing or has another shape than expected."""
+    entries = {}
+    for suffix, shape in _shapes(stored, part).items():
+        name = f"{_module(part)}.{suffix}"
+        entry = checkpoint.tensors.get(name)
+        if entry is None and suffix in ("g_idx", "weight_shape"):
+            continue
+        if entry is None:
+            raise ModelError(name, None, "the checkpoint lacks this tensor")
+        if entry.shape != shape:
+            raise ModelError(name, list(entry.shape), f"shape in {entry.file.name} should be {list(shape)}")
+        allowed = _SCALE_DTYPES if "scale" in suffix else _CODE_DTYPES
+        if entry.dtype not in allowed:
+            raise ModelError(name, entry.dtype, f"type in {entry.file.name} should be {' or '.join(allowed)}")
+        entries[suffix] = entry
+    return StoredRead(entries[_MAIN[stored.method]], entries, stored, part, target)
+
+
+def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
+    """The whole projection. `tensors` are named by their suffixes."""
+    outputs, inputs = part.shape
+    scheme, bits = stored.scheme, stored.scheme.bits
+    zeros = None
+    if stored.method == "compressed-tensors":
+        if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [outputs, inputs]:
+            raise ModelError(
+                f"{_module(part)}.weight_shape", tensors["weight_shape"].tolist(), f"should be {part.shape}"
+            )
+        codes = _unpack(tensors["weight_packed"], bits)[:, :inputs]
+        scales = tensors["weight_scale"]
+        if not scheme.symmetric:
+            zeros = _unpack(tensors["weight_zero_point"].t(), bits)[:, :outputs].t()
+    else:
+        places = _AWQ_PLACES if stored.method == "awq" else None
+        if stored.method == "awq":
+            codes = _unpack(tensors["qweight"], bits, places).t()
+        else:
+            _check_order(stored, part, tensors.get("g_idx"))
+            codes = _unpack(tensors["qweight"].t(), bits)
+        scales = tensors["scales"].t()
+        if not scheme.symmetric:
+            zeros = (_unpack(tensors["qzeros"], bits, places).int() + stored.zero_offset).t()
+    return QuantizedRows(
+        scheme,
+        codes.contiguous(),
+        scales.float().contiguous(),
+        zeros.float().contiguous() if zeros is not None else None,
+    )
+
+
+def _unpack(packed: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
+    """int32 `[R, C]` to codes uint8 `[R, C * 32 / bits]`."""
+    order = places or tuple(range(32 // bits))
+    shifts = torch.tensor([bits * place for place in order], dtype=torch.int32)
+    codes: Tensor = (packed[:, :, None] >> shifts) & (2**bits - 1)
+    return codes.to(torch.uint8).flatten(1)
+
+
+def _shapes(stored: StoredQuantization, part: Part) -> dict[str, tuple[int, ...]]:
+    outputs, inputs = part.shape
+    scheme, per_word = stored.scheme, 32 // stored.scheme.bits
+    groups = scheme.num_groups(inputs)
+    words = -(-outputs // per_word)
+    if stored.method == "compressed-tensors":
+        shapes: dict[str, tuple[int, ...]] = {
+            "weight_packed": (outputs, -(-inputs // per_word)), "weight_scale": (outputs, groups), "weight_shape": (2,)
+        }  # fmt: skip
+        return shapes if scheme.symmetric else shapes | {"weight_zero_point": (words, groups)}
+    zeros = {"qzeros": (groups, words), "scales": (groups, outputs)}
+    if stored.method == "awq":
+        return {"qweight": (inputs, words), **zeros}
+    return {"qweight": (-(-inputs // per_word), outputs), "g_idx": (inputs,), **zeros}
+
+
+def _check_order(stored: StoredQuantization, part: Part, order: Tensor | None) -> None:
+    inputs = part.shape[1]
+    if order is not None and not torch.equal(
+        order.int(), torch.arange(inputs).int() // (stored.scheme.group_size or inputs)
+    ):
+        raise ModelError(f"{_module(part)}.g_idx", "...", "inputs in the order of activations are not supported")
+
+
+def _module(part: Part) -> str:
+    return part.name.removesuffix(".weight")
