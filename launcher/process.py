@@ -41,6 +41,15 @@ class Proc:
         return self.popen.poll() is None
 
     @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it, as far as the system tells."""
+        try:
+            stat = Path(f"/proc/{self.popen.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+    @property
     def killed(self) -> bool:
         return (self.popen.poll() or 0) < 0
 

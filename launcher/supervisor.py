@@ -107,6 +107,8 @@ class Supervisor:
             more = ("--port", str(self._http_port))  # clients know it
         self._former |= {proc.control_identity for proc in unit.procs.values()}
         unit.procs = {spec.name: self._spawner.start(spec, *more) for spec in unit.spec.processes}
+        for name in unit.procs:  # it may be stopped before anybody looks at it
+            self._liveness.pulse(name, 0, False, time.monotonic())
         unit.state = State.LOADING
         unit.due = time.monotonic() + self._config.start_timeout_s
         self._term_due |= unit.spec.new_term
@@ -163,7 +165,10 @@ class Supervisor:
         self._tell_refused()
 
     def _check(self, unit: Unit, now: float) -> None:
-        """Whether a unit is as it should be."""
+        """Whether a unit is as it should be. A process that loads cannot speak: that it runs is its sign of life."""
+        for proc in unit.procs.values():
+            if proc.ready is None and not proc.stopped:
+                self._liveness.pulse(proc.name, 0, False, now)
         names = unit.procs.keys()
         if (failed := unit.first_failure()) is not None:
             self._lost(unit, _failure(failed), now)

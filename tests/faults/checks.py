@@ -11,7 +11,9 @@ WARM_UP = 2  # measurements of a process from which its baseline is taken
 MORE_FDS = 4  # than at the baseline: connections that are being made or closed
 MORE_RSS = 12 * 2**20  # bytes: allocators keep pieces; at most 3 MiB were seen on one cluster
 MORE_RSS_WORKER = 32 * 2**20  # which touches more and more of its KV cache
-_NOBODY = ("scheduler.running", "scheduler.waiting", "scheduler.in_flight", "tokenizer.live_requests")
+_NOBODY = (
+    "scheduler.running", "scheduler.waiting", "scheduler.in_flight", "scheduler.suspects", "tokenizer.live_requests"
+)  # fmt: skip
 _NOBODY_EITHER = ("tokenizer.live_choices", "tokenizer.slow_clients", "detokenizer.streams", "detokenizer.early")
 
 

@@ -13,7 +13,6 @@ from tests.faults.http_client import HttpClient
 from tests.faults.ipc_client import IpcClient
 from tests.faults.judge import Allowed, Choice, Ending, Finding, Kind, Outcome, Served, judge
 from tests.faults.plan import Ask, Conduct, End, Fault, Round, Shape
-from tests.faults.plan import Kind as FaultKind
 from tests.faults.processes import Processes
 from tests.faults.progress import Progress
 from tests.faults.report import Report
@@ -85,7 +84,7 @@ class Stretch:
         progress = Progress()
         async with Clients(self, progress) as clients:
             asks = [asyncio.create_task(clients.play(ask), name=ask.request) for ask in plan.asks]
-            faults = asyncio.create_task(self._inject(plan, progress, asks, clients))
+            faults = asyncio.create_task(self._inject(plan, progress, asks))
             await self._until_ended(asks, faults, clients, progress)
             await faults
             outcomes = [await task for task in asks]
@@ -97,6 +96,7 @@ class Stretch:
             tokenizer_replaced=after["tokenizer"] > before["tokenizer"],
             gateway_replaced=after.get("gateway", 0) > before.get("gateway", 0),
             burst=plan.has_burst,
+            condemned=after["workers"] > 1,
             paused=any(fault.hold_ms for fault in plan.faults),
         )
         findings += self.judge_all(plan.asks, outcomes, solos, allowed)
@@ -137,24 +137,15 @@ class Stretch:
 
     # ---- during a round -------------------------------------------------------------------------------------------
 
-    async def _inject(
-        self, plan: Round, progress: Progress, asks: list["asyncio.Task[Outcome]"], clients: "Clients"
-    ) -> None:
+    async def _inject(self, plan: Round, progress: Progress, asks: list["asyncio.Task[Outcome]"]) -> None:
         """Each fault when its part of the tokens has come, or at the end."""
         for fault in plan.faults:
             reached = asyncio.create_task(progress.until(int(fault.at * plan.expected_tokens)))
             await asyncio.wait([reached, _all_of(asks)], return_when=asyncio.FIRST_COMPLETED)
             reached.cancel()
-            deadline = time.monotonic() + SETTLE_S
-            while not (possible := await self._can_be(fault, clients)) and time.monotonic() < deadline:
-                await asyncio.sleep(TICK_S)
-            if possible:
+            await _until(lambda fault=fault: self.processes.can_be(fault), SETTLE_S)  # type: ignore[misc]
+            if self.processes.can_be(fault):
                 await self._do(fault)
-
-    async def _can_be(self, fault: Fault, clients: "Clients") -> bool:
-        if fault.kind is FaultKind.FREEZE and fault.target == "gateway":  # nobody but itself says that it has loaded
-            return clients.http is not None and await clients.http.healthy()
-        return self.processes.can_be(fault)
 
     async def _do(self, fault: Fault) -> None:
         stopped = self.processes.hurt(fault)

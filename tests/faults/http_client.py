@@ -12,7 +12,7 @@ import aiohttp
 
 from common.messages import Finish
 from tests.faults.catalog import CATALOG
-from tests.faults.judge import Choice, Ending, Outcome
+from tests.faults.judge import CONDEMNED, Choice, Ending, Outcome
 from tests.faults.plan import Ask, Conduct
 from tests.faults.progress import Progress
 
@@ -129,6 +129,8 @@ class HttpClient:
         error = values["error"]
         outcome.ending = _ENDINGS.get(error["code"], Ending.OTHER_ERROR)
         outcome.problem = f"{error['code']}: {error['message']}"
+        if error["message"].startswith(CONDEMNED):
+            outcome.ending = Ending.CONDEMNED
 
     async def _leave_in_the_middle(self, body: bytes, outcome: Outcome) -> Outcome:
         """Half of the body, then nobody."""

@@ -17,7 +17,7 @@ from common.messages import Abort, Beat, ErrorCode, Finish, Generate, GetStats, 
 from common.rows import Row, RowReader
 from common.sockets import Inbox, open_socket
 from tests.faults.catalog import CATALOG, Request
-from tests.faults.judge import LATE_TOKENS, Choice, Ending, Outcome
+from tests.faults.judge import CONDEMNED, LATE_TOKENS, Choice, Ending, Outcome
 from tests.faults.plan import Ask, Conduct
 from tests.faults.progress import Progress
 
@@ -221,7 +221,9 @@ class IpcClient:
     def _fail(self, error: RequestError) -> None:
         self._reader.forget(error.rid)
         if error.rid in self._live:
-            self._end(error.rid, _ENDINGS.get(ErrorCode(error.code), Ending.OTHER_ERROR), error.problem)
+            ending = _ENDINGS.get(ErrorCode(error.code), Ending.OTHER_ERROR)
+            ending = Ending.CONDEMNED if error.problem.startswith(CONDEMNED) else ending
+            self._end(error.rid, ending, error.problem)
         else:
             self._is_open(error.rid, -1)
 

@@ -8,6 +8,8 @@ Which errors are allowed (everything else is `lost`):
 | not served (503, 500)    | HTTP only: the same, and before the first token or as the last event                 |
 | overloaded (429)         | in a round with a burst, before the first token; or to a client that does not read   |
 | deadline                 | to a request that has one                                                            |
+| condemned                | once the workers were killed or frozen twice on this cluster: who was computed both times |
+|                          | looks like the cause, and so does for ten minutes whoever asks for the same          |
 | shutting down            | after SIGTERM, before the first token; after a second one always                     |
 """
 
@@ -20,6 +22,7 @@ from tests.faults.catalog import CATALOG
 from tests.faults.plan import Ask, Conduct
 
 LATE_TOKENS = 256  # that may come between an abort and the end: no pipeline is so long
+CONDEMNED = "the workers died"  # how the error of such a request begins
 
 
 class Kind(Enum):
@@ -51,6 +54,7 @@ class Ending(Enum):
     DEADLINE = "deadline"
     STOPPING = "stopping"
     NOT_SERVED = "not served"
+    CONDEMNED = "condemned"  # it looked as if it killed the workers
     OTHER_ERROR = "other error"
     DISCONNECTED = "disconnected"  # the cluster broke the connection
     LEFT = "left"  # the client itself did
@@ -101,6 +105,7 @@ class Allowed:
     gateway_replaced: bool = False
     burst: bool = False
     paused: bool = False  # a process stood still and went on: aborts may have come late
+    condemned: bool = False  # the workers were lost more than once
     stopping: bool = False  # it was told to end
     stopped: bool = False  # and not to wait for what runs
 
@@ -154,6 +159,8 @@ def _may_end(ask: Ask, outcome: Outcome, allowed: Allowed) -> bool:
             return (allowed.burst and not outcome.tokens) or ask.conduct is Conduct.SLOW
         case Ending.DEADLINE:
             return ask.conduct is Conduct.DEADLINE
+        case Ending.CONDEMNED:
+            return allowed.condemned
         case Ending.STOPPING:
             return allowed.stopped or (allowed.stopping and not outcome.tokens)
         case Ending.NOT_SERVED:

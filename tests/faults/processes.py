@@ -22,7 +22,6 @@ class Processes:
         self._shape = shape
         self._killed: list[tuple[str, int]] = []  # another one must take the place
         self._frozen: list[tuple[str, int]] = []  # the same, if nobody wakes it
-        self._served: set[int] = set()  # were there when everybody was
 
     @property
     def pids(self) -> dict[str, int]:
@@ -33,12 +32,8 @@ class Processes:
         return dict(self._cluster.info["restarts"])
 
     def can_be(self, fault: Fault) -> bool:
-        """Whether the process is there; and has loaded, where it is to stand still: a launcher cannot know how long
-        loading takes, so it waits for --start-timeout for one that is stopped while it loads."""
-        if fault.kind in (Kind.RENEW, Kind.SUSPEND):
-            return True
-        pid = self.pids.get(fault.target)
-        return pid is not None and (fault.kind is Kind.KILL or pid in self._served or self.whole())
+        """Whether the process is there: one that has died takes its time to come back."""
+        return fault.kind in (Kind.RENEW, Kind.SUSPEND) or fault.target in self.pids
 
     def hurt(self, fault: Fault) -> list[int]:
         """Do it; the processes that stand still until `go_on`."""
@@ -72,10 +67,7 @@ class Processes:
         pids = self.pids
         there = all(name in pids and _lives(pids[name]) for name in self._shape.processes)
         replaced = all(pids.get(name) != pid for name, pid in (*self._killed, *self._frozen))
-        if not (there and replaced and self._announced()):
-            return False
-        self._served.update(pids.values())
-        return True
+        return there and replaced and self._announced()
 
     def _announced(self) -> bool:
         """The launcher's last word on its units, the gateway's aside."""

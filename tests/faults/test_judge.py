@@ -115,6 +115,7 @@ ERRORS = [
     (Ending.DISCONNECTED, replace(READ, http=True), 5, "gateway_replaced"),
     (Ending.NOT_SERVED, replace(READ, http=True), 5, "tokenizer_replaced"),
     (Ending.OVERLOADED, READ, 0, "burst"),
+    (Ending.CONDEMNED, READ, 5, "condemned"),
     (Ending.STOPPING, READ, 0, "stopping"),
     (Ending.STOPPING, READ, 5, "stopped"),
 ]
@@ -128,7 +129,7 @@ def test_errors_are_allowed_for_their_cause_alone(ending: Ending, ask: Ask, toke
 
 
 def test_errors_that_are_never_allowed() -> None:
-    everything = Allowed(True, True, True, True, True)
+    everything = Allowed(True, True, True, True, True, True, True)
     assert kind_of(READ, outcome(Ending.OTHER_ERROR), everything) is Kind.LOST
     assert kind_of(READ, outcome(Ending.OVERLOADED, 5, "", Finish.NONE), everything) is Kind.LOST
     assert kind_of(READ, outcome(Ending.DISCONNECTED), Allowed(gateway_replaced=True)) is Kind.LOST

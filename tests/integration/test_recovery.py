@@ -138,6 +138,21 @@ def test_streams_go_on_exactly(
     cluster.check_idle()
 
 
+@pytest.mark.parametrize("victim", ["worker-1", "scheduler"])
+def test_a_process_that_is_frozen_while_it_loads(cluster: Cluster, undisturbed: list[Output], victim: str) -> None:
+    """It has never said that it lives; what waits for it goes on long before --start-timeout (300 s)."""
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        streams.until(STREAMS * TOKENS // 4)
+        hurt(cluster, victim, signal.SIGKILL)
+        restarts = cluster.info["restarts"]
+        hurt(cluster, victim, signal.SIGSTOP)
+        assert streams.finish() == undisturbed
+        unit = "workers" if victim.startswith("worker") else victim
+        assert cluster.info["restarts"] == restarts | {unit: restarts[unit] + 1}
+    cluster.check_idle()
+
+
 def test_one_loss_after_the_other(cluster: Cluster, undisturbed: list[Output]) -> None:
     """Also answers that are sent as a whole, and a loss before the first token."""
     with cluster.connect() as connection:

@@ -1,10 +1,16 @@
 """The launcher's decisions: how often something is started again, and who is alive."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.liveness import STUCK_FACTOR, Liveness, left_alone
+from launcher.process import Proc
 from launcher.restarts import Restarts
 
 FROZEN_S = 3.0
@@ -129,6 +135,23 @@ def test_idle_ranks_are_not_stuck() -> None:
     watched.busy = {"a": True, "b": True}
     watched.run(STUCK_S - 0.2)
     assert not watched.stuck, "the time before the step does not count"
+
+
+def test_a_stopped_process_is_known_before_it_can_speak() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as popen:
+        proc = Proc("a", popen)
+        try:
+            assert not proc.stopped
+            popen.send_signal(signal.SIGSTOP)
+            os.waitpid(popen.pid, os.WUNTRACED)
+            assert proc.stopped
+            popen.send_signal(signal.SIGCONT)
+            os.waitpid(popen.pid, os.WCONTINUED)
+            assert not proc.stopped
+        finally:
+            popen.kill()
+        popen.wait()
+        assert not proc.stopped
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""The options of launch.py that make up one configuration each. `http_options` is the gateway's own."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from common.config import (
+    ADMISSIONS,
+    POLICIES,
+    SPECULATIONS,
+    CacheConfig,
+    ConfigError,
+    ModelConfig,
+    SchedulerConfig,
+    SupervisionConfig,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+
+
+class Size(click.ParamType[int]):
+    """Bytes, such as 512MiB, 2G or 1000000."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().lower().removesuffix("b").removesuffix("i")
+        number, unit = (text[:-1], text[-1]) if text and text[-1].isalpha() else (text, "")
+        try:
+            return int(float(number) * UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            self.fail(f"{value!r} is not a size such as 512MiB or 2G", param, ctx)
+
+
+def _made_into(argument: str, config: Callable[..., object], *options: Decorator) -> Decorator:
+    """Adds `options`, whose values, named like the fields of `config`, reach the command as one `argument`. A wrong one
+    ends the command with its name."""
+
+    def read(**values: object) -> None: ...
+
+    names = [parameter.name for parameter in click.command(_all(options)(read)).params]
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def with_config(**values: Any) -> Any:
+            fields = {name: values.pop(name) for name in names}
+            try:
+                values[argument] = config(**fields)
+            except ConfigError as error:
+                raise click.ClickException(str(error)) from None
+            return command(**values)
+
+        return _all(options)(with_config)
+
+    return decorate
+
+
+def _all(options: tuple[Decorator, ...]) -> Decorator:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+model_options = _made_into(
+    "model",
+    ModelConfig,
+    click.option(
+        "--model", "path", default=str(ROOT / "demo_model"), show_default="the demo model",
+        help="Directory of a Hugging Face checkpoint, or an id on its hub such as Qwen/Qwen3-0.6B[@revision].",
+    ),
+    click.option("--dtype", default="auto", help="auto, float32, bfloat16 or float16."),
+    click.option("--device", default="auto", help="auto, cpu or cuda."),
+    click.option("--tp", type=int, default=1, help="Tensor parallel worker ranks."),
+    click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]"),
+    click.option("--cpu-kernels", default="auto", help="auto, amx, avx512, generic or torch (no native code)."),
+    click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="Replay decode steps on a GPU."),
+    click.option("--quantization", "-q", default="auto", help="auto (as stored), int8 or int4: of the weights."),
+    click.option(
+        "--quantization-group-size", type=int, default=None, help="Inputs with one scale: 32, 64, 128.  [default: 128]"
+    ),
+    click.option("--context-len", type=int, default=None, help="Tokens of prompt and answer.  [default: the model's]"),
+)  # fmt: skip
+
+cache_options = _made_into(
+    "cache",
+    CacheConfig,
+    click.option("--page-size", type=int, default=16, help="Tokens per page of the KV cache."),
+    click.option("--kv-tokens", type=int, default=None, help="Size of the KV cache in tokens."),
+    click.option(
+        "--kv-memory", "kv_bytes", type=Size(), default=None, help="Size of the KV cache per rank, e.g. 2GiB."
+    ),
+    click.option("--kv-cache-dtype", "--kv-dtype", "kv_dtype", default="auto", help="auto (the model's) or int8."),
+    click.option("--prefix-cache/--no-prefix-cache", default=True, help="Share the KV of common prefixes."),
+)
+
+scheduler_options = _made_into(
+    "scheduler",
+    SchedulerConfig,
+    click.option("--max-running", type=int, default=256, help="Requests that run at once."),
+    click.option("--max-waiting", type=int, default=10_000, help="Requests that may wait."),
+    click.option("--max-batch-tokens", type=int, default=2048, help="Tokens per step."),
+    click.option("--chunk-tokens", type=int, default=256, help="Prefill tokens per step beside running decodes."),
+    click.option(
+        "--itl-target-ms", type=float, default=0.0, help="Size chunks for this inter-token latency; 0 is off."
+    ),
+    click.option("--policy", type=click.Choice(POLICIES), default="fcfs", help="Order of waiting requests."),
+    click.option("--admission", type=click.Choice(ADMISSIONS), default="ratio", help="Room kept for tokens to come."),
+    click.option(
+        "--ageing", "ageing_s", type=float, default=10.0, help="Seconds for which a policy may favour others."
+    ),
+    click.option("--steps-in-flight", type=int, default=2, help="Steps planned ahead of their results: 1 or 2."),
+    click.option("--speculation", type=click.Choice(SPECULATIONS), default="off", help="ngram: guess repeated text."),
+    click.option("--num-speculative-tokens", type=int, default=8, help="Guesses per request and step, at most."),
+    click.option("--prompt-lookup-min", type=int, default=2, help="Tokens that must have come before, for a guess."),
+    click.option("--prompt-lookup-max", type=int, default=4, help="Tokens by which one earlier place is preferred."),
+)
+
+supervision_options = _made_into(
+    "supervision",
+    SupervisionConfig,
+    click.option(
+        "--freeze-timeout", "freeze_timeout_s", type=float, default=3.0,
+        help="Seconds of silence after which a process is dead.",
+    ),
+    click.option("--restarts", type=int, default=5, help="Restarts of a process within a minute; 0 ends the cluster."),
+    click.option(
+        "--drain-timeout", "drain_timeout_s", type=float, default=30.0,
+        help="Seconds to finish what runs, when told to end.",
+    ),
+)  # fmt: skip
