@@ -1,10 +1,12 @@
 """The paged K/V tensors of one rank. Which page belongs to whom is the scheduler's business, not decided here."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from worker_proc.cpu.memory import HugePages
 from worker_proc.quantization.kv import dequantize_heads, quantize_heads
 
 
@@ -50,10 +52,10 @@ class KVCache:
         self.scratch_page = num_pages
         k_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.k_head_dim)
         v_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.v_head_dim)
-        # Not zeroed, so that the system hands out memory only when a page is first written.
+        # The system hands out memory only when a page is first written: nothing is zeroed here.
         dtype, layers = torch.int8 if spec.int8 else spec.dtype, range(spec.num_layers)
-        self.k = [torch.empty(k_shape, dtype=dtype, device=device) for _ in layers]
-        self.v = [torch.empty(v_shape, dtype=dtype, device=device) for _ in layers]
+        self.k = [_pages(k_shape, dtype, torch.device(device)) for _ in layers]
+        self.v = [_pages(v_shape, dtype, torch.device(device)) for _ in layers]
         scaled = layers if spec.int8 else ()
         self.k_scales = [torch.empty(k_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
         self.v_scales = [torch.empty(v_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
@@ -95,3 +97,11 @@ class KVCache:
         target = torch.tensor(dst, dtype=torch.int64, device=device)
         for pages in (*self.k, *self.v, *self.k_scales, *self.v_scales):
             pages.index_copy_(0, target, pages.index_select(0, source))
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that holds anything. On a CPU in huge pages: each step reads many scattered pages of the cache."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    return HugePages(count * dtype.itemsize).take(count, dtype).view(shape)

@@ -266,6 +266,31 @@ def test_a_tokens_bits_do_not_depend_on_chunks(
         assert torch.equal(part.run(CpuAttention(library)), expected[tokens]), (begin, end)
 
 
+@pytest.mark.parametrize("dims", [(32, 32), (64, 96), (128, 128), (128, 40)])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("factor", [1.0, 2.0**-128], ids=["ordinary", "denormal"])
+def test_one_query_has_the_bits_of_many(
+    library: NativeLibrary, dims: tuple[int, int], group: int, factor: float
+) -> None:
+    """A decode of few heads is computed in another way than a prompt: with weights of almost 0, and tiny values."""
+    shape = Shape(2 * group, 2, *dims)
+    whole = make_step(shape, [(600, 600)], magnitude=1.0 if factor == 1.0 else 8.0)
+    whole = replace(whole, v=(whole.v.float() * factor).to(whole.v.dtype))
+    expected = whole.run(CpuAttention(library))
+    for at in (0, 1, 31, 32, 254, 255, 256, 511, *range(33, 600, 27)):
+        batch = replace(
+            whole.batch,
+            positions=whole.batch.positions[at : at + 1],
+            slot_mapping=whole.batch.slot_mapping[at : at + 1],
+            kv_lens=torch.tensor([at + 1]),
+            q_lens=[1],
+            kv_lens_host=[at + 1],
+            num_prefill_rows=0,
+        )
+        part = replace(whole, q=whole.q[at, None], k=whole.k[at, None], v=whole.v[at, None], batch=batch)
+        assert torch.equal(part.run(CpuAttention(library))[0], expected[at]), at
+
+
 def test_many_rows_share(library: NativeLibrary) -> None:
     """More queries than a tile, and groups within groups."""
     step = make_step(Shape(heads=8, kv_heads=1, k_dim=128, v_dim=128), [(1, 700 + i) for i in range(24)], shared=512)

@@ -104,6 +104,29 @@ def test_a_row_has_the_same_bits_in_any_batch(level: Level, data: st.DataObject,
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rows", [512, 513, 700])
+@pytest.mark.parametrize("outputs", [32, 64, 100, 352])  # one panel, whole lines, a rest, many panels
+@pytest.mark.parametrize("paired", [False, True], ids=["store", "silu_mul"])
+def test_results_of_many_rows_have_the_bits_of_those_of_few(
+    level: Level, rows: int, outputs: int, paired: bool
+) -> None:
+    """Plain ones of many rows go past the caches where lines are aligned; what is beside them stays as it is."""
+    native = load_library(level)
+    native.set_threads(2)
+    finish = Finish.SILU_MUL if paired else Finish.STORE
+    matrix = packed(level, random(2 * outputs if paired else outputs, 96, seed=4), paired=paired)
+    x, width = random(rows, 96, seed=5), -(-outputs // 32) * 32 + 32
+    memory = torch.full((rows * width + 32,), 7.0, dtype=torch.bfloat16)
+    begin = -(memory.data_ptr() // 2) % 32
+    whole = memory[begin : begin + rows * width].view(rows, width)
+    matrix.linear(x, finish, whole[:, :outputs])
+    assert bool((whole[:, outputs:] == 7.0).all())
+    few = torch.cat([matrix.linear(part, finish, part.new_empty(len(part), outputs)) for part in x.split(50)])
+    assert torch.equal(whole[:, :outputs], few)
+    native.set_threads(1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 33), (32, 32), (100, 64), (65, 95)])
 def test_rows_are_unpacked_as_they_were(level: Level, outputs: int, inputs: int) -> None:
     weight = random(outputs, inputs, seed=3)

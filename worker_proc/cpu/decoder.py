@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -51,7 +52,12 @@ class _StepStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("attention", "token_ids", "positions", "slots", "logit_rows")),
         *((name, c_int64) for name in ("tokens", "num_logits")),
         ("workspace", c_void_p),
+        ("op_ns", c_void_p),
     )
+
+
+# `Operation` of native/decoder.h
+OPERATIONS: Final = ("embed", "norm", "qkv", "rotate", "attention", "o", "gate_up", "down", "head")
 
 
 _STAGE = [ctypes.POINTER(_ModelStruct), ctypes.POINTER(_StepStruct)]
@@ -94,6 +100,7 @@ class CpuDecoder:
         self._attention = NativeAttention(native)
         self._cache: KVCache | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self.op_ns: Tensor | None = None  # int64, as long as OPERATIONS: their times are added up here when it is set
         self._functions = native.functions
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._functions, name)
@@ -184,6 +191,7 @@ class CpuDecoder:
             tokens=tokens,
             num_logits=len(batch.logit_rows),
             workspace=self._room(tokens),
+            op_ns=_pointer(self.op_ns),
         )
         functions, model = self._functions, self._model
         if self.tp.size == 1:

@@ -58,7 +58,8 @@ class Attention {
   }
 
  private:
-  // Queries [first, first + count) of a row and KV head: query i is head i % group of token i / group.
+  // Queries [first, first + count) of a row and KV head: query i is head i % group of token i / group. For a row with
+  // one token: `count` KV heads from `kv_head` on.
   struct Task {
     int row, kv_head, first, count;
   };
@@ -80,9 +81,11 @@ class Attention {
         for (int head = 0; head < batch_.num_kv_heads; ++head)
           tasks_.push_back({row, head, first, std::min(step, count - first)});
     }
+    const int heads = std::clamp(batch_.num_rows * batch_.num_kv_heads / (8 * num_threads()), 1, batch_.num_kv_heads);
     for (int row = 0; row < batch_.num_rows; ++row)
       if (num_queries(row) == 1)
-        for (int head = 0; head < batch_.num_kv_heads; ++head) tasks_.push_back({row, head, 0, group_});
+        for (int head = 0; head < batch_.num_kv_heads; head += heads)
+          tasks_.push_back({row, head, 0, std::min(heads, batch_.num_kv_heads - head)});
   }
 
   KeySource source(int row, int kv_head) const {
@@ -124,7 +127,9 @@ class Attention {
     auto* out = static_cast<Element*>(layer_.out) + (batch_.q_starts[row] + token) * layer_.out_stride +
                 int64_t{head} * batch_.v_dim;
     const float factor = 1 / sum;
-    for (int d = 0; d < batch_.v_dim; ++d) {
+    int d = 0;
+    for (; d + kLanes <= batch_.v_dim; d += kLanes) store(out + d, load(sums + d) * factor);
+    for (; d < batch_.v_dim; ++d) {
       if constexpr (sizeof(Element) == 4)
         out[d] = sums[d] * factor;
       else
@@ -152,14 +157,13 @@ class Attention {
     const int32_t* rows = plan_->numbers() + run.rows;
     const int begin = run.block * kAttentionBlock, end = begin + kAttentionBlock;
     const int count = run.num_rows * group_;
-    const bool many = count > 2 * kTile;
-    kernel.set_block(source(rows[0], kv_head), begin, end, many);
+    kernel.set_block(source(rows[0], kv_head), begin, end, count);
     for (int first = 0; first < count; first += kTile) {
       Tile tile;
       for (int i = first; i < std::min(count, first + kTile); ++i)
         add_queries(tile, rows[i / group_], kv_head, i % group_, 1);
       const State now = state(thread, 0);
-      kernel.set_queries(tile, many, queries(thread, 0));
+      kernel.set_queries(tile, count, queries(thread, 0));
       kernel.attend(tile, queries(thread, 0), begin, end, scores_, now);
       for (int i = 0; i < tile.count; ++i) {
         const int query = first + i;
@@ -171,37 +175,38 @@ class Attention {
     }
   }
 
+  // One token of a row, for `count` KV heads.
   void run_decode(const Task& task, int thread) {
     Kernel kernel(batch_, scratch(thread));
-    for (int first = 0; first < group_; first += kTile) {
-      Tile tile;
-      add_queries(tile, task.row, task.kv_head, first, std::min(kTile, group_ - first));
-      const State total = state(thread, 0), now = state(thread, 1);
-      bool empty = true;
-      int block = tile.first[0] / kAttentionBlock;
-      if (plan_ != nullptr) {
-        const PlanRow& planned = plan_->rows()[task.row];
-        for (; block < planned.num_partials; ++block) {
-          const int number = (plan_->numbers() + planned.partials)[block];
-          const float* from = partial(number, task.kv_head * group_ + first);
+    const int length = batch_.kv_lens[task.row], stop_head = task.kv_head + task.count;
+    const int planned = plan_ != nullptr ? plan_->rows()[task.row].num_partials : 0;
+    const int position = layer_.window > 0 ? std::max(0, length - layer_.window) : 0;
+    const int first_block = std::max(position / kAttentionBlock, planned);
+    for (int head = task.kv_head; head < stop_head; ++head) {
+      for (int first = 0; first < group_; first += kTile) {
+        Tile tile;
+        add_queries(tile, task.row, head, first, std::min(kTile, group_ - first));
+        const State total = state(thread, 0), now = state(thread, 1);
+        bool empty = true;
+        for (int block = 0; block < planned; ++block, empty = false) {
+          const int number = (plan_->numbers() + plan_->rows()[task.row].partials)[block];
+          const float* from = partial(number, head * group_ + first);
           for (int i = 0; i < tile.count; ++i) {
             now.max[i] = from[i * (v_stride_ + 2) + v_stride_];
             now.sum[i] = from[i * (v_stride_ + 2) + v_stride_ + 1];
           }
           merge(total, from, v_stride_ + 2, now.max, now.sum, tile.count, empty);
-          empty = false;
         }
+        kernel.set_queries(tile, group_, queries(thread, 0));
+        for (int block = first_block; block * kAttentionBlock < length; ++block, empty = false) {
+          const int begin = block * kAttentionBlock, end = std::min(length, begin + kAttentionBlock);
+          kernel.set_block(source(task.row, head), begin, end, group_);
+          kernel.attend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, now);
+          merge(total, now.out, v_stride_, now.max, now.sum, tile.count, empty);
+        }
+        for (int i = 0; i < tile.count; ++i)
+          write(task.row, head, first + i, total.out + i * v_stride_, total.sum[i]);
       }
-      kernel.set_queries(tile, false, queries(thread, 0));
-      for (; block * kAttentionBlock < tile.end[0]; ++block) {
-        const int begin = block * kAttentionBlock, end = std::min(tile.end[0], begin + kAttentionBlock);
-        kernel.set_block(source(task.row, task.kv_head), begin, end, false);
-        kernel.attend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, now);
-        merge(total, now.out, v_stride_, now.max, now.sum, tile.count, empty);
-        empty = false;
-      }
-      for (int i = 0; i < tile.count; ++i)
-        write(task.row, task.kv_head, first + i, total.out + i * v_stride_, total.sum[i]);
     }
   }
 
@@ -236,7 +241,6 @@ class Attention {
     Kernel kernel(batch_, scratch(thread));
     const KeySource keys = source(task.row, task.kv_head);
     const int num_tiles = (task.count + kTile - 1) / kTile;
-    const bool many = num_tiles > 2;
     bool empty[kMaxQueries / kTile];
     std::fill_n(empty, num_tiles, true);
     const auto tile_of = [&](int n) {
@@ -244,12 +248,12 @@ class Attention {
       add_queries(tile, task.row, task.kv_head, task.first + n * kTile, std::min(kTile, task.count - n * kTile));
       return tile;
     };
-    for (int n = 0; n < num_tiles; ++n) kernel.set_queries(tile_of(n), many, queries(thread, n));
+    for (int n = 0; n < num_tiles; ++n) kernel.set_queries(tile_of(n), task.count, queries(thread, n));
     const Tile first_tile = tile_of(0), last_tile = tile_of(num_tiles - 1);
     const int last_end = last_tile.end[last_tile.count - 1];
     for (int block = first_tile.first[0] / kAttentionBlock; block * kAttentionBlock < last_end; ++block) {
       const int begin = block * kAttentionBlock, end = std::min(last_end, begin + kAttentionBlock);
-      kernel.set_block(keys, begin, end, many);
+      kernel.set_block(keys, begin, end, task.count);
       for (int n = 0; n < num_tiles; ++n) {
         const Tile tile = tile_of(n);
         const int from = std::max(begin, tile.first[0]), to = std::min(end, tile.end[tile.count - 1]);

@@ -3,8 +3,9 @@
 // Scores come in one of two ways, with the same bits. With few queries, K stays where it is in the pages: 16 tokens are
 // a tile's rows as they are, the queries are packed into the other operand, and the transposed scores are turned round.
 // With many queries, K is packed once (pairs of numbers of 16 tokens side by side), and the queries are the rows.
-// V is always packed (pairs of tokens side by side), with zeros for tokens that are outside of the block: their memory
-// may hold NaN.
+// V is packed (pairs of tokens side by side), with zeros for tokens that are outside of the block: their memory may hold
+// NaN. For up to four queries packing would take longer than the sums do, so that they are made with vectors, in the
+// very order of TDPBF16PS: one chain of fused sums for the even tokens of 32, one for the odd ones, and denormals are 0.
 #pragma once
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
@@ -41,41 +42,42 @@ class AmxKernel {
 
   static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{2} * kTile * round_up(batch.k_dim, 32); }
 
-  // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
-  void set_block(const KeySource& source, int first, int end, bool many_tiles) {
+  // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`, with `num_queries` in all.
+  void set_block(const KeySource& source, int first, int end, int num_queries) {
     first_ = first;
-    const int count = end - first;
-    const char* v_rows[kAttentionBlock + kAhead];
-    source.walk(first, count, [&](int i, const char* k, const char* v) {
+    count_ = end - first;
+    source.walk(first, count_, [&](int i, const char* k, const char* v) {
       k_rows_[i] = k;
-      v_rows[i] = v;
+      v_rows_[i] = v;
     });
     k_token_ = source.k_token;
-    if (source.k_scales != nullptr) widen_codes(source, first, count, v_rows);
-    packed_ = many_tiles || !in_place_;
+    if (source.k_scales != nullptr) widen_codes(source, first, count_, v_rows_);
+    packed_ = packs(num_queries);
+    few_ = packed_ ? 0 : few_of(num_queries);
     if (packed_)
-      for (int group = 0; group < count; group += 16) pack_keys(group, std::min(16, count - group));
+      for (int group = 0; group < count_; group += 16) pack_keys(group, std::min(16, count_ - group));
     // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time (V).
-    for (int i = count; i < round_up(count, 32); i += 1) k_rows_[i] = k_rows_[0];
-    std::fill_n(v_rows + count, kAhead, v_rows[count - 1]);
-    for (int step = 0; step < count; step += 32) {
-      if (count - step >= 32 && v_dim_ % 32 == 0)
-        pack_full_values(v_rows + step, step);
+    std::fill_n(k_rows_ + count_, round_up(count_, 32) - count_, k_rows_[0]);
+    std::fill_n(v_rows_ + count_, kAhead, v_rows_[count_ - 1]);
+    if (few_ > 0) return;
+    for (int step = 0; step < count_; step += 32) {
+      if (count_ - step >= 32 && v_dim_ % 32 == 0)
+        pack_full_values(v_rows_ + step, step);
       else
-        pack_values(v_rows, step, std::min(32, count - step));
+        pack_values(v_rows_, step, std::min(32, count_ - step));
     }
   }
 
-  // Put queries into `memory` (query_bytes) as `attend` needs them for blocks set with the same `many_tiles`.
-  void set_queries(const Tile& tile, bool many_tiles, char* memory) const {
+  // Put queries into `memory` (query_bytes) as `attend` needs them for blocks set with the same `num_queries`.
+  void set_queries(const Tile& tile, int num_queries, char* memory) const {
     auto* q = reinterpret_cast<uint16_t*>(memory);
-    if (many_tiles || !in_place_) {
+    if (packs(num_queries)) {
       for (int i = 0; i < tile.count; ++i)
         for (int d = 0; d < k_width_; d += 32)
           _mm512_store_si512(q + i * k_width_ + d, load_numbers(tile.q[i], d, k_dim_));
       return;
     }
-    if (const int few = few_of(tile.count); few > 0) {
+    if (const int few = few_of(num_queries); few > 0) {
       for (int j = 0; j < tile.count; ++j) {
         for (int d = 0; d < k_width_; d += 2) std::memcpy(q + d * few + 2 * j, tile.q[j] + 2 * d, 4);
       }
@@ -97,13 +99,12 @@ class AmxKernel {
     const auto* q = reinterpret_cast<const uint16_t*>(queries);
     begin = (begin - first_) & ~31;
     end = round_up(end - first_, 32);
-    const int few = packed_ ? 0 : few_of(tile.count);
-    if (config_ != few) _tile_loadconfig(&kTileConfigs[config_ = few]);
-    if (few == 1)
+    if (config_ != few_) _tile_loadconfig(&kTileConfigs[config_ = few_]);
+    if (few_ == 1)
       score_few<1>(q, begin, end);
-    else if (few == 2)
+    else if (few_ == 2)
       score_few<2>(q, begin, end);
-    else if (few == 4)
+    else if (few_ == 4)
       score_few<4>(q, begin, end);
     else if (packed_)
       score_packed(q, tile.count, begin, end);
@@ -118,8 +119,12 @@ class AmxKernel {
       else
         softmax<true>(i, begin, end, first, stop, how, state);
     }
-    if (few)
-      add_values_few(begin, end, state);
+    if (few_ == 1)
+      add_values_few<1>(tile.count, begin, end, state);
+    else if (few_ == 2)
+      add_values_few<2>(tile.count, begin, end, state);
+    else if (few_ == 4)
+      add_values_few<4>(tile.count, begin, end, state);
     else if (tile.count > 16)
       add_values<2>(begin, end, state);
     else
@@ -132,7 +137,9 @@ class AmxKernel {
 
   // V is fetched this many tokens before it is packed, and K while V is: the processor's own prefetching ends at the
   // end of every page of the cache, as the next one may be anywhere.
-  static constexpr int kAhead = 16;
+  static constexpr int kAhead = 32;
+
+  static constexpr uint32_t kDenormalsAreZero = 0x8040;  // of MXCSR, as operands and as results
 
   // Codes become rows of bfloat16, which stand in for those of the pages from here on.
   void widen_codes(const KeySource& source, int first, int count, const char** v_rows) {
@@ -351,24 +358,70 @@ class AmxKernel {
     }
   }
 
-  void add_values_few(int begin, int end, const State& state) {
-    const int out_bytes = 4 * v_width_;
-    for (int d = 0; d < v_width_; d += 32) {
-      float* out = state.out + d;
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int t = begin; t < end; t += 32) {
-        const uint16_t* v = v_ + t * v_width_ + d * 32;
-        _tile_loadd(5, weights_ + t, 2 * kWeightStride);
-        _tile_loadd(7, v, 64);
-        _tile_dpbf16ps(2, 5, 7);
-        _tile_loadd(7, v + 512, 64);
-        _tile_dpbf16ps(3, 5, 7);
+  // Sums of `kQueries` rows of weights, of which `count` are real, over V as it lies in the pages.
+  template <int kQueries>
+  void add_values_few(int count, int begin, int end, const State& state) {
+    constexpr int kLines = kQueries <= 2 ? 2 : 1;  // of 32 numbers at once: what fits in the registers
+    const uint32_t control = _mm_getcsr();
+    _mm_setcsr(control | kDenormalsAreZero);
+    end = std::min(end, count_);
+    alignas(64) float weights[kQueries][kAttentionBlock];
+    for (int i = 0; i < kQueries; ++i)
+      for (int t = begin; t < end; t += 16) _mm512_store_ps(weights[i] + t, i < count ? widened(i, t) : __m512{});
+    for (int i = 0; i < count; ++i) std::memset(state.out + i * v_width_, 0, 4 * v_width_);
+    for (int t = begin; t < end; t += 32) {
+      const int stop = std::min(end, t + 32);
+      for (int d = 0; d < v_width_; d += 32 * kLines) {
+        // [chain of tokens][query][line][even or odd numbers]
+        __m512 sums[2][kQueries][kLines][2] = {};
+        for (int token = t; token < stop; token += 2) {
+          add_token<0, kQueries, kLines>(weights, token, d, sums);
+          if (token + 1 < stop) add_token<1, kQueries, kLines>(weights, token + 1, d, sums);
+        }
+        for (int i = 0; i < count; ++i)
+          for (int line = 0; line < kLines && d + 32 * line < v_width_; ++line) {
+            float* out = state.out + i * v_width_ + d + 32 * line;
+            for (int odd = 0; odd < 2; ++odd)
+              _mm512_storeu_ps(out + 16 * odd, _mm512_add_ps(_mm512_loadu_ps(out + 16 * odd),
+                                                            sums[0][i][line][odd] + sums[1][i][line][odd]));
+          }
       }
-      _tile_stored(2, out, out_bytes);
-      _tile_stored(3, out + 16, out_bytes);
+    }
+    // Even and odd numbers apart become numbers in order.
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (float* out = state.out; out < state.out + count * v_width_; out += 32) {
+      const __m512 even = _mm512_loadu_ps(out), odd = _mm512_loadu_ps(out + 16);
+      _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, low, odd));
+      _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(even, high, odd));
+    }
+    _mm_setcsr(control);
+  }
+
+  template <int kChain, int kQueries, int kLines>
+  void add_token(const float weights[][kAttentionBlock], int token, int d,
+                 __m512 sums[2][kQueries][kLines][2]) const {
+    for (int line = 0; line < kLines; ++line) {
+      _mm_prefetch(v_rows_[token + kAhead] + 2 * d + 64 * line, _MM_HINT_T0);
+      const __m512i both = load_numbers(v_rows_[token], d + 32 * line, v_dim_);
+      const __m512 even = (__m512)_mm512_slli_epi32(both, 16);
+      const __m512 odd = (__m512)_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+      for (int i = 0; i < kQueries; ++i) {
+        const __m512 weight = _mm512_set1_ps(weights[i][token]);
+        sums[kChain][i][line][0] = _mm512_fmadd_ps(weight, even, sums[kChain][i][line][0]);
+        sums[kChain][i][line][1] = _mm512_fmadd_ps(weight, odd, sums[kChain][i][line][1]);
+      }
     }
   }
+
+  // Weights t .. t + 15 of a row.
+  __m512 widened(int row, int t) const {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights_ + row * kWeightStride + t));
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+  }
+
+  // Whether K is packed for so many queries in all.
+  bool packs(int num_queries) const { return num_queries > 2 * kTile || !in_place_; }
 
   // How many queries the tiles for few of them are made for; 0 is for many.
   static int few_of(int count) { return count > 4 ? 0 : count == 3 ? 4 : count; }
@@ -379,9 +432,11 @@ class AmxKernel {
   int config_ = -1;
   int first_ = 0;
   int64_t k_token_ = 0;
+  int count_ = 0, few_ = 0;
   uint16_t *k_, *v_, *weights_, *widened_;
   float* scores_;
   const char* k_rows_[kAttentionBlock];
+  const char* v_rows_[kAttentionBlock + kAhead];
 };
 
 }  // namespace rhizome

@@ -27,7 +27,7 @@ class VectorKernel {
   static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{4} * kTile * round_up(batch.k_dim, kPad); }
 
   // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
-  void set_block(const KeySource& source, int first, int end, bool /*many_tiles*/) {
+  void set_block(const KeySource& source, int first, int end, int /*num_queries*/) {
     first_ = first;
     if (source.k_scales != nullptr) return set_int8_block(source, first, end - first);
     source.walk(first, end - first, [&](int i, const char* k, const char* v) {
@@ -37,7 +37,7 @@ class VectorKernel {
   }
 
   // Put queries into `memory` (query_bytes) as `attend` needs them.
-  void set_queries(const Tile& tile, bool /*many_tiles*/, char* memory) const {
+  void set_queries(const Tile& tile, int /*num_queries*/, char* memory) const {
     auto* q = reinterpret_cast<float*>(memory);
     for (int i = 0; i < tile.count; ++i) widen(tile.q[i], q + i * k_width_, k_dim_, k_width_);
     // Queries are taken by fours: the last ones are repeated.

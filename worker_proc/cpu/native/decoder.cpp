@@ -7,6 +7,7 @@
 #include "kv_int8.h"
 #include "norm.h"
 #include "parallel.h"
+#include "stopwatch.h"
 
 namespace rhizome {
 namespace {
@@ -78,6 +79,7 @@ void clear_padding(const DecoderModel& model, const DecoderStep& step, const Buf
 }
 
 void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
+  const Stopwatch time(step.op_ns, kEmbed);
   const int64_t hidden = model.hidden, half = model.head_dim / 2;
   for_rows(step.tokens, 4 * hidden, [&](int64_t token) {
     float* const x = buffers.x + token * buffers.x_stride;
@@ -114,6 +116,7 @@ void add_partial(const DecoderModel& model, const DecoderStep& step, const Buffe
 }
 
 void norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const float* weight) {
+  const Stopwatch time(step.op_ns, kNorm);
   add_partial(model, step, buffers);
   for_rows(step.tokens, model.hidden, [&](int64_t token) {
     rms_norm(buffers.x + token * buffers.x_stride, weight, model.hidden, model.norm_eps,
@@ -133,6 +136,7 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
 // Queries are rotated in place, keys and values go to their pages.
 void rotate_and_store(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers,
                       const DecoderLayer& layer) {
+  const Stopwatch time(step.op_ns, kRotate);
   const AttentionBatch& pages = *step.attention;
   const int64_t dim = model.head_dim, half = dim / 2;
   for_rows(step.tokens, 2 * buffers.qkv_stride, [&](int64_t token) {
@@ -168,25 +172,37 @@ void rotate_and_store(const DecoderModel& model, const DecoderStep& step, const 
 void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers,
                      const DecoderLayer& layer) {
   norm(model, step, buffers, layer.input_norm);
-  linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride,
-         Finish::kStore);
+  {
+    const Stopwatch time(step.op_ns, kQkv);
+    linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride,
+           Finish::kStore);
+  }
   rotate_and_store(model, step, buffers, layer);
   const AttentionLayer attention{buffers.qkv,      buffers.qkv_stride,      layer.k_pages, layer.v_pages,
                                  buffers.attended, buffers.attended_stride, layer.scale,   0.0f,
                                  layer.window,     0,                       layer.k_scales, layer.v_scales};
-  rhizome_attention(step.attention, &attention);
+  {
+    const Stopwatch time(step.op_ns, kAttend);
+    rhizome_attention(step.attention, &attention);
+  }
+  const Stopwatch time(step.op_ns, kO);
   add(model, layer.o, buffers.attended, buffers.attended_stride, step.tokens, buffers);
 }
 
 void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
   norm(model, step, buffers, layer.post_norm);
-  linear(layer.gate_up, buffers.normed, buffers.normed_stride, step.tokens, buffers.inner, buffers.inner_stride,
-         Finish::kSiluMul);
+  {
+    const Stopwatch time(step.op_ns, kGateUp);
+    linear(layer.gate_up, buffers.normed, buffers.normed_stride, step.tokens, buffers.inner, buffers.inner_stride,
+           Finish::kSiluMul);
+  }
+  const Stopwatch time(step.op_ns, kDown);
   add(model, layer.down, buffers.inner, buffers.inner_stride, step.tokens, buffers);
 }
 
 // The normed hidden states of the tokens whose logits are wanted, as the first rows of `normed`.
 void final_norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
+  const Stopwatch time(step.op_ns, kNorm);
   add_partial(model, step, buffers);
   for_rows(step.num_logits, model.hidden, [&](int64_t row) {
     rms_norm(buffers.x + step.logit_rows[row] * buffers.x_stride, model.norm, model.hidden, model.norm_eps,
@@ -218,6 +234,7 @@ void rhizome_decoder_mlp(const DecoderModel* model, const DecoderStep* step, int
 void rhizome_decoder_logits(const DecoderModel* model, const DecoderStep* step, float* logits, int64_t stride) {
   const Buffers buffers(*model, step->tokens, step->workspace);
   final_norm(*model, *step, buffers);
+  const Stopwatch time(step->op_ns, kHead);
   linear(model->head, buffers.normed, buffers.normed_stride, step->num_logits, logits, stride,
          Finish::kStoreFloat);
 }
@@ -225,6 +242,7 @@ void rhizome_decoder_logits(const DecoderModel* model, const DecoderStep* step, 
 void rhizome_decoder_argmax(const DecoderModel* model, const DecoderStep* step, int64_t* index, float* best) {
   const Buffers buffers(*model, step->tokens, step->workspace);
   final_norm(*model, *step, buffers);
+  const Stopwatch time(step->op_ns, kHead);
   linear_argmax(model->head, buffers.normed, buffers.normed_stride, step->num_logits, index, best);
 }
 

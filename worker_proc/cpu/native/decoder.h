@@ -50,6 +50,9 @@ struct DecoderModel {
   int32_t reserved;
 };
 
+// The operations of a step, in the order of `op_ns`. decoder.py names them.
+enum Operation : int32_t { kEmbed, kNorm, kQkv, kRotate, kAttend, kO, kGateUp, kDown, kHead, kOperations };
+
 struct DecoderStep {
   const AttentionBatch* attention;
   const int64_t* token_ids;   // [tokens]
@@ -59,6 +62,7 @@ struct DecoderStep {
   int64_t tokens;
   int64_t num_logits;
   void* workspace;            // rhizome_decoder_workspace bytes, aligned to 64; first float32 partial [tokens, hidden]
+  int64_t* op_ns;             // [kOperations]: the time of each operation is added up here; null: not measured
 };
 
 }  // namespace rhizome

@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
 constexpr int64_t kGroupBytes = 1 << 20;      // of x that a group of rows takes at most: it should stay in the L2 cache
 constexpr int64_t kGroupRows = 512;
+constexpr int64_t kStreamRows = 512;  // results of so many rows are read again much later: not from a cache
 constexpr int64_t kSteps = 8;        // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
 constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
 constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
@@ -44,6 +45,30 @@ inline void block(const bf16* x, int64_t x_stride, int rows, const bf16* weights
 inline void prepare([[maybe_unused]] int rows) {
 #if defined(__AMX_BF16__)
   configure_tiles(rows);
+#endif
+}
+
+// Stores one whole cache line of bfloat16 past the caches.
+inline void stream_line([[maybe_unused]] bf16* to, [[maybe_unused]] floats low, [[maybe_unused]] floats high) {
+#if defined(__AVX512BF16__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#endif
+}
+
+// After `stream_line`, before other threads read.
+inline void finish_streams() {
+#if defined(__AVX512BF16__)
+  _mm_sfence();
+#endif
+}
+
+// Whether results of so many rows go past the caches: they would have to be read into them first, and drive out x.
+inline bool streams([[maybe_unused]] const void* out, [[maybe_unused]] int64_t out_stride,
+                    [[maybe_unused]] int64_t rows) {
+#if defined(__AVX512BF16__)
+  return rows >= kStreamRows && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % 32 == 0;
+#else
+  return false;
 #endif
 }
 
@@ -141,6 +166,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
         then(panel, row, count, sums, thread);
       });
     }
+    finish_streams();
   });
 }
 
@@ -190,10 +216,24 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
         for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) put(sums, columns, place);
     });
   };
+  // The same for bfloat16 and many rows, in whole cache lines.
+  auto stream_whole = [&](bf16* to) {
+    for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+      const int columns = static_cast<int>(std::min<int64_t>(kPanel, weights.outputs - panel * kPanel));
+      bf16* place = to + row * out_stride + panel * kPanel;
+      for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) {
+        if (columns == kPanel)
+          stream_line(place, load(sums), load(sums + kTile));
+        else
+          put<bf16, false>(sums, columns, place);
+      }
+    });
+  };
   bf16* const half = static_cast<bf16*>(out);
   float* const single = static_cast<float*>(out);
   switch (finish) {
     case Finish::kStore:
+      if (streams(out, out_stride, rows)) return stream_whole(half);
       return run(half, kPanel, weights.outputs, [](auto... row) { put<bf16, false>(row...); });
     case Finish::kStoreFloat:
       return run(single, kPanel, weights.outputs, [](auto... row) { put<float, false>(row...); });

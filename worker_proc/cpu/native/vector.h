@@ -90,6 +90,15 @@ inline uint16_t to_bfloat16(float x) {
   return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+// As `to_bfloat16`.
+inline void store(uint16_t* to, Floats x) {
+  Words words;
+  std::memcpy(&words, &x, sizeof words);
+  const Words rounded = (words + 0x7fff + (words >> 16 & 1)) >> 16;
+  const Halves halves = __builtin_convertvector(x == x ? rounded : Words{} + 0x7fc0, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
 // bfloat16 numbers widened.
 inline Floats load(const uint16_t* from) {
   Halves halves;

@@ -1,0 +1,138 @@
+"""Where the time of a step goes, operation by operation, beside what the machine allows: the worker alone.
+
+    python -m bench.cpu_steps --model DIR
+    python -m bench.cpu_steps --model DIR --cases "decode 32 x 192" --repeats 20
+
+No scheduler, no sockets: the native decoder is called with steps as the worker would build them. The floor of an
+operation is what its bytes and its arithmetic take at the rates that are measured in the same run.
+"""
+
+import statistics
+import time
+from pathlib import Path
+
+import click
+import torch
+
+from bench.clusters import machine
+from bench.cpu_kernels import limits
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
+from worker_proc.cpu.features import LEVELS, Level, cpu_features
+from worker_proc.cpu.library import load_library, num_cpus
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.registry import load_model
+from worker_proc.parallel import TensorParallel
+
+_PAGE_SIZE = 16
+# name: rows, new tokens per row, tokens per row in all, of them in common
+_CASES = {
+    "decode 1 x 192": (1, 1, 192, 0),
+    "decode 8 x 192": (8, 1, 192, 0),
+    "decode 32 x 192": (32, 1, 192, 0),
+    "shared 8 x (512 + 80)": (8, 1, 592, 512),
+    "prefill 1 x 128": (1, 128, 128, 0),
+    "prefill 2 x 128": (2, 128, 128, 0),
+    "prefill 1 x 1024": (1, 1024, 1024, 0),
+    "prefill 2 x 1024": (2, 1024, 1024, 0),
+    "prefill 4 x 64 after 512": (4, 64, 576, 512),
+}
+
+
+def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatch, int]:
+    """A step of `rows` requests that compute `new` of their `total` tokens, and the pages that it needs."""
+    columns, common = -(-total // _PAGE_SIZE), shared // _PAGE_SIZE
+    pages = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0)).view(rows, columns)
+    pages[:, :common] = pages[0, :common]
+    positions = torch.arange(total - new, total).repeat(rows)
+    row = torch.arange(rows).repeat_interleave(new)
+    batch = ForwardBatch(
+        token_ids=torch.randint(0, 8000, (rows * new,), generator=torch.Generator().manual_seed(1)),
+        positions=positions,
+        slot_mapping=pages[row, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE,
+        page_table=pages,
+        kv_lens=torch.full((rows,), total),
+        q_lens=[new] * rows,
+        kv_lens_host=[total] * rows,
+        num_prefill_rows=rows if new > 1 else 0,
+        logit_rows=torch.arange(1, rows + 1) * new - 1,
+    )
+    return batch, rows * columns
+
+
+def floors(
+    model: CpuDecoder, rows: int, new: int, total: int, shared: int, bandwidth: float, rate: float
+) -> dict[str, float]:
+    """Seconds that each operation takes at least; those that are not named move nothing but activations."""
+    spec, tokens = model.spec, rows * new
+
+    def product(elements: int, outputs_of: int) -> float:
+        return max(2 * elements / bandwidth, 2 * elements * outputs_of / rate)
+
+    layer = model.weights.layers[0]
+    pairs = rows * (new * total - new * (new - 1) / 2)
+    read = (shared + rows * (total - shared)) * model.kv_spec.bytes_per_token
+    arithmetic = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
+    return {
+        "qkv": spec.num_layers * product(layer.qkv.outputs * layer.qkv.inputs, tokens),
+        "o": spec.num_layers * product(layer.o.outputs * layer.o.inputs, tokens),
+        "gate_up": spec.num_layers * product(layer.up.outputs * layer.up.inputs, tokens),
+        "down": spec.num_layers * product(layer.down.outputs * layer.down.inputs, tokens),
+        "head": product(model.weights.head.outputs * model.weights.head.inputs, rows),
+        "attention": max(read / bandwidth, arithmetic / rate),
+    }
+
+
+def measure(model: CpuDecoder, batch: ForwardBatch, cache: KVCache, repeats: int) -> tuple[list[float], list[float]]:
+    """Medians in seconds: of the operations of a step, and of the whole step."""
+    parts, whole = [], []
+    for _ in range(repeats + 1):
+        model.op_ns = torch.zeros(len(OPERATIONS), dtype=torch.int64)
+        started = time.perf_counter()
+        model.greedy(batch, cache)
+        whole.append(time.perf_counter() - started)
+        parts.append([ns / 1e9 for ns in model.op_ns.tolist()])
+    columns = zip(*parts[1:], strict=True)
+    return [statistics.median(column) for column in columns], statistics.median(whole[1:])
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", "path", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--level", type=click.Choice(LEVELS), default=cpu_features().levels()[0])
+@click.option("--threads", type=int, default=num_cpus())
+@click.option("--cases", default=",".join(_CASES), help="Beginnings of their names, separated by commas.")
+@click.option("--repeats", default=7)
+def main(path: Path, level: Level, threads: int, cases: str, repeats: int) -> None:
+    """Print a table for each case."""
+    native = load_library(level)
+    native.set_threads(threads)
+    model = load_model(
+        path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), native=native
+    )
+    if not isinstance(model, CpuDecoder):
+        raise click.ClickException("the native kernels do not compute this model")
+    click.echo(f"{machine()}, {level}, {threads} threads")
+    for name, case in _CASES.items():
+        if not name.startswith(tuple(cases.split(","))):
+            continue
+        batch, pages = make_step(*case)
+        cache = KVCache(model.kv_spec, pages, _PAGE_SIZE)
+        for memory in (*cache.k, *cache.v):
+            memory.normal_()
+        bandwidth, rate = limits(native)
+        parts, whole = measure(model, batch, cache, repeats)
+        least = floors(model, *case, bandwidth, rate)
+        click.echo(f"\n{name}: {whole * 1e3:.1f} ms, at {bandwidth / 1e9:.1f} GB/s and {rate / 1e12:.2f} TFLOP/s\n")
+        click.echo("| operation | ms | share | floor, ms | floor / measured |\n|---|---|---|---|---|")
+        rest = whole - sum(parts)
+        for operation, took in zip((*OPERATIONS, "between"), (*parts, rest), strict=True):
+            floor = least.get(operation, 0.0)
+            bound = f"{floor * 1e3:.2f} | {floor / took:.0%}" if floor else " | "
+            click.echo(f"| {operation} | {took * 1e3:.2f} | {took / whole:.0%} | {bound} |")
+        floor = sum(least.values())
+        click.echo(f"| all | {whole * 1e3:.2f} | | {floor * 1e3:.2f} | {floor / whole:.0%} |")
+
+
+if __name__ == "__main__":
+    main()
