@@ -45,10 +45,17 @@ def dial_plain(url: str, *, receive_buffer: int | None = None) -> socket.socket:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer:
-    """An answer that says how long it is."""
+    """A whole answer, in chunks too."""
     raw = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in raw[1:] if line)}
-    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    if headers.get("transfer-encoding") == "chunked":
+        parts = []
+        while size := int((await reader.readuntil(b"\r\n")).strip(), 16):
+            parts.append((await reader.readexactly(size + 2))[:-2])
+        await reader.readexactly(2)
+        body = b"".join(parts)
+    else:
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
     return Answer(int(raw[0].split()[1]), headers, body)
 
 
