@@ -25,17 +25,17 @@ def work() -> None:
     from worker_proc import main
     from worker_proc.model_runner import ModelRunner
 
-    execute = ModelRunner.execute
+    launch = ModelRunner.launch
 
-    def execute_or_die(self: ModelRunner, plan: Any) -> Any:
+    def launch_or_die(self: ModelRunner, plan: Any) -> Any:
         tokens = list(plan.chunk_tokens)
         if contains(tokens, KILLS):
             os.kill(os.getpid(), signal.SIGKILL)
         while contains(tokens, HANGS):
             time.sleep(1)
-        return execute(self, plan)
+        return launch(self, plan)
 
-    ModelRunner.execute = execute_or_die  # type: ignore[method-assign]
+    ModelRunner.launch = launch_or_die  # type: ignore[method-assign]
     main.main()
 
 
