@@ -97,7 +97,7 @@ async def _answer(plan: Plan, generation: Generation) -> Json:
                 _count(generation, reader)
                 rows[row.choice].append(row)
     choices = [_choice(plan, i, reader, rows[i]) for i, reader in enumerate(readers)]
-    answer = {**plan.head, "choices": choices, "usage": generation.usage.as_dict(), "system_fingerprint": None}
+    answer = {**plan.head, "choices": choices, "usage": generation.usage.as_dict()}
     if plan.body.prompt_logprobs is not None:
         first = next((row.prompt_logprobs for row in rows[0] if row.prompt_logprobs), ())
         answer["prompt_logprobs"] = prompt_logprobs(first)

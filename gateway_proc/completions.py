@@ -119,7 +119,7 @@ async def _answer(plan: Plan, generation: Generation) -> Json:
     for number, drawn in enumerate(answers):
         for choice in _best(drawn, plan.n):
             choices.append(_choice(plan, number, len(choices), choice))
-    return Json({**plan.head, "choices": choices, "usage": _usage(plan, generation), "system_fingerprint": None})
+    return Json({**plan.head, "choices": choices, "usage": _usage(plan, generation)})
 
 
 def _usage(plan: Plan, generation: Generation) -> dict[str, Any]:
