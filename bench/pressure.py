@@ -9,6 +9,7 @@ The exit code is 1 when something is not as it should be, whatever the machine's
 """
 
 import asyncio
+import itertools
 import json
 import random
 import resource
@@ -23,17 +24,20 @@ from urllib.request import urlopen
 
 import click
 import psutil
+import zmq
 
 from bench.bad_bodies import bad_bodies, bodies
 from bench.clusters import machine, started
 from bench.leaving import PHASES, leave, until_freed
 from bench.plain_http import Answer, dial, dial_plain, exchange, post, read_answer
+from common.codec import decode, encode
 from common.connection import Connection
-from common.messages import RequestError
+from common.messages import Beat, Generate, RequestError, TextBatch
+from common.prompts import prompt_fields
 from common.sampling_params import SamplingParams
+from common.sockets import open_socket
 
 PROMPT = "Return a copy of the string"
-FLOOD = 40_000  # answers: more than ZeroMQ, the kernel and the tokenizer keep for a client that does not read
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -157,14 +161,16 @@ def slow(streams: int, deaf: int, tokens: int) -> None:
                 reading.abort(rid)
         until_freed(url, 30)
         http = [_deaf_http(url, i) for i in range(deaf)]
-        own = [Connection(address) for _ in range(deaf)]
-        for i, connection in enumerate(own):
-            connection.submit(PROMPT, _endless(i))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        own = [Deaf(context, address) for _ in range(deaf)]
+        for i, client in enumerate(own):
+            client.ask(_endless(i))
         readers["beside clients that do not read"] = _gaps(address, streams, tokens)
         ended = 0
-        for connection in own:  # they go on asking and never read: in the end each is told so
-            ended += _until_cut_off(connection)
-            connection.close()
+        for client in own:  # they go on asking and never read: in the end each is told so
+            ended += client.until_cut_off(url)
+            client.socket.close()
+        context.term()
         for plain in http:
             plain.close()
         until_freed(url, 30)
@@ -214,17 +220,32 @@ def _gaps(address: str, streams: int, tokens: int, other: Connection | None = No
     return gaps
 
 
-def _until_cut_off(connection: Connection) -> int:
-    """Go on asking without reading; 1 if the client is told in the end that this is why it is not answered."""
-    wrong = SamplingParams(max_tokens=1, min_tokens=2)
-    for _ in range(FLOOD):  # each is refused, and each refusal lies unread
-        connection.submit([5], wrong)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        rows = connection.poll(1)
-        if any(isinstance(row, RequestError) and "does not read" in row.problem for row in rows):
-            return 1
-    return 0
+class Deaf:
+    """A client of the cluster's own socket that asks and never reads, until it is asked what it was told."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str):
+        self.socket = open_socket(context, zmq.DEALER, connect=address)
+        self.socket.linger = 0
+        self._numbers = itertools.count(1)
+
+    def ask(self, params: SamplingParams) -> None:
+        text, token_ids, chat = prompt_fields(PROMPT)
+        self.socket.send(encode(Generate(next(self._numbers), text, token_ids, chat, params)))
+
+    def until_cut_off(self, url: str) -> int:
+        """Go on asking until the tokenizer refuses because nobody reads; 1 if the client then reads that reason."""
+        wrong = SamplingParams(max_tokens=1, min_tokens=2)
+        before, deadline = stats(url)["tokenizer.errors_overloaded"], time.monotonic() + 60
+        while stats(url)["tokenizer.errors_overloaded"] == before:
+            if time.monotonic() > deadline:
+                return 0
+            for _ in range(1000):  # each is refused, and each refusal lies unread
+                self.ask(wrong)
+        while time.monotonic() < deadline and self.socket.poll(1000):
+            msg = decode(self.socket.recv(), {TextBatch, RequestError, Beat})
+            if isinstance(msg, RequestError) and "does not read" in msg.problem:
+                return 1
+        return 0
 
 
 # ---- leave --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Shared fixtures: short private directories (Unix socket paths are limited) and hypothesis without time limits."""
 
+import os
 import shutil
 import signal
 import tempfile
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if shutil.which("nvidia-smi") is None:  # before anything imports Triton, whose own functions look for it then
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("rhizome", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rhizome")

@@ -1,17 +1,13 @@
 """Where Triton kernels are tested: on the GPU where there is one, else in Triton's interpreter on the CPU.
 
-Import this before anything of worker_proc.cuda: kernels look for the interpreter when they are defined.
+conftest.py chooses, before anything imports Triton.
 """
-
-import os
 
 import torch
 
 from worker_proc.attention.interface import ForwardBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def on_device(batch: ForwardBatch) -> ForwardBatch:

@@ -40,7 +40,7 @@ def weight_bytes(model: CudaDecoder) -> int:
     w = model.weights
     layers = [layer.qkv for layer in w.layers] + [layer.o for layer in w.layers]
     layers += [layer.up for layer in w.layers] + [layer.down for layer in w.layers]
-    return w.head.nbytes + sum(linear.weight.nbytes for linear in layers)
+    return sum(linear.weight.nbytes for linear in (w.head, *layers))
 
 
 def _weights(spec: DecoderSpec) -> DecoderWeights:
@@ -68,7 +68,7 @@ def _weights(spec: DecoderSpec) -> DecoderWeights:
     )
     embedding = matrix(spec.vocab_size, hidden)
     head = embedding if spec.tied else matrix(spec.vocab_size, hidden)
-    return DecoderWeights(embedding, None, layers, norm(hidden), head)
+    return DecoderWeights(embedding, None, layers, norm(hidden), Linear(head, None))
 
 
 def save_checkpoint(name: str, path: Path, tokenizer_of: Path) -> None:
@@ -83,7 +83,7 @@ def save_checkpoint(name: str, path: Path, tokenizer_of: Path) -> None:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm.weight}
     if not spec.tied:
-        tensors["lm_head.weight"] = weights.head
+        tensors["lm_head.weight"] = weights.head.weight
     for i, layer in enumerate(weights.layers):
         named = {
             "input_layernorm": layer.input_norm.weight,

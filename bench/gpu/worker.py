@@ -86,7 +86,7 @@ def prefill(model: CudaDecoder, lengths: list[int], limits: Limits) -> None:
         cache = KVCache(model.kv_spec, -(-length // PAGE), PAGE, "cuda")
         batch = replace(make_batch(1, length, length), num_prefill_rows=1)
         taken = seconds(lambda b=batch, c=cache: model.greedy(b, c), repeats=5)
-        products = 2 * length * (weight_bytes(model) - model.weights.head.nbytes) / 2
+        products = 2 * length * (weight_bytes(model) - model.weights.head.weight.nbytes) / 2
         attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * length * length  # causal: half of 4 N^2 D
         floor = (products + attention) / limits.matrix_rate
         print(

@@ -28,6 +28,7 @@ from worker_proc.models.loading import WeightLoader
 from worker_proc.models.registry import load_model
 from worker_proc.models.spec import parse_spec
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.source import WeightSource
 from worker_proc.weights import Checkpoint
 
 PROMPTS = [prompt[:20] for prompt in make_prompts(VOCAB_SIZE)][:4]
@@ -39,7 +40,7 @@ def load(path: Path) -> CudaDecoder:
     assert supports(spec)
     with torch.inference_mode():
         loader = WeightLoader(Checkpoint.open(path), torch.float32, DEVICE)
-        plan = DecoderWeightPlan(spec, Shard.of(spec, 0, 1), loader)
+        plan = DecoderWeightPlan(spec, Shard.of(spec, 0, 1), loader, WeightSource(loader))
         loader.run()
         return CudaDecoder(spec, Shard.of(spec, 0, 1), plan.finish(), TensorParallel())
 

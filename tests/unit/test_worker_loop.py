@@ -79,10 +79,8 @@ class Rig:
         result: StepResult = decode(self.results.recv_multipart()[-1], {StepResult})
         return result
 
-    def stop(self) -> None:
+    def end_loop(self) -> None:
         self.child.stopping = True
-        for done in self.device.done:
-            done.set()
         self.waker.send(b"")
         self.thread.join(PATIENCE_MS / 1e3)
         assert not self.thread.is_alive()
@@ -95,7 +93,7 @@ def rig(short_dir: Path) -> Iterator[Rig]:
         try:
             yield rig
         finally:
-            rig.stop()
+            rig.end_loop()
             context.destroy(0)
 
 
@@ -121,8 +119,9 @@ def test_the_next_step_is_launched_before_the_last_one_is_done(rig: Rig) -> None
 def test_steps_of_an_old_epoch_are_not_answered(rig: Rig) -> None:
     rig.send(0)
     assert rig.device.launched.acquire(timeout=PATIENCE_MS / 1e3)
-    rig.stop()
+    rig.end_loop()
     rig.loop.join(1)
+    rig.device.done[0].set()
     rig.loop._answer()
     assert not rig.watch.busy
     assert not rig.results.poll(0)
