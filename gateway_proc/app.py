@@ -74,10 +74,17 @@ def build(
     http: HttpConfig,
     scrape: Callable[[], Awaitable[Scrape]],
     traces: Traces | None = None,
+    alive: Callable[[], object] = lambda: None,
 ) -> ASGIApp:
-    """The whole application as ASGI."""
+    """The whole application as ASGI. `alive` is called at every request's beginning and end: when thousands come at
+    once, the loop is busy with them for longer than a process may be silent."""
+
+    def began() -> None:
+        alive()
+        metrics.began()
 
     def told(story: Story, seconds: float) -> None:
+        alive()
         metrics.told(story, seconds)
         if traces is not None:
             traces.told(story)
@@ -103,7 +110,7 @@ def build(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-rhizome-ignored-fields", "retry-after"],
         )
-    return Observed(inner, metrics.began, told)
+    return Observed(inner, began, told)
 
 
 def _add(app: FastAPI, service: Service, route: Route) -> None:

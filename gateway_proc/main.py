@@ -116,7 +116,12 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
     traces = None
     if http.otlp_endpoint is not None:
         traces = to_collector(http.otlp_endpoint)
-    server = Server(server_config(build(service, metrics, keys, http, scrape, traces)))
+
+    def alive() -> None:
+        if go.done():  # until then, another thread speaks with the launcher
+            child.pulse()
+
+    server = Server(server_config(build(service, metrics, keys, http, scrape, traces, alive)))
 
     def stop() -> None:
         loop.remove_reader(child.wake_fd)

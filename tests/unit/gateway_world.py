@@ -100,7 +100,7 @@ def events(response: httpx.Response) -> list[Any]:
 @asynccontextmanager
 async def application(
     path: Path, answer: Answer, http: HttpConfig, *, keys: bool = False, started: bool = True,
-    traces: Traces | None = None,
+    traces: Traces | None = None, alive: Callable[[], object] = lambda: None,
 ) -> AsyncIterator[tuple[ASGIApp, FakeFrontend, Service]]:  # fmt: skip
     """The application, connected to a played cluster unless it is not `started`."""
     with FakeFrontend(path, answer) as cluster:
@@ -120,7 +120,7 @@ async def application(
             if started:
                 go.set_result(True)
                 await backend.changed.wait()
-            app = build(service, Metrics(), Keys(names, http.key_concurrency), http, scrape, traces)
+            app = build(service, Metrics(), Keys(names, http.key_concurrency), http, scrape, traces, alive)
             yield app, cluster, service
         finally:
             connecting.cancel()
@@ -130,13 +130,16 @@ async def application(
 def play(
     path: Path, answer: Answer, test: Callable[[World], Awaitable[None]], http: HttpConfig | None = None,
     *, keys: bool = False, started: bool = True, traces: Traces | None = None,
+    alive: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
     """Run a test against an application, without sockets between them."""
 
     async def run() -> None:
         async with (
             asyncio.timeout(TIMEOUT_S),
-            application(path, answer, http or HttpConfig(), keys=keys, started=started, traces=traces) as world,
+            application(
+                path, answer, http or HttpConfig(), keys=keys, started=started, traces=traces, alive=alive
+            ) as world,
             httpx.AsyncClient(
                 transport=httpx.ASGITransport(world[0], raise_app_exceptions=False), base_url="http://x"
             ) as client,

@@ -31,6 +31,19 @@ def test_before_the_cluster_is_there(short_dir: Path) -> None:
     play(short_dir, HELLO, test, started=False)
 
 
+def test_requests_show_that_the_loop_lives_when_they_begin_and_end(short_dir: Path) -> None:
+    """A loop that thousands of requests keep busy does not come to its timers for longer than it may be silent."""
+    shown: list[str] = []
+
+    async def test(world: World) -> None:
+        for status, path in ((200, "/health/live"), (404, "/nothing")):
+            before = len(shown)
+            assert (await world.client.get(path)).status_code == status
+            assert len(shown) == before + 2
+
+    play(short_dir, HELLO, test, alive=lambda: shown.append(""))
+
+
 def test_a_cluster_that_dies_and_stopping(short_dir: Path) -> None:
     def begin(msg: Generate) -> Iterable[Any]:
         yield rows(msg.rid, "begun", 1)
