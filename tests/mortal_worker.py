@@ -6,7 +6,6 @@ As a program it is launch.py with such workers, `python tests/mortal_worker.py -
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def work() -> None:
         if contains(tokens, KILLS):
             os.kill(os.getpid(), signal.SIGKILL)
         while contains(tokens, HANGS):
-            time.sleep(1)
+            signal.pause()
         return launch(self, plan)
 
     ModelRunner.launch = launch_or_die  # type: ignore[method-assign]

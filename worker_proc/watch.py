@@ -18,6 +18,8 @@ from common.codec import encode
 from common.messages import Pulse
 from worker_proc.parallel import TensorParallel
 
+_WORK_NS = 10**7  # processor time that counts as getting on: far more than waking up once a second costs
+
 
 class Watch:
     """Use it in a `with` statement, in the computing thread, which sets `busy`, counts `steps`, and sets `device_only`
@@ -49,7 +51,7 @@ class Watch:
         if not waiting:
             self._worked_ns += now_ns - self._seen_ns
         self._seen_ns = now_ns
-        progress = self.steps + self._tp.collectives + self._worked_ns // 10**6
+        progress = self.steps + self._tp.collectives + self._worked_ns // _WORK_NS
         return Pulse(self._child.name, progress, self.busy, self._child.refused.total, self.steps)
 
     def _run(self) -> None:
