@@ -19,7 +19,7 @@ settings.load_profile("rhizome")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=400, help="runs of the scheduler's state machine test")
-    parser.addoption("--fuzz-seconds", type=int, default=25, help="for each description of the HTTP API that is fuzzed")
+    parser.addoption("--fuzz-seconds", type=int, help="of new inputs for each description of the HTTP API")
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ of its own; an input that breaks it is kept in the directory that is named, and 
 """
 
 import json
+import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -47,19 +49,22 @@ def seeds(target: str) -> list[bytes]:
     return [b"data: {}\n\n", b"event: x\r\ndata: a\r\ndata: b\r\n\r\n: c\n", b"\xef\xbb\xbfid: 1\ndata\n\n"]
 
 
-def fuzz(target: str, seconds: int, home: Path) -> bool:
-    """Whether a target withstands that many seconds."""
+def fuzz(target: str, home: Path, seed: int, *, runs: int | None = None, seconds: int | None = None) -> bool:
+    """Whether a target withstands so many inputs, which are the same every time, or so many seconds."""
     corpus = home / target
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(seeds(target)):
         (corpus / f"seed{number}").write_bytes(data)
-    options = [f"-max_total_time={seconds}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
+    extent = f"-runs={runs}" if runs else f"-max_total_time={seconds}"
+    options = [extent, f"-seed={seed}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
     options += [f"-artifact_prefix={home}/{target}-", "-verbosity=0", "-print_final_stats=1", str(corpus)]
     command = [sys.executable, "-m", "tests.fuzz.wire_target", target, *options]
     began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    runs = [line.split()[-1] for line in done.stderr.splitlines() if "number_of_executed_units" in line]
-    click.echo(f"{target}: {runs[0] if runs else '?'} inputs in {time.monotonic() - began:.0f} s, ", nl=False)
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}  # or the order of sets would guide the inputs too
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    made = [line.split()[-1] for line in done.stderr.splitlines() if "number_of_executed_units" in line]
+    took = f"{time.monotonic() - began:.0f} s, seed {seed}"
+    click.echo(f"{target}: {made[0] if made else '?'} inputs in {took}, ", nl=False)
     end = "nothing found" if done.returncode == 0 else f"FOUND, exit code {done.returncode}\n{done.stderr[-4000:]}"
     click.echo(end)
     return done.returncode == 0
@@ -69,12 +74,14 @@ def fuzz(target: str, seconds: int, home: Path) -> bool:
 @click.option("--minutes", default=1.0, help="For all targets together.")
 @click.option("--target", "only", type=click.Choice(list(TARGETS)), help="Only this one.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Where inputs are kept, those that break something too.")
-def main(minutes: float, only: str | None, keep: Path | None) -> None:
+@click.option("--seed", type=click.IntRange(1, 2**31 - 1), help="Without one, another one each time.")
+def main(minutes: float, only: str | None, keep: Path | None, seed: int | None) -> None:
     """Fuzz the wire and the parsers with atheris."""
     home = keep or Path(tempfile.mkdtemp(prefix="rhizome-fuzz-"))
     targets = [only] if only else list(TARGETS)
     seconds = max(1, int(60 * minutes / len(targets)))
-    sound = [fuzz(target, seconds, home) for target in targets]
+    chosen = seed or 1 + secrets.randbelow(2**31 - 1)
+    sound = [fuzz(target, home, chosen, seconds=seconds) for target in targets]
     if not all(sound):
         click.echo(f"inputs are in {home}")
         sys.exit(1)
