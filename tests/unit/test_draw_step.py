@@ -1,6 +1,5 @@
 """Penalties, log probabilities and prompt scores of the real model runner, on a tiny checkpoint."""
 
-from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from common.config import SchedulerConfig
-from common.logprobs import Logprobs
-from common.messages import AddRequest, History, Scoring, StepPlan, StepResult, ints
+from common.messages import History, Scoring, ints
 from common.sampling_params import DrawParams, LogitEdits
-from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_plans import GREEDY, PlanWriter, empty_plan
+from tests.helpers_serving import Request, serve
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.errors import PlanError
 from worker_proc.kv_cache import KVCache
@@ -47,50 +45,13 @@ def make_runner(model: LanguageModel, num_pages: int = 64, page_size: int = 4) -
     return ModelRunner(model, cache, max_slots=6, context_len=CONTEXT, group="0", tp=TensorParallel(), device="cpu")
 
 
-class Request:
-    """What a request asks, and what it got."""
-
-    def __init__(self, prompt: list[int], draw: DrawParams, max_tokens: int):
-        self.prompt, self.draw, self.max_tokens = prompt, draw, max_tokens
-        self.tokens: list[int] = []
-        self.logprobs = Logprobs.empty()
-        self.prompt_logprobs = Logprobs.empty()
-
-
-def serve(model: LanguageModel, requests: list[Request], **settings_: Any) -> dict[str, int]:
+def serve_all(model: LanguageModel, requests: list[Request], **settings_: Any) -> dict[str, int]:
     """Run requests through a real scheduler and a real runner; returns the scheduler's counters."""
     pages, page_size = settings_.pop("pages", 64), settings_.pop("page_size", 4)
     config = SchedulerConfig(max_running=6, max_batch_tokens=48, chunk_tokens=7, admission="ratio", **settings_)
     scheduler = Scheduler(config, KVManager(pages, page_size), CONTEXT)
-    runner = make_runner(model, pages, page_size)
-    for rid, request in enumerate(requests):
-        message = AddRequest(rid, ints(*request.prompt), request.max_tokens, ints(), request.draw)
-        assert scheduler.handle(message, rid + 1) == []
-        scheduler.admission.ratio = 0.0  # type: ignore[attr-defined]  # admit more than will fit
-    plans: list[StepPlan] = []
-    while scheduler.has_work:
-        while (plan := scheduler.plan(99)) is not None:
-            plans.append(plan)
-        plan = plans.pop(0)
-        out = runner.execute(plan)
-        result = StepResult(
-            plan.step_id, plan.epoch, plan.group, ints(*out.tokens), array("q"), out.logprobs, out.prompt_logprobs
-        )
-        for batch in scheduler.commit(result, 99):
-            take(requests, batch)
-        check(scheduler)
-    return scheduler.stats()
-
-
-def take(requests: list[Request], batch: Any) -> None:
-    scores = batch.logprobs.by_row() if batch.logprobs else {}
-    prompts = batch.prompt_logprobs.by_row() if batch.prompt_logprobs else {}
-    at = 0
-    for row, (rid, count) in enumerate(zip(batch.rids, batch.counts, strict=True)):
-        requests[rid].tokens += batch.token_ids[at : at + count]
-        at += count
-        requests[rid].logprobs.extend(scores.get(row, Logprobs.empty()))
-        requests[rid].prompt_logprobs.extend(prompts.get(row, Logprobs.empty()))
+    scheduler.admission.ratio = 0.0  # type: ignore[attr-defined]  # admit more than will fit
+    return serve(scheduler, make_runner(model, pages, page_size), requests)
 
 
 DRAWS = st.builds(
@@ -127,9 +88,9 @@ def test_a_request_under_pressure_gets_what_it_gets_alone(
         return [Request(PROMPTS[i % 4], draw, 14) for i, draw in enumerate(draws)]
 
     crowd, alone = make(), make()
-    serve(model, crowd, steps_in_flight=in_flight, pages=pages * 4 // page_size, page_size=page_size)
+    serve_all(model, crowd, steps_in_flight=in_flight, pages=pages * 4 // page_size, page_size=page_size)
     for request in alone:
-        serve(model, [request], steps_in_flight=1)
+        serve_all(model, [request], steps_in_flight=1)
     for ours, solo in zip(crowd, alone, strict=True):
         assert ours.tokens == solo.tokens
         for a, b in ((ours.logprobs, solo.logprobs), (ours.prompt_logprobs, solo.prompt_logprobs)):
@@ -142,7 +103,7 @@ def test_there_is_pressure(model: LanguageModel) -> None:
     requests = [
         Request(PROMPTS[i % 4], DrawParams(0.0, edits=LogitEdits(repetition_penalty=1.3)), 14) for i in range(5)
     ]
-    assert serve(model, requests, steps_in_flight=2, pages=24)["preempted"] > 0
+    assert serve_all(model, requests, steps_in_flight=2, pages=24)["preempted"] > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])  # the last one through transformers, with soft caps
@@ -152,7 +113,7 @@ def test_logprobs_are_of_the_models_own_distribution(kind: str, tmp_path: Path) 
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     edits = LogitEdits(logit_bias={9: 100.0}, repetition_penalty=1.7)
     request = Request(PROMPTS[2], DrawParams(0.7, edits=edits, logprobs=3, prompt_logprobs=0), 6)
-    serve(model, [request], steps_in_flight=2)
+    serve_all(model, [request], steps_in_flight=2)
     assert request.tokens == [9] * 6
     known = request.prompt + request.tokens
     with torch.inference_mode():

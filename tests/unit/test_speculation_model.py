@@ -1,6 +1,5 @@
 """Speculation with the real scheduler, the real worker and a tiny model: on and off give the same, in every respect."""
 
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +7,14 @@ import pytest
 import torch
 
 from common.config import SchedulerConfig
-from common.logprobs import Logprobs
-from common.messages import AddRequest, StepPlan, StepResult, ints
+from common.messages import ints
 from common.sampling_params import DrawParams, LogitEdits
-from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.speculation import NgramSpeculation
 from scheduler_proc.speculation_gain import Choice
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_serving import Request, serve
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import cpu_features
@@ -49,11 +47,8 @@ class Eager(NgramSpeculation):
         return requests, Choice(choice.counts, 2.0) if requests else choice
 
 
-class Answer:
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.logprobs = Logprobs.empty()
-        self.prompt_logprobs = Logprobs.empty()
+class Answer(Request):
+    """Equal to another one with the same tokens and scores."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Answer) or self.tokens != other.tokens:
@@ -67,7 +62,9 @@ class Answer:
         )
 
 
-def serve(model: LanguageModel, *, guess: bool, pages: int, page_size: int, **more: Any) -> tuple[list[Answer], dict]:
+def serve_all(
+    model: LanguageModel, *, guess: bool, pages: int, page_size: int, **more: Any
+) -> tuple[list[Answer], dict[str, int]]:
     """All of DRAWS at once; the answers and what the scheduler counted."""
     config = SchedulerConfig(max_running=6, max_batch_tokens=64, chunk_tokens=9, prompt_lookup_min=1, **more)
     scheduler = Scheduler(config, KVManager(pages, page_size), CONTEXT)
@@ -75,35 +72,8 @@ def serve(model: LanguageModel, *, guess: bool, pages: int, page_size: int, **mo
         scheduler.speculation = scheduler.planner._speculation = Eager(config)
     cache = KVCache(model.kv_spec, pages, page_size)
     runner = ModelRunner(model, cache, max_slots=6, context_len=CONTEXT, group="0", tp=TensorParallel(), device="cpu")
-    for rid, draw in enumerate(DRAWS):
-        prompt = PASSAGE * 2 + PASSAGE[: 2 + rid]
-        scheduler.handle(AddRequest(rid, ints(*prompt), COUNT, ints(), draw), rid + 1)
-    answers = [Answer() for _ in DRAWS]
-    plans: list[StepPlan] = []
-    while scheduler.has_work:
-        while (plan := scheduler.plan(99)) is not None:
-            plans.append(plan)
-        plan = plans.pop(0)
-        out = runner.execute(plan)
-        result = StepResult(
-            plan.step_id, plan.epoch, plan.group, ints(*out.tokens), array("q"), out.logprobs, out.prompt_logprobs,
-            accepted=ints(*out.accepted),
-        )  # fmt: skip
-        for batch in scheduler.commit(result, 99):
-            take(answers, batch)
-        check(scheduler)
-    return answers, scheduler.stats()
-
-
-def take(answers: list[Answer], batch: Any) -> None:
-    scores = batch.logprobs.by_row() if batch.logprobs else {}
-    prompts = batch.prompt_logprobs.by_row() if batch.prompt_logprobs else {}
-    at = 0
-    for row, (rid, count) in enumerate(zip(batch.rids, batch.counts, strict=True)):
-        answers[rid].tokens += batch.token_ids[at : at + count]
-        at += count
-        answers[rid].logprobs.extend(scores.get(row, Logprobs.empty()))
-        answers[rid].prompt_logprobs.extend(prompts.get(row, Logprobs.empty()))
+    answers = [Answer(PASSAGE * 2 + PASSAGE[: 2 + i], draw, COUNT) for i, draw in enumerate(DRAWS)]
+    return answers, serve(scheduler, runner, answers)
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=needs_compiler)])
@@ -118,8 +88,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_on_and_off_are_the_same(model: LanguageModel, page_size: int, in_flight: int) -> None:
     tokens = 448
-    plain, none = serve(model, guess=False, pages=tokens // page_size, page_size=page_size)
-    guessed, stats = serve(model, guess=True, pages=tokens // page_size, page_size=page_size, steps_in_flight=in_flight)
+    plain, none = serve_all(model, guess=False, pages=tokens // page_size, page_size=page_size)
+    guessed, stats = serve_all(
+        model, guess=True, pages=tokens // page_size, page_size=page_size, steps_in_flight=in_flight
+    )
     assert guessed == plain
     assert none["draft_tokens"] == 0 < stats["accepted_tokens"] < stats["draft_tokens"]
     assert stats["steps"] < none["steps"]
@@ -128,7 +100,7 @@ def test_on_and_off_are_the_same(model: LanguageModel, page_size: int, in_flight
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_under_memory_pressure(model: LanguageModel, page_size: int) -> None:
     """A third of the room that all need together: requests are preempted with guesses on their way."""
-    plain, _ = serve(model, guess=False, pages=448 // page_size, page_size=page_size)
-    guessed, stats = serve(model, guess=True, pages=128 // page_size, page_size=page_size)
+    plain, _ = serve_all(model, guess=False, pages=448 // page_size, page_size=page_size)
+    guessed, stats = serve_all(model, guess=True, pages=128 // page_size, page_size=page_size)
     assert guessed == plain
     assert stats["preempted"] > 0 and stats["accepted_tokens"] > 0
