@@ -65,6 +65,8 @@ def cut(document: dict[str, Any]) -> dict[str, Any]:
         for operation in operations.values():
             ok = operation["responses"]["200"]
             ok["description"] = "The answer"
+    # a completion can be streamed, as its field `stream` says, and its answers do not
+    paths["/completions"]["post"]["responses"]["200"]["content"].setdefault("text/event-stream", {})
     found: dict[tuple[str, str], Any] = {}
     needed(document, paths, found)
     components: dict[str, dict[str, Any]] = {}
