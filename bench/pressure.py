@@ -16,6 +16,7 @@ import resource
 import socket
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from common.sampling_params import SamplingParams
 from common.sockets import open_socket
 
 PROMPT = "Return a copy of the string"
+PROBES = ("/health/live", "/health/ready")
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -90,7 +92,7 @@ def crowd(connections: int, waiting: int) -> None:
         asyncio.run(_ask(url))
         before = descriptors(info)
         began = time.monotonic()
-        answers, health = asyncio.run(_crowd(url, connections))
+        answers, probes = asyncio.run(_crowd(url, connections))
         took = time.monotonic() - began
         until_freed(url, 30)
         deadline = time.monotonic() + 10
@@ -100,7 +102,8 @@ def crowd(connections: int, waiting: int) -> None:
     by_status = Counter(answer.status for answer in answers)
     without = sum(answer.status == 429 and "retry-after" not in answer.headers for answer in answers)
     click.echo(f"{connections} connections in {took:.1f} s: {dict(by_status)}, {without} of 429 without Retry-After")
-    click.echo(f"/health beside them, {len(health)} times: {in_ms(health)}")
+    for path, taken in probes.items():
+        click.echo(f"{path} beside them, {len(taken)} times: {in_ms(taken)}")
     grown = {name: (before[name], after[name]) for name in before if after[name] > before[name]}
     click.echo(f"file descriptors afterwards: {grown or 'as before'}; {problems or 'idle, nothing restarted'}")
     if without or problems or grown or set(by_status) - {200, 429} or not by_status[200]:
@@ -112,22 +115,12 @@ async def _ask(url: str) -> Answer:
     return await exchange(url, post("/v1/completions", body))
 
 
-async def _crowd(url: str, connections: int) -> tuple[list[Answer], list[float]]:
-    """All connections are open before the first one asks."""
+async def _crowd(url: str, connections: int) -> tuple[list[Answer], dict[str, list[float]]]:
+    """All connections are open before the first one asks. Also the seconds that probes took meanwhile, by path; they
+    come from a thread, so that it is not the crowd's own loop that keeps them waiting."""
     opened = [await dial(url) for _ in range(connections)]
-    done = asyncio.Event()
-
-    async def watch() -> list[float]:
-        times = []
-        while not done.is_set():
-            began = time.monotonic()
-            answer = await exchange(url, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert answer.status == 200, answer
-            times.append(time.monotonic() - began)
-            await asyncio.sleep(0.1)
-        return times
-
-    watching = asyncio.create_task(watch())
+    done = threading.Event()
+    watching = asyncio.create_task(asyncio.to_thread(_probe, url, done))
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
     async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
@@ -139,6 +132,19 @@ async def _crowd(url: str, connections: int) -> tuple[list[Answer], list[float]]
     answers = await asyncio.gather(*(one(*pair) for pair in opened))
     done.set()
     return answers, await watching
+
+
+def _probe(url: str, done: threading.Event) -> dict[str, list[float]]:
+    """Ask each of PROBES again and again, on a new connection each time, as probes do."""
+    times: dict[str, list[float]] = {path: [] for path in PROBES}
+    while not done.is_set():
+        for path, taken in times.items():
+            began = time.monotonic()
+            with urlopen(url + path, timeout=30) as answer:
+                assert answer.status == 200, answer.status
+            taken.append(time.monotonic() - began)
+        done.wait(0.05)
+    return times
 
 
 # ---- slow ---------------------------------------------------------------------------------------------------------

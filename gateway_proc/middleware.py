@@ -11,29 +11,35 @@ from gateway_proc.auth import Keys
 from gateway_proc.errors import ApiError
 from gateway_proc.http import ClientGone, error_response
 from gateway_proc.story import Story, request_id, shown
+from gateway_proc.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json"})  # probes have no key
+PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # they have no key, and do not wait for others
+OPEN_PATHS = PROBES | {"/docs", "/openapi.json"}
 QUIET_STATUS = 400  # below it, only requests that generate get a line in the log
 
 
 class Observed:
     """The outermost layer: every request gets an id, a story that is told once at its end, and an answer whatever
-    happens inside."""
+    happens inside. Probes pass at once, others through the turnstile."""
 
     def __init__(self, app: ASGIApp, began: Callable[[], None], told: Callable[[Story, float], None]):
         self._app = app
         self._began = began
         self._told = told
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        arrival_ns = time.monotonic_ns()
+        if scope["path"] not in PROBES:
+            await self._turnstile.enter()
         headers = Headers(scope=scope)
-        story = Story(request_id(headers.get("x-request-id")), scope["method"], "unknown")
+        story = Story(request_id(headers.get("x-request-id")), scope["method"], "unknown", arrival_ns=arrival_ns)
         story.traceparent = headers.get("traceparent", "")
         scope["story"] = story
         scope["send"] = send  # for bodies that come in many parts, at which nothing in between looks
