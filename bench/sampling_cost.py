@@ -18,6 +18,7 @@ from common.sampling_params import DrawParams, LogitEdits
 from worker_proc.draw_step import DrawStep
 from worker_proc.input_batch import SampledRows
 from worker_proc.sampler import Sampler
+from worker_proc.staging import Staged, Staging
 
 CASES = {
     "repetition_penalty": DrawParams(0.0, edits=LogitEdits(repetition_penalty=1.2)),
@@ -28,6 +29,9 @@ CASES = {
     "logprobs 0": DrawParams(0.0, logprobs=0),
     "logprobs 5": DrawParams(0.0, logprobs=5),
     "temperature": DrawParams(0.8),
+    "temperature, top_k 50": DrawParams(0.8, top_k=50),
+    "temperature, top_p 0.95": DrawParams(0.8, top_p=0.95),
+    "temperature, min_p 0.05": DrawParams(0.8, min_p=0.05),
 }
 
 
@@ -44,9 +48,11 @@ def step_of(rows: int, vocab: int, draws: list[DrawParams], known: int) -> tuple
         0, 0, "0", none, slots, ints(*[known] * rows), tuple(draws), none, none, none, none, none, none, none, none,
         b"", histories,
     )  # fmt: skip
-    step.apply(plan)
+    staging = Staging("cpu")
+    step.apply(plan, staging)
+    staging.send()
     index = torch.arange(rows)
-    return step, SampledRows(index, torch.full((rows,), known), index)
+    return step, SampledRows(index, torch.full((rows,), known), Staged(index))
 
 
 @click.command()
@@ -58,13 +64,17 @@ def main(rows: int, vocab: int, known: int, rounds: int) -> None:
     torch.set_num_threads(1)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
     sampler = Sampler(rows)
-    sampler.set_params(range(rows), [DrawParams(0.0)] * rows)
+    staging = Staging("cpu")
+    sampler.set_params(range(rows), [DrawParams(0.0)] * rows, staging)
+    staging.send()
     index, positions = torch.arange(rows), torch.full((rows,), known)
-    runs: dict[str, Callable[[Tensor], object]] = {"the sampler alone": lambda x: sampler.sample(x, index, positions)}
+    runs: dict[str, Callable[[Tensor], object]] = {
+        "the sampler alone": lambda x: sampler.sample(x, sampler.prepare(index, positions, Staging("cpu")))
+    }
 
     def add(name: str, draws: list[DrawParams]) -> None:
         step, sampled = step_of(rows, vocab, draws, known)
-        runs[name] = lambda x: step.draw(x, sampled)
+        runs[name] = lambda x: step.draw(x, sampled, step.prepare(sampled, Staging("cpu")))
 
     add("nothing of it", [DrawParams(0.0)] * rows)
     for name, draw in CASES.items():

@@ -13,18 +13,30 @@ from worker_proc import logprobs
 from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
 from worker_proc.input_batch import SampledRows
-from worker_proc.logit_edits import LogitEditor
-from worker_proc.sampler import Sampler
+from worker_proc.logit_edits import EditStep, LogitEditor
+from worker_proc.sampler import Drawing, DrawRows, Sampler
+from worker_proc.staging import Staged, Staging
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Prompt tokens to score: rows of a step's flattened tokens, and what each of them predicts."""
 
-    rows: Tensor  # int64 [R], host
-    targets: Tensor  # int64 [R], host
+    rows: Staged  # int64 [R]
+    targets: Staged  # int64 [R]
     tops: list[int]  # alternatives per row
     counts: list[int]  # rows per scoring of the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What rank 0 needs to draw a step's tokens."""
+
+    edits: EditStep | None
+    drawing: Drawing | None
+    logprob_rows: list[int]  # whose log probabilities are asked for,
+    tops: list[int]  # with so many alternatives each
+    staged_rows: Staged | None  # `logprob_rows`, None where they are all rows or none
 
 
 class DrawStep:
@@ -36,10 +48,10 @@ class DrawStep:
         vocab_size: int,
         device: torch.device | str = "cpu",
         grammars: GrammarMatchers | None = None,
+        draw_rows: DrawRows | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        self._device = torch.device(device)
-        self._sampler = Sampler(max_slots, device)
+        self._sampler = Sampler(max_slots, device, draw_rows)
         self._editor = LogitEditor(max_slots, vocab_size, device)
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
         self._grammars = grammars
@@ -51,11 +63,11 @@ class DrawStep:
         if self._grammars is not None:
             self._grammars.reset()
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan, staging: Staging) -> None:
         """Slots leave and enter."""
         self._editor.leave(plan.leave)
-        self._sampler.set_params(plan.enter_slots, plan.enter_draw)
-        self._editor.enter(plan.enter_slots, plan.enter_draw, {h.slot: h for h in plan.histories})
+        self._sampler.set_params(plan.enter_slots, plan.enter_draw, staging)
+        self._editor.enter(plan.enter_slots, plan.enter_draw, {h.slot: h for h in plan.histories}, staging)
         for slot, draw in zip(plan.enter_slots, plan.enter_draw, strict=True):
             self._draws.pop(slot, None)
             if draw.logprobs is not None or draw.prompt_logprobs is not None:
@@ -84,30 +96,45 @@ class DrawStep:
         """Start on the grammars' masks for these rows, beside the forward pass; None where there is nothing to mask."""
         return self._grammars.start(sampled.slots) if self._grammars is not None else None
 
+    def prepare(self, sampled: SampledRows, staging: Staging) -> Prepared:
+        """What `draw` needs, on the device when `staging` is sent."""
+        rows, tops = self._logprob_rows(sampled.slots)
+        some = 0 < len(rows) < len(sampled.slots)
+        return Prepared(
+            self._editor.prepare(sampled.slots, sampled.positions, staging),
+            self._sampler.prepare(sampled.slots, sampled.positions, staging),
+            rows,
+            tops,
+            staging.put(torch.tensor(rows)) if some else None,
+        )
+
     def draw(
-        self, logits: Tensor, sampled: SampledRows, masks: Masks | None = None
+        self, logits: Tensor, sampled: SampledRows, prepared: Prepared, masks: Masks | None = None
     ) -> tuple[Tensor, LogprobRows | None]:
         """One token per row, int64 `[S]` on the device, and the log probabilities of those that asked for them.
 
         `logits` (float32 `[S, vocab]`, device) are changed. `masks` are from `start`.
         """
-        rows, tops = self._logprob_rows(sampled.slots)
-        raw = (logits[rows] if len(rows) < len(logits) else logits).log_softmax(-1) if rows else None
-        self._editor.apply(logits, sampled.slots, sampled.positions)
+        rows = prepared.logprob_rows
+        some = prepared.staged_rows.tensor if prepared.staged_rows is not None else None
+        raw = (logits if some is None else logits[some]).log_softmax(-1) if rows else None
+        if prepared.edits is not None:
+            self._editor.apply(logits, prepared.edits)
         if masks is not None and self._grammars is not None:
             self._grammars.apply(masks, logits)
-        tokens = self._sampler.sample(logits, sampled.slots, sampled.positions)
-        self._editor.append(sampled.slots, sampled.positions, sampled.slots_on_device, tokens)
+        tokens = self._sampler.sample(logits, prepared.drawing)
+        if prepared.edits is not None:
+            self._editor.append(prepared.edits, sampled.staged_slots.tensor, tokens)
         if raw is None:
             return tokens, None
-        entries = logprobs.of_tokens(raw, tokens[rows], tops)
+        entries = logprobs.of_tokens(raw, tokens if some is None else tokens[some], prepared.tops)
         return tokens, LogprobRows.of(dict(zip(rows, entries.split([1] * len(rows)), strict=True)))
 
     def follow(self, masks: Masks, tokens: Sequence[int]) -> list[Failure]:
         """The grammars go on with the tokens that were drawn (host, one per row); the rows in which one cannot."""
         return self._grammars.advance(masks, tokens) if self._grammars is not None else []
 
-    def scored(self, plan: StepPlan) -> Scored:
+    def scored(self, plan: StepPlan, staging: Staging) -> Scored:
         """The rows of the plan's scorings. Raises PlanError when they are not in their chunk."""
         rows: list[int] = []
         targets: list[int] = []
@@ -126,11 +153,11 @@ class DrawStep:
             targets += scoring.targets
             tops += [draw.prompt_logprobs] * count
         counts = [len(scoring.targets) for scoring in plan.scorings]
-        return Scored(torch.tensor(rows), torch.tensor(targets), tops, counts)
+        return Scored(staging.put(torch.tensor(rows)), staging.put(torch.tensor(targets)), tops, counts)
 
     def score(self, logits: Tensor, scored: Scored) -> LogprobRows | None:
         """The log probabilities of prompt tokens, from the logits of `scored.rows` (float32 `[R, vocab]`, device)."""
-        entries = logprobs.of_targets(logits, scored.targets.to(self._device), scored.tops)
+        entries = logprobs.of_targets(logits, scored.targets.tensor, scored.tops)
         return LogprobRows.of(dict(enumerate(entries.split(scored.counts))))
 
     def _logprob_rows(self, slots: Tensor) -> tuple[list[int], list[int]]:

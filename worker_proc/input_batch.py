@@ -2,7 +2,7 @@
 
 The page tables and the last sampled tokens live on the device: the input of a decode never comes through the host, so
 the next plan may be sent before the result of this one is read. Lengths follow from the plans alone; they are kept on
-the host, where batches are laid out.
+the host, where batches are laid out. What a step has for the device goes there with its other numbers (`Staging`).
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from common.fields import IntArray
 from common.messages import StepPlan
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.errors import PlanError
+from worker_proc.staging import Staged, Staging
 from worker_proc.verification import DraftRow, Verdict
 
 _FIRST_COLUMNS = 16  # pages per slot that a new page table has room for
@@ -25,8 +26,25 @@ class SampledRows:
 
     slots: Tensor  # int64 [S], host
     positions: Tensor  # int64 [S], host: tokens before the one to be drawn
-    slots_on_device: Tensor  # int64 [S]
+    staged_slots: Staged  # `slots` on the device
     drafts: list[DraftRow] = field(default_factory=list)  # rows with guesses
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A step as the host knows it: rows, chunks first, and their tokens. The vectors are int64, staged."""
+
+    num_chunks: int
+    q_lens: list[int]
+    kv_lens: list[int]
+    rows: Staged  # slots [B]
+    ends: Staged  # [B]
+    row_of_token: Staged  # [T]
+    positions: Staged  # [T]
+    chunk_tokens: Staged  # token ids of the chunks
+    chunk_starts: Staged  # [chunks + 1], empty where there are none
+    last_token: Staged  # [S]
+    sampled: SampledRows
 
 
 class SlotTable:
@@ -66,16 +84,15 @@ class SlotTable:
         self._taken.zero_()
         self._may_decode.zero_()
 
-    def apply(self, plan: StepPlan) -> None:
-        """Slots leave and enter, and page tables grow."""
+    def apply(self, plan: StepPlan, staging: Staging) -> None:
+        """Slots leave and enter, and page tables grow when `staging` is sent."""
         self._leave(self._slots("leave", plan.leave, taken=True))
-        self._enter(self._slots("enter_slots", plan.enter_slots, taken=False), plan.enter_lens)
-        self._append_pages(
-            self._slots("page_slots", plan.page_slots, taken=True), _tensor(plan.page_counts), _tensor(plan.pages)
-        )
+        self._enter(self._slots("enter_slots", plan.enter_slots, taken=False), plan.enter_lens, staging)
+        slots = self._slots("page_slots", plan.page_slots, taken=True)
+        self._append_pages(slots, _tensor(plan.page_counts), _tensor(plan.pages), staging)
 
-    def build(self, plan: StepPlan) -> tuple[ForwardBatch, SampledRows]:
-        """The batch of a plan that has chunks or decodes. The slots' lengths then include its tokens."""
+    def lay_out(self, plan: StepPlan, staging: Staging) -> Layout:
+        """The step of a plan that has chunks or decodes. The slots' lengths then include its tokens."""
         chunk_slots = self._slots("chunk_slots", plan.chunk_slots, taken=True)
         decode_slots = self._decode_slots(plan, chunk_slots)
         chunk_tokens = _tensor(plan.chunk_tokens)
@@ -107,34 +124,58 @@ class SlotTable:
                 drafts = _draft_rows(sample_slots, counts, last_token, chunk_tokens)
                 last_token, sample_slots, sample_ends = _with_drafts(counts, last_token, sample_slots, sample_ends)
 
-        on_device = self._to_device(rows, ends, row_of_token, positions, chunk_tokens, last_token, sample_slots)
-        rows_d, ends_d, row_of_token_d, positions_d, chunk_tokens_d, last_token_d, sample_slots_d = on_device
-        width = -(-int(ends.max()) // self._page_size)
-        page_table = self._page_table[:, :width].index_select(0, rows_d)
-        columns = positions_d // self._page_size
-        pages = page_table[row_of_token_d, columns] if num_chunks else page_table.gather(1, columns[:, None])[:, 0]
-        decode_tokens = self._last_tokens.index_select(0, rows_d[num_chunks:])
-        batch = ForwardBatch(
-            token_ids=torch.cat((chunk_tokens_d, decode_tokens)),
-            positions=positions_d,
-            slot_mapping=(pages - columns) * self._page_size + positions_d,
-            page_table=page_table,
-            kv_lens=ends_d,
-            q_lens=q_lens.tolist(),
-            kv_lens_host=ends.tolist(),
-            num_prefill_rows=num_chunks,
-            logit_rows=last_token_d,
+        starts = torch.empty(0, dtype=torch.int64)
+        if num_chunks:
+            starts = torch.nn.functional.pad(q_lens[:num_chunks].cumsum(0), (1, 0))
+        return Layout(
+            num_chunks,
+            q_lens.tolist(),
+            ends.tolist(),
+            staging.put(rows),
+            staging.put(ends),
+            staging.put(row_of_token),
+            staging.put(positions),
+            staging.put(chunk_tokens),
+            staging.put(starts),
+            staging.put(last_token),
+            SampledRows(sample_slots, sample_ends, staging.put(sample_slots), drafts),
         )
-        return batch, SampledRows(sample_slots, sample_ends, sample_slots_d, drafts)
+
+    def build(self, layout: Layout) -> ForwardBatch:
+        """The batch of a step that was laid out and sent."""
+        rows, positions, chunks = layout.rows.tensor, layout.positions.tensor, layout.num_chunks
+        width = -(-max(layout.kv_lens) // self._page_size)
+        page_table = self._page_table[:, :width].index_select(0, rows)
+        columns = positions // self._page_size
+        if chunks:
+            pages = page_table[layout.row_of_token.tensor, columns]
+        else:
+            pages = page_table.gather(1, columns[:, None])[:, 0]
+        decode_tokens = self._last_tokens.index_select(0, rows[chunks:])
+        return ForwardBatch(
+            token_ids=torch.cat((layout.chunk_tokens.tensor, decode_tokens)),
+            positions=positions,
+            slot_mapping=(pages - columns) * self._page_size + positions,
+            page_table=page_table,
+            kv_lens=layout.ends.tensor,
+            q_lens=layout.q_lens,
+            kv_lens_host=layout.kv_lens,
+            num_prefill_rows=chunks,
+            logit_rows=layout.last_token.tensor,
+            chunk_starts=layout.chunk_starts.tensor if chunks else None,
+        )
 
     def store(self, sampled: SampledRows, tokens: Tensor, verdict: Verdict | None = None) -> None:
         """Remember the drawn `tokens` (int64 `[S]`, device) as the inputs of the next decodes. Where the step had
         guesses, `verdict` says which were right: a slot goes on after those, and the rest is overwritten."""
+        slots = sampled.staged_slots.tensor
         if verdict is None:
-            self._last_tokens.index_copy_(0, sampled.slots_on_device, tokens)
+            self._last_tokens.index_copy_(0, slots, tokens)
             return
-        last = torch.tensor(verdict.last, device=self._device)
-        self._last_tokens.index_copy_(0, sampled.slots_on_device[last], tokens[last])
+        staging = Staging(self._device)
+        kept = staging.put(torch.tensor(verdict.last))
+        staging.send()
+        self._last_tokens.index_copy_(0, slots[kept.tensor], tokens[kept.tensor])
         for row, accepted in zip(sampled.drafts, verdict.accepted, strict=True):
             self._lengths[row.slot] -= len(row.drafts) - accepted
 
@@ -157,15 +198,17 @@ class SlotTable:
             self._taken[slots] = False
             self._may_decode[slots] = False
 
-    def _enter(self, slots: Tensor, lengths: IntArray) -> None:
+    def _enter(self, slots: Tensor, lengths: IntArray, staging: Staging) -> None:
         if len(slots):
             self._taken[slots] = True
             self._lengths[slots] = _tensor(lengths)
             self._page_counts[slots] = 0
             self._limits[slots] = 0
-            self._page_table[slots.to(self._device)] = 0  # unused columns read as page 0, which always exists
+            there = staging.put(slots)
+            # unused columns read as page 0, which always exists
+            staging.then(lambda: self._page_table.index_fill_(0, there.tensor, 0))
 
-    def _append_pages(self, slots: Tensor, counts: Tensor, pages: Tensor) -> None:
+    def _append_pages(self, slots: Tensor, counts: Tensor, pages: Tensor, staging: Staging) -> None:
         if not len(slots):
             return
         if int(pages.max()) >= self._num_pages:
@@ -178,8 +221,13 @@ class SlotTable:
         self._limits[slots] = (ends * self._page_size).clamp_max(self._context_len)
         self._grow(int(ends.max()))
         columns = torch.arange(len(pages)) + torch.repeat_interleave(begins + counts - counts.cumsum(0), counts)
-        rows, columns, pages = self._to_device(torch.repeat_interleave(slots, counts), columns, pages)
-        self._page_table[rows, columns] = pages
+        there = staging.put(torch.stack((torch.repeat_interleave(slots, counts), columns, pages)))
+
+        def write() -> None:
+            rows, columns, pages = there.tensor
+            self._page_table[rows, columns] = pages
+
+        staging.then(write)
 
     def _grow(self, columns: int) -> None:
         """Make room for `columns` pages per slot, at least doubling it so that growing is rare."""
@@ -215,13 +263,6 @@ class SlotTable:
         if bool(wrong.any()):
             slot, end, limit = int(rows[wrong][0]), int(ends[wrong][0]), int(limits[wrong][0])
             raise PlanError(f"slot {slot} would hold {end} tokens: its pages and the context window allow {limit}")
-
-    def _to_device(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Host int64 vectors on the device, in one transfer."""
-        if self._device.type == "cpu":
-            return parts
-        packed = torch.cat(parts).pin_memory().to(self._device, non_blocking=True)
-        return torch.split(packed, [len(part) for part in parts])
 
 
 def _draft_rows(slots: Tensor, counts: Tensor, last_token: Tensor, chunk_tokens: Tensor) -> list[DraftRow]:

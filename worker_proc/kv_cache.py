@@ -8,6 +8,7 @@ from torch import Tensor
 
 from worker_proc.cpu.memory import HugePages
 from worker_proc.quantization.kv import dequantize_heads, quantize_heads
+from worker_proc.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,12 @@ class KVCache:
 
         Raises ValueError if the lists differ in length, a page is outside the pool or a destination repeats.
         """
+        staging = Staging(self.k[0].device)
+        self.stage_copies(src, dst, staging)
+        staging.send()
+
+    def stage_copies(self, src: list[int], dst: list[int], staging: Staging) -> None:
+        """`copy_pages` when `staging` is sent. Raises as it does, at once."""
         if len(src) != len(dst):
             raise ValueError(f"copy_pages: {len(src)} sources but {len(dst)} destinations")
         if not src:
@@ -92,11 +99,14 @@ class KVCache:
             raise ValueError(f"copy_pages: a page is outside 0..{self.num_pages - 1}")
         if len(set(dst)) != len(dst):
             raise ValueError("copy_pages: a destination page repeats")
-        device = self.k[0].device
-        source = torch.tensor(src, dtype=torch.int64, device=device)
-        target = torch.tensor(dst, dtype=torch.int64, device=device)
-        for pages in (*self.k, *self.v, *self.k_scales, *self.v_scales):
-            pages.index_copy_(0, target, pages.index_select(0, source))
+        both = staging.put(torch.tensor([src, dst], dtype=torch.int64))
+
+        def copy() -> None:
+            source, target = both.tensor
+            for pages in (*self.k, *self.v, *self.k_scales, *self.v_scales):
+                pages.index_copy_(0, target, pages.index_select(0, source))
+
+        staging.then(copy)
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,16 @@ from torch import Tensor
 from common.messages import History
 from common.sampling_params import DrawParams, LogitEdits
 from worker_proc.errors import PlanError
-from worker_proc.penalties import Penalties
+from worker_proc.penalties import Penalties, PenaltyStep
+from worker_proc.staging import Staged, Staging
+
+
+@dataclass(frozen=True, slots=True)
+class EditStep:
+    """The edits of a step, beside the biases, which stay while its rows do."""
+
+    ends: Staged | None  # int64 [2, N]: row, excluded token
+    penalties: PenaltyStep | None
 
 
 class LogitEditor:
@@ -22,10 +31,17 @@ class LogitEditor:
         self._edits: dict[int, LogitEdits] = {}
         self._penalties = Penalties(max_slots, vocab_size, self._device)
         self._bias_of: list[int] = []  # the slots that `_bias` was made for, row by row
-        self._bias: tuple[Tensor, Tensor, Tensor] | None = None
+        self._bias: tuple[Staged, Staged] | None = None  # int64 [2, N]: row, token; float64 [N]
 
-    def enter(self, slots: Sequence[int], draws: Sequence[DrawParams], histories: Mapping[int, History]) -> None:
-        """From now on slot `slots[i]` is edited as `draws[i]` says. Raises PlanError when it lacks a history."""
+    def enter(
+        self,
+        slots: Sequence[int],
+        draws: Sequence[DrawParams],
+        histories: Mapping[int, History],
+        staging: Staging,
+    ) -> None:
+        """From now on slot `slots[i]` is edited as `draws[i]` says; on the device when `staging` is sent. Raises
+        PlanError when it lacks a history."""
         for slot, draw in zip(slots, draws, strict=True):
             self.leave([slot])
             if draw.edits is None:
@@ -35,7 +51,7 @@ class LogitEditor:
             if draw.edits.counts_tokens:
                 if slot not in histories or not histories[slot].tokens:
                     raise PlanError(f"histories: slot {slot} has penalties and no history")
-                self._penalties.enter(draw.edits, histories[slot])
+                self._penalties.enter(draw.edits, histories[slot], staging)
 
     def leave(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -52,42 +68,50 @@ class LogitEditor:
         edits = self._edits.get(slot)
         return edits is not None and edits.counts_tokens
 
-    def apply(self, logits: Tensor, slots: Tensor, lengths: Tensor) -> None:
-        """Change `logits` (float32 `[S, vocab]`, device) in place.
-
-        `slots` (int64 `[S]`, host) says whose edits a row gets, `lengths` (int64 `[S]`, host) how many tokens the
-        request has before the one to be drawn.
-        """
+    def prepare(self, slots: Tensor, lengths: Tensor, staging: Staging) -> EditStep | None:
+        """What a step needs whose rows are of `slots` (int64 `[S]`, host) and have `lengths` (int64 `[S]`, host) tokens
+        before the one to be drawn; None if no row is edited."""
         if not self.touches(slots):
-            return
-        self._add_bias(logits, slots.tolist())
-        self._exclude_ends(logits, slots.tolist(), lengths.tolist())
-        self._penalties.apply(logits, slots, lengths)
+            return None
+        self._prepare_bias(slots.tolist(), staging)
+        ends = self._excluded(slots.tolist(), lengths.tolist(), staging)
+        return EditStep(ends, self._penalties.prepare(slots, lengths, staging))
 
-    def append(self, slots: Tensor, lengths: Tensor, slots_on_device: Tensor, tokens: Tensor) -> None:
-        """The slots got `tokens` (int64 `[S]`, device) after `lengths` known ones."""
-        if self._edits:
-            self._penalties.append(slots, lengths, slots_on_device, tokens)
-
-    def _add_bias(self, logits: Tensor, slots: list[int]) -> None:
-        if self._bias_of != slots:  # a steady batch needs no new index
-            rows: list[int] = []
-            tokens: list[int] = []
-            values: list[float] = []
-            for row, slot in enumerate(slots):
-                edits = self._edits.get(slot)
-                if edits is not None and edits.logit_bias:
-                    rows += [row] * len(edits.logit_bias)
-                    tokens += edits.logit_bias
-                    values += edits.logit_bias.values()
-            index = torch.tensor([rows, tokens], dtype=torch.int64).to(self._device)
-            self._bias_of = slots
-            self._bias = (index[0], index[1], torch.tensor(values).to(self._device)) if rows else None
+    def apply(self, logits: Tensor, step: EditStep) -> None:
+        """Change `logits` (float32 `[S, vocab]`, device) in place. `step` is from `prepare`, and sent."""
         if self._bias is not None:
-            row_index, token_index, bias = self._bias
-            logits[row_index, token_index] += bias  # no pair is named twice
+            pairs, values = self._bias
+            rows, tokens = pairs.tensor
+            logits[rows, tokens] += values.tensor.float()  # no pair is named twice
+        if step.ends is not None:
+            rows, tokens = step.ends.tensor
+            logits[rows, tokens] = -torch.inf
+        if step.penalties is not None:
+            self._penalties.apply(logits, step.penalties)
 
-    def _exclude_ends(self, logits: Tensor, slots: list[int], lengths: list[int]) -> None:
+    def append(self, step: EditStep, slots: Tensor, tokens: Tensor) -> None:
+        """The step's `slots` got `tokens` (int64 `[S]`, device)."""
+        if step.penalties is not None:
+            self._penalties.append(step.penalties, slots, tokens)
+
+    def _prepare_bias(self, slots: list[int], staging: Staging) -> None:
+        if self._bias_of == slots:  # a steady batch needs no new index
+            return
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for row, slot in enumerate(slots):
+            edits = self._edits.get(slot)
+            if edits is not None and edits.logit_bias:
+                rows += [row] * len(edits.logit_bias)
+                tokens += edits.logit_bias
+                values += edits.logit_bias.values()
+        self._bias_of, self._bias = slots, None
+        if rows:
+            pairs = staging.put(torch.tensor([rows, tokens], dtype=torch.int64))
+            self._bias = (pairs, staging.put(torch.tensor(values, dtype=torch.float64)))
+
+    def _excluded(self, slots: list[int], lengths: list[int], staging: Staging) -> Staged | None:
         rows: list[int] = []
         tokens: list[int] = []
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
@@ -95,6 +119,4 @@ class LogitEditor:
             if edits is not None and length < edits.min_len:
                 rows += [row] * len(edits.ends)
                 tokens += edits.ends
-        if rows:
-            index = torch.tensor([rows, tokens], dtype=torch.int64).to(self._device)
-            logits[index[0], index[1]] = -torch.inf
+        return staging.put(torch.tensor([rows, tokens], dtype=torch.int64)) if rows else None

@@ -17,6 +17,8 @@ from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
+from worker_proc.sampler import DrawRows
+from worker_proc.staging import Staging
 from worker_proc.verification import Verdict, verify
 
 
@@ -56,7 +58,7 @@ class LaunchedStep:
 class ModelRunner:
     """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
 
-    `grammars` are those of rank 0; the other ranks have none.
+    `grammars` are those of rank 0; the other ranks have none. `draw_rows` is for the sampler.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ModelRunner:
         tp: TensorParallel,
         device: torch.device | str,
         grammars: GrammarMatchers | None = None,
+        draw_rows: DrawRows | None = None,
     ) -> None:
         self._model = model
         self._greedy = model if isinstance(model, GreedyModel) else None
@@ -79,7 +82,7 @@ class ModelRunner:
         self._group = group
         self._epoch = -1  # before the first plan
         self._next_step = 0
-        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars)
+        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows)
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -121,22 +124,29 @@ class ModelRunner:
         (no guesses, grammars or log probabilities), a GPU computes it after this returns.
         """
         self._check_order(plan)
-        self._slots.apply(plan)
-        self._draw_step.apply(plan)
+        staging = Staging(self._device)
+        self._slots.apply(plan, staging)
+        self._draw_step.apply(plan, staging)
         if plan.copies:
-            self._cache.copy_pages(plan.copies[::2].tolist(), plan.copies[1::2].tolist())
+            self._cache.stage_copies(plan.copies[::2].tolist(), plan.copies[1::2].tolist(), staging)
         if not plan.chunk_slots and not any(plan.decode):
+            staging.send()
             now = time.monotonic_ns()
             return LaunchedStep(StepOutput([], now, now))
-        batch, sampled = self._slots.build(plan)
+        layout = self._slots.lay_out(plan, staging)
+        sampled = layout.sampled
         masks = self._draw_step.start(sampled)
-        scored = None
-        if plan.scorings:
-            scored = self._draw_step.scored(plan)
-            more = scored.rows.to(self._device)
-            batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, more)))
+        scored = self._draw_step.scored(plan, staging) if plan.scorings else None
+        greedy = self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled)
+        prepared = None
+        if not greedy and not self._tp.rank and len(sampled.slots):
+            prepared = self._draw_step.prepare(sampled, staging)
+        staging.send()
+        batch = self._slots.build(layout)
+        if scored is not None:
+            batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, scored.rows.tensor)))
         forward_started = time.monotonic_ns()
-        if self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled):  # on all ranks or none
+        if self._greedy is not None and greedy:  # on all ranks or none
             return self._finish_draw(self._greedy.greedy(batch, self._cache), sampled, forward_started)
         logits = self._model.forward(batch, self._cache)
         prompt_logprobs = None
@@ -144,9 +154,9 @@ class ModelRunner:
             prompt_logprobs = self._draw_step.score(logits[len(sampled.slots) :], scored)
         if not len(sampled.slots):
             return LaunchedStep(StepOutput([], forward_started, time.monotonic_ns(), None, prompt_logprobs))
-        if self._tp.rank:
+        if prepared is None:
             return self._finish_draw(torch.empty(0, dtype=torch.int64), sampled, forward_started)
-        tokens, logprobs = self._draw_step.draw(logits[: len(sampled.slots)], sampled, masks)
+        tokens, logprobs = self._draw_step.draw(logits[: len(sampled.slots)], sampled, prepared, masks)
         if masks is None:
             return self._finish_draw(tokens, sampled, forward_started, logprobs, prompt_logprobs)
         tokens, verdict = self._share(tokens, sampled)

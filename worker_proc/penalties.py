@@ -5,14 +5,30 @@ a way through the host. Only the logits of known tokens are read and written: th
 is what a step costs.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from common.messages import History
 from common.sampling_params import LogitEdits
+from worker_proc.staging import Staged, Staging
 
 _FIRST_COLUMNS = 256
 _REPETITION, _FREQUENCY, _PRESENCE = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyStep:
+    """The rows of a step that have penalties. Tables are int64: row, slot, tokens of the prompt, known tokens."""
+
+    rows: Staged  # int64 [2, R]: row, known tokens
+    longest: int  # known tokens of a row, at most
+    repeats: Staged | None  # [4, N]: repetition penalties
+    most_known: int
+    subtracts: Staged | None  # [4, M]: other penalties, of rows that have output
+    most_output: int
+    with_counts: bool
 
 
 class Penalties:
@@ -30,80 +46,91 @@ class Penalties:
         self._tokens: Tensor | None = None
         self._counts: Tensor | None = None
 
-    def enter(self, edits: LogitEdits, history: History) -> None:
-        """A slot is taken by a request with penalties and this history."""
+    def enter(self, edits: LogitEdits, history: History, staging: Staging) -> None:
+        """A slot is taken by a request with penalties and this history; on the device when `staging` is sent."""
         slot, tokens = history.slot, torch.tensor(history.tokens, dtype=torch.int64)
         params = torch.tensor([edits.repetition_penalty, edits.frequency_penalty, edits.presence_penalty])
         self._host[:, slot] = params
-        self._params[:, slot] = params.to(self._device)
         self._used[slot] = True
         self._prompt_lens[slot] = history.prompt_len
-        table = self._room_for(len(tokens))
-        table[slot] = int(tokens[0])  # columns that are not used yet hold a token that is known
-        table[slot, : len(tokens)] = tokens.to(self._device)
-        if edits.frequency_penalty:
-            output = tokens[history.prompt_len :].to(self._device)
-            if self._counts is None:
-                shape = (self._max_slots, self._vocab_size)
-                self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._counts[slot] = torch.bincount(output, minlength=self._vocab_size).to(torch.int32)
+        there, values = staging.put(tokens), staging.put(params.double())
+
+        def write() -> None:
+            known = there.tensor
+            self._params[:, slot] = values.tensor.float()
+            table = self._room_for(len(known))
+            table[slot] = known[0]  # columns that are not used yet hold a token that is known
+            table[slot, : len(known)] = known
+            if edits.frequency_penalty:
+                if self._counts is None:
+                    shape = (self._max_slots, self._vocab_size)
+                    self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+                output = known[history.prompt_len :]
+                self._counts[slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+        staging.then(write)
 
     def leave(self, slot: int) -> None:
         """The slot is free, or taken by a request without penalties."""
         self._used[slot] = False
 
-    def apply(self, logits: Tensor, slots: Tensor, lengths: Tensor) -> None:
-        """Change `logits` `[S, vocab]` in place. `slots` and `lengths` (known tokens) are int64 `[S]` on the host."""
+    def prepare(self, slots: Tensor, lengths: Tensor, staging: Staging) -> PenaltyStep | None:
+        """What a step needs whose rows are of `slots` and have `lengths` known tokens (int64 `[S]`, host); None if no
+        row has penalties."""
         rows = self._used.index_select(0, slots).nonzero().squeeze(1)
         if not len(rows):
-            return
+            return None
         slots, lengths = slots[rows], lengths[rows]
-        host = self._host.index_select(1, slots)
+        host, begins = self._host.index_select(1, slots), self._prompt_lens[slots]
         repeats = (host[_REPETITION] != 1).nonzero().squeeze(1)
-        if len(repeats):
-            self._penalize_repetition(logits, rows[repeats], slots[repeats], lengths[repeats])
-        begins = self._prompt_lens[slots]
         subtracts = (((host[_FREQUENCY] != 0) | (host[_PRESENCE] != 0)) & (lengths > begins)).nonzero().squeeze(1)
-        if len(subtracts):
-            part = (rows[subtracts], slots[subtracts], begins[subtracts], lengths[subtracts])
-            self._penalize_output(logits, bool((host[_FREQUENCY, subtracts] != 0).any()), *part)
+        table = torch.stack((rows, slots, begins, lengths))
+        return PenaltyStep(
+            staging.put(torch.stack((rows, lengths))),
+            int(lengths.max()),
+            staging.put(table[:, repeats]) if len(repeats) else None,
+            int(lengths[repeats].max()) if len(repeats) else 0,
+            staging.put(table[:, subtracts]) if len(subtracts) else None,
+            int((lengths - begins)[subtracts].max()) if len(subtracts) else 0,
+            bool((host[_FREQUENCY, subtracts] != 0).any()),
+        )
 
-    def append(self, slots: Tensor, lengths: Tensor, slots_on_device: Tensor, tokens: Tensor) -> None:
-        """The slots got `tokens` (int64 `[S]`, device) after `lengths` known ones (host)."""
-        rows = self._used.index_select(0, slots).nonzero().squeeze(1)
-        if not len(rows):
-            return
-        ends = lengths[rows]
-        table = self._room_for(int(ends.max()) + 1)
-        index = torch.stack((rows, ends)).to(self._device)
-        own, new = slots_on_device[index[0]], tokens[index[0]]
-        table[own, index[1]] = new
+    def apply(self, logits: Tensor, step: PenaltyStep) -> None:
+        """Change `logits` `[S, vocab]` in place."""
+        if step.repeats is not None:
+            self._penalize_repetition(logits, step.repeats.tensor, step.most_known)
+        if step.subtracts is not None:
+            self._penalize_output(logits, step.with_counts, step.subtracts.tensor, step.most_output)
+
+    def append(self, step: PenaltyStep, slots: Tensor, tokens: Tensor) -> None:
+        """The step's `slots` got `tokens` (int64 `[S]`, device)."""
+        table = self._room_for(step.longest + 1)
+        rows, ends = step.rows.tensor
+        own, new = slots[rows], tokens[rows]
+        table[own, ends] = new
         if self._counts is not None:  # rows without a frequency penalty have counts that nobody reads
             self._counts[own, new] += 1  # a slot is in a step once, so that no entry is counted twice
 
-    def _penalize_repetition(self, logits: Tensor, rows: Tensor, slots: Tensor, lengths: Tensor) -> None:
+    def _penalize_repetition(self, logits: Tensor, index: Tensor, most: int) -> None:
         assert self._tokens is not None
-        index = torch.stack((rows, slots)).to(self._device)
-        known = self._tokens[index[1], : int(lengths.max())]
+        known = self._tokens[index[1], :most]
         penalty = self._params[_REPETITION, index[1], None]
         rows = index[0, :, None]
         values = logits[rows, known]
         logits[rows, known] = torch.where(values > 0, values / penalty, values * penalty)
 
-    def _penalize_output(
-        self, logits: Tensor, with_counts: bool, rows: Tensor, slots: Tensor, begins: Tensor, lengths: Tensor
-    ) -> None:
+    def _penalize_output(self, logits: Tensor, with_counts: bool, index: Tensor, most: int) -> None:
         """Each row has at least one output token."""
         assert self._tokens is not None
-        columns = begins[:, None] + torch.arange(int((lengths - begins).max()))
-        columns = columns.minimum(lengths[:, None] - 1).to(self._device)  # the last token again, to fill up
-        index = torch.stack((rows, slots)).to(self._device)[:, :, None]
-        output = self._tokens[index[1], columns]
-        values = logits[index[0], output]
+        rows, slots, begins, lengths = index[:, :, None]
+        columns = begins + torch.arange(most, device=self._device)
+        columns = columns.minimum(lengths - 1)  # the last token again, to fill up
+        output = self._tokens[slots, columns]
+        values = logits[rows, output]
         if with_counts:
             assert self._counts is not None
-            values = values - self._params[_FREQUENCY, index[1]] * self._counts[index[1], output]
-        logits[index[0], output] = values - self._params[_PRESENCE, index[1]]
+            values = values - self._params[_FREQUENCY, slots] * self._counts[slots, output]
+        logits[rows, output] = values - self._params[_PRESENCE, slots]
 
     def _room_for(self, columns: int) -> Tensor:
         """The table of tokens with at least so many columns; it at least doubles, so that growing is rare."""

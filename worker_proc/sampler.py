@@ -10,6 +10,8 @@ less than 2**-35 of the likeliest token's probability per token.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.nn.functional import pad
 
 from common.sampling_params import DrawParams
 from worker_proc.random import uniforms
+from worker_proc.staging import Staged, Staging
 
 _UNIT = float(2**34)
 _FIRST_CANDIDATES = 256  # a nucleus is searched among so many tokens first: nearly always enough, and cheap
@@ -28,6 +31,22 @@ _COLDEST = 1e-30  # lower temperatures, which float32 cannot divide by, leave no
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(4)
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """The R rows of a step that draw at random."""
+
+    params: Tensor  # float64 [4, R], host
+    index: Staged  # int64 [3, R]: row of the step, slot, tokens before the drawn one
+
+
+class DrawRows(Protocol):
+    """Draws for some rows without the host, see `worker_proc/cuda/sampling.py`."""
+
+    def __call__(
+        self, weights: Tensor, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor, unit: float
+    ) -> None: ...
+
+
 class Sampler:
     """The draw parameters of every slot, and the draw itself.
 
@@ -35,49 +54,67 @@ class Sampler:
     greedy rows cost one maximum, and only rows with a filter pay for it.
     """
 
-    def __init__(self, max_slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, max_slots: int, device: torch.device | str = "cpu", draw_rows: DrawRows | None = None) -> None:
+        """`draw_rows` filters and draws where sorting does not pay, on GPUs."""
         self.device = torch.device(device)
+        self._draw_rows = draw_rows
         self._host = torch.zeros(4, max_slots, dtype=torch.float64)
         self._params = self._host.to(self.device)
         self._seeds = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
 
-    def set_params(self, slots: Sequence[int], draws: Sequence[DrawParams]) -> None:
-        """From now on slot `slots[i]` draws as `draws[i]` says."""
+    def set_params(self, slots: Sequence[int], draws: Sequence[DrawParams], staging: Staging) -> None:
+        """From now on slot `slots[i]` draws as `draws[i]` says; on the device when `staging` is sent."""
         if not slots:
             return
         rows = [(max(d.temperature, _COLDEST) if d.temperature else 0.0, d.top_k, d.top_p, d.min_p) for d in draws]
-        params = torch.tensor(rows, dtype=torch.float64).T
+        params = torch.tensor(rows, dtype=torch.float64).T.contiguous()
         index = torch.tensor(slots, dtype=torch.int64)
         self._host[:, index] = params
-        index = index.to(self.device)
-        self._params[:, index] = params.to(self.device)
-        self._seeds[index] = torch.tensor([d.seed for d in draws], dtype=torch.int64, device=self.device)
+        seeds = torch.tensor([d.seed for d in draws], dtype=torch.int64)
+        places, values = staging.put(torch.stack((index, seeds))), staging.put(params)
+
+        def write() -> None:
+            slots, seeds = places.tensor
+            self._params.index_copy_(1, slots, values.tensor)
+            self._seeds.index_copy_(0, slots, seeds)
+
+        staging.then(write)
 
     def is_greedy(self, slots: Tensor) -> bool:
         """Whether none of `slots` (int64 `[S]`, host) draws at random."""
         return not bool(self._host[_TEMPERATURE].index_select(0, slots).any())
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """One token per row, int64 `[S]` on the device.
-
-        `logits` is float32 `[S, vocab]` on the device and is not changed. `slots` (int64 `[S]`, host) says whose
-        parameters a row has, `positions` (int64 `[S]`, host) is the number of tokens before the drawn one. A row
-        that holds NaN gets some token of the vocabulary.
-        """
-        best, tokens = logits.max(dim=-1)
+    def prepare(self, slots: Tensor, positions: Tensor, staging: Staging) -> Drawing | None:
+        """What `sample` needs of a step whose rows have the parameters of `slots` (int64 `[S]`, host) and `positions`
+        (int64 `[S]`, host) tokens before the drawn one; None if no row draws at random."""
         params = self._host[:, slots]
         drawing = params[_TEMPERATURE].nonzero().squeeze(1)
         if not len(drawing):
+            return None
+        index = torch.stack((drawing, slots[drawing], positions[drawing]))
+        return Drawing(params[:, drawing], staging.put(index))
+
+    def sample(self, logits: Tensor, drawing: Drawing | None) -> Tensor:
+        """One token per row, int64 `[S]` on the device.
+
+        `logits` is float32 `[S, vocab]` on the device and is not changed. `drawing` is from `prepare`, and sent. A row
+        that holds NaN gets some token of the vocabulary.
+        """
+        best, tokens = logits.max(dim=-1)
+        if drawing is None:
             return tokens
-        index = torch.stack((drawing, slots[drawing], positions[drawing])).to(self.device)
-        numbers = uniforms(self._seeds[index[1]], index[2])
+        index = drawing.index.tensor
+        numbers = None if self._draw_rows is not None else uniforms(self._seeds[index[1]], index[2])
         step = max(1, _MAX_ELEMENTS // logits.shape[1])
-        for start in range(0, len(drawing), step):
+        for start in range(0, index.shape[1], step):
             part = slice(start, start + step)
-            rows = index[0, part]
-            on_host, on_device = params[:, drawing[part]], self._params[:, index[1, part]]
+            rows, on_device = index[0, part], self._params[:, index[1, part]]
             weights = _weights(logits.index_select(0, rows), best[rows], on_device[_TEMPERATURE].float())
-            _filter(weights, on_host, on_device)
+            if self._draw_rows is not None:
+                self._draw_rows(weights, self._params, self._seeds, index[:, part], tokens, _UNIT)
+                continue
+            assert numbers is not None
+            _filter(weights, drawing.params[:, part], on_device)
             tokens[rows] = _draw(weights, numbers[part])
         return tokens
 

@@ -26,6 +26,7 @@ from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme, load_time_scheme
+from worker_proc.sampler import DrawRows
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ def load_worker(
         tp=tp,
         device=device,
         grammars=grammars,
+        draw_rows=choose_draw_rows(device),
     )
     runner.warm_up()
     if grammars is not None:
@@ -210,6 +212,15 @@ def choose_attention(library: NativeLibrary | None, dtype: torch.dtype, device: 
 
         return TritonAttention()
     return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
+
+
+def choose_draw_rows(device: torch.device) -> DrawRows | None:
+    """How the sampler filters and draws: in a kernel of its own on a GPU."""
+    if device.type != "cuda":
+        return None
+    from worker_proc.cuda.sampling import draw
+
+    return draw
 
 
 def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:

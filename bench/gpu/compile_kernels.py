@@ -20,11 +20,13 @@ from triton.compiler import ASTSource
 
 from worker_proc.cuda import attention_kernels as attention
 from worker_proc.cuda import layer_kernels as layers
+from worker_proc.cuda import sampling_kernels as sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
-_FLOATS = {"scale", "softcap", "eps", "attention_factor"}
-_INDICES = {"table_ptr", "lens_ptr", "starts_ptr", "slots_ptr", "positions_ptr"}
-_FLOAT32 = {"partial_ptr", "sums_ptr", "frequencies_ptr"}
+_FLOATS = {"scale", "softcap", "eps", "attention_factor", "unit"}
+_POINTERS = dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "slots_ptr", "positions_ptr"), "*i64")
+_POINTERS |= dict.fromkeys(("seeds_ptr", "index_ptr", "tokens_ptr"), "*i64") | {"params_ptr": "*fp64"}
+_POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -45,6 +47,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"PAGE": 16, "DIM": 128, "HALF_BLOCK": 64, "NORM": norm}
         yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
+    yield "draw", sampling.draw_kernel, {"BLOCK": 4096}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
@@ -52,12 +55,13 @@ def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else _type(name, numbers) for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    return triton.compile(ASTSource(kernel, signature, values), target=HOPPER)
+    options = {"num_warps": 16} if kernel is sampling.draw_kernel else {}
+    return triton.compile(ASTSource(kernel, signature, values), target=HOPPER, options=options)
 
 
 def _type(name: str, numbers: str) -> str:
     if name.endswith("_ptr"):
-        return "*i64" if name in _INDICES else "*fp32" if name in _FLOAT32 else f"*{numbers}"
+        return _POINTERS.get(name, f"*{numbers}")
     return "fp32" if name in _FLOATS else "i32"
 
 

@@ -7,6 +7,11 @@ import torch
 from common.sampling_params import DrawParams
 from worker_proc.random import uniforms
 from worker_proc.sampler import Sampler
+from worker_proc.staging import Staging
+
+pytest.importorskip("triton")
+
+from worker_proc.cuda.sampling import draw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
 
@@ -33,8 +38,11 @@ def test_draws_equal_those_of_the_cpu(vocab: int) -> None:
     slots, positions = torch.arange(rows), torch.arange(rows) * 13
     drawn = []
     for device in ("cpu", "cuda"):
-        sampler = Sampler(rows, device)
-        sampler.set_params(range(rows), draws)
-        drawn.append(sampler.sample(logits.to(device), slots, positions).cpu())
+        staging = Staging(device)
+        sampler = Sampler(rows, device, draw if device == "cuda" else None)
+        sampler.set_params(range(rows), draws, staging)
+        drawing = sampler.prepare(slots, positions, staging)
+        staging.send()
+        drawn.append(sampler.sample(logits.to(device), drawing).cpu())
     differing = int((drawn[0] != drawn[1]).sum())
     assert differing <= 1, "only an exponential's last bit may move a draw, which is rare"

@@ -13,6 +13,7 @@ from common.messages import StepPlan, ints
 from tests.helpers_plans import GREEDY, PlanWriter, bitmap, empty_plan
 from worker_proc.errors import PlanError
 from worker_proc.input_batch import SlotTable
+from worker_proc.staging import Staging
 from worker_proc.verification import DraftRow, verify
 
 MAX_SLOTS, NUM_PAGES, CONTEXT, VOCAB = 20, 400, 160, 100
@@ -24,9 +25,18 @@ def make_table(page_size: int = 4) -> SlotTable:
     )
 
 
+def apply(table: SlotTable, plan: StepPlan) -> None:
+    staging = Staging("cpu")
+    table.apply(plan, staging)
+    staging.send()
+
+
 def step(table: SlotTable, plan: StepPlan) -> Any:
-    table.apply(plan)
-    return table.build(plan)
+    staging = Staging("cpu")
+    table.apply(plan, staging)
+    layout = table.lay_out(plan, staging)
+    staging.send()
+    return table.build(layout), layout.sampled
 
 
 def test_a_prefill_chunk() -> None:
@@ -93,10 +103,10 @@ def test_batches_equal_a_plain_model(seed: int, page_size: int) -> None:
         )
         before = {slot: writer.slots[slot].length for slot in kept} | dict.fromkeys(enter, 0)
         plan = writer.plan(leave=leave, enter=dict.fromkeys(enter, GREEDY), chunks=chunks, decode=tuple(sorted(going)))
-        table.apply(plan)
         if not plan.chunk_slots and not plan.decode:
+            apply(table, plan)
             continue
-        batch, sampled = table.build(plan)
+        batch, sampled = step(table, plan)
         rows = [*chunks, *((slot, [last[slot]], True) for slot in sorted(going))]
         cells = [(slot, before[slot] + i) for slot, tokens, _ in rows for i in range(len(tokens))]
         assert batch.token_ids.tolist() == [token for _, tokens, _ in rows for token in tokens]
@@ -153,7 +163,7 @@ def test_reset_frees_every_slot() -> None:
     table.reset()
     with pytest.raises(PlanError, match="decode: slots 3 are free"):
         step(table, replace(empty_plan(), decode=bitmap([3])))
-    table.apply(PlanWriter(NUM_PAGES, 4).plan(enter={3: GREEDY}))
+    apply(table, PlanWriter(NUM_PAGES, 4).plan(enter={3: GREEDY}))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
 from common.messages import History
 from common.sampling_params import DrawParams, LogitEdits
 from worker_proc.errors import PlanError
-from worker_proc.logit_edits import LogitEditor
+from worker_proc.logit_edits import EditStep, LogitEditor
+from worker_proc.staging import Staging
 
 VOCAB = 60
 TOKENS = st.integers(0, VOCAB - 1)
@@ -56,7 +57,18 @@ def expected_row(row: Tensor, edits: LogitEdits, prompt: list[int], output: list
 def enter(editor: LogitEditor, slot: int, edits: LogitEdits | None, prompt: list[int], output: list[int]) -> None:
     draw = DrawParams(edits=edits)
     known = {slot: History(slot, len(prompt), array("i", prompt + output))} if draw.needs_history else {}
-    editor.enter([slot], [draw], known)
+    staging = Staging("cpu")
+    editor.enter([slot], [draw], known, staging)
+    staging.send()
+
+
+def apply(editor: LogitEditor, logits: Tensor, slots: Tensor, lengths: Tensor) -> EditStep | None:
+    staging = Staging("cpu")
+    step = editor.prepare(slots, lengths, staging)
+    staging.send()
+    if step is not None:
+        editor.apply(logits, step)
+    return step
 
 
 @settings(deadline=None, max_examples=150)
@@ -86,13 +98,14 @@ def test_every_step_of_a_batch_is_edited_as_its_requests_say(data: st.DataObject
         edited = logits.clone()
         lengths = torch.tensor([len(requests[s][1]) + len(requests[s][2]) for s in slots])
         index = torch.tensor(slots)
-        editor.apply(edited, index, lengths)
+        edit_step = apply(editor, edited, index, lengths)
         for row, slot in enumerate(slots):
             edits, prompt, output = requests[slot]
             wanted = logits[row] if edits is None else expected_row(logits[row], edits, prompt, output)
             torch.testing.assert_close(edited[row], wanted, rtol=1e-6, atol=1e-5)
         tokens = data.draw(st.lists(TOKENS, min_size=len(slots), max_size=len(slots)))
-        editor.append(index, lengths, index, torch.tensor(tokens))
+        if edit_step is not None:
+            editor.append(edit_step, index, torch.tensor(tokens))
         for slot, token in zip(slots, tokens, strict=True):
             requests[slot][2].append(token)
 
@@ -105,7 +118,7 @@ def test_histories_longer_than_the_table_at_first() -> None:
     enter(editor, 2, edits, long, [58])
     logits = random_logits(2, 0)
     edited = logits.clone()
-    editor.apply(edited, torch.tensor([0, 2]), torch.tensor([2, 1001]))
+    apply(editor, edited, torch.tensor([0, 2]), torch.tensor([2, 1001]))
     torch.testing.assert_close(edited[0], expected_row(logits[0], edits, short, []))
     torch.testing.assert_close(edited[1], expected_row(logits[1], edits, long, [58]))
 
@@ -116,10 +129,10 @@ def test_rows_without_edits_are_not_touched() -> None:
     logits = random_logits(1, 0)
     edited = logits.clone()
     assert not editor.touches(torch.tensor([0]))
-    editor.apply(edited, torch.tensor([0]), torch.tensor([5]))
+    apply(editor, edited, torch.tensor([0]), torch.tensor([5]))
     assert torch.equal(edited, logits)
     editor.leave([1])
-    editor.apply(edited, torch.tensor([1]), torch.tensor([2]))
+    apply(editor, edited, torch.tensor([1]), torch.tensor([2]))
     assert torch.equal(edited, logits)
 
 
@@ -127,7 +140,7 @@ def test_an_end_outside_the_vocabulary_is_harmless_and_a_missing_history_is_not(
     editor = LogitEditor(2, VOCAB)
     enter(editor, 0, LogitEdits(min_len=9, ends=array("i", [VOCAB + 7, 2])), [1], [])
     logits = random_logits(1, 0)
-    editor.apply(logits, torch.tensor([0]), torch.tensor([8]))
+    apply(editor, logits, torch.tensor([0]), torch.tensor([8]))
     assert logits[0].isinf().nonzero().tolist() == [[2]]
     with pytest.raises(PlanError, match="slot 1 has penalties and no history"):
-        editor.enter([1], [DrawParams(edits=LogitEdits(repetition_penalty=2.0))], {})
+        editor.enter([1], [DrawParams(edits=LogitEdits(repetition_penalty=2.0))], {}, Staging("cpu"))

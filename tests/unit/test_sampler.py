@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 from common.sampling_params import DrawParams
 from worker_proc.random import philox4x32, uniforms
 from worker_proc.sampler import Sampler
+from worker_proc.staging import Staging
 
 DRAWS = 20_000
 VOCAB = 40
@@ -50,20 +51,31 @@ def expected_probs(logits: Tensor, draw: DrawParams) -> Tensor:
     return scores.softmax(-1)
 
 
+def draw_tokens(sampler: Sampler, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    return sampler.sample(logits, sampler.prepare(slots, positions, Staging("cpu")))
+
+
+def set_params(sampler: Sampler, slots: list[int], draws: list[DrawParams]) -> None:
+    staging = Staging("cpu")
+    sampler.set_params(slots, draws, staging)
+    staging.send()
+
+
 def sample(logits: Tensor, draws: list[DrawParams], positions: list[int] | None = None) -> list[int]:
     """Row i with `draws[i]`, in slots that are not the row numbers."""
     slots = [3 * i + 1 for i in reversed(range(len(draws)))]
     sampler = Sampler(3 * len(draws) + 1)
-    sampler.set_params(slots, draws)
+    set_params(sampler, slots, draws)
     at = torch.tensor(positions or [0] * len(draws))
-    return sampler.sample(logits, torch.tensor(slots), at).tolist()
+    return draw_tokens(sampler, logits, torch.tensor(slots), at).tolist()
 
 
 def sample_positions(row: Tensor, draw: DrawParams, count: int = DRAWS) -> Tensor:
     """`count` draws of one request from one row of logits, at positions 0, 1, 2, ..."""
     sampler = Sampler(1)
-    sampler.set_params([0], [draw])
-    return sampler.sample(row.expand(count, -1), torch.zeros(count, dtype=torch.int64), torch.arange(count))
+    set_params(sampler, [0], [draw])
+    slots = torch.zeros(count, dtype=torch.int64)
+    return draw_tokens(sampler, row.expand(count, -1), slots, torch.arange(count))
 
 
 @pytest.mark.parametrize(
@@ -217,4 +229,4 @@ def test_extremes() -> None:
 
 
 def test_set_params_of_no_slots() -> None:
-    Sampler(4).set_params([], [])
+    set_params(Sampler(4), [], [])

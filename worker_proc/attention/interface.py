@@ -25,6 +25,7 @@ class ForwardBatch:
     kv_lens_host: list[int]  # the values of kv_lens
     num_prefill_rows: int
     logit_rows: Tensor  # int64 [S]; indices into T whose hidden state gets logits
+    chunk_starts: Tensor | None = None  # int64 [num_prefill_rows + 1]; where each chunk begins in T, None if unknown
 
 
 class AttentionBackend(Protocol):

@@ -69,11 +69,10 @@ class TritonAttention:
     def _prefill_starts(self, batch: ForwardBatch) -> Tensor:
         if batch is not self._batch or self._starts is None:
             lengths = batch.q_lens[: batch.num_prefill_rows]
-            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
-            device = batch.kv_lens.device
-            if device.type == "cuda":
-                starts = starts.pin_memory()
-            self._batch, self._starts, self._longest = batch, starts.to(device, non_blocking=True), max(lengths)
+            starts = batch.chunk_starts
+            if starts is None:
+                starts = torch.tensor([0, *accumulate(lengths)]).to(batch.kv_lens.device)
+            self._batch, self._starts, self._longest = batch, starts, max(lengths)
         return self._starts
 
 

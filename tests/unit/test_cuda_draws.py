@@ -1,0 +1,97 @@
+"""Draws without sorting against the sampler that sorts: the same tokens, to the last one. On the GPU where there is
+one, else in Triton's interpreter."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.helpers_triton import DEVICE
+
+pytest.importorskip("triton")
+
+from common.sampling_params import DrawParams
+from worker_proc import sampler as reference
+from worker_proc.cuda.sampling import draw
+from worker_proc.random import uniforms
+
+UNIT = float(2**34)
+
+
+def params_of(draws: list[DrawParams]) -> tuple[Tensor, Tensor]:
+    rows = [(d.temperature, d.top_k, d.top_p, d.min_p) for d in draws]
+    return torch.tensor(rows, dtype=torch.float64).T.contiguous(), torch.tensor([d.seed for d in draws])
+
+
+def both(weights: Tensor, draws: list[DrawParams], positions: list[int]) -> tuple[list[int], list[int]]:
+    """Row i with `draws[i]`: tokens by the kernel, and by the functions of worker_proc/sampler.py."""
+    params, seeds = params_of(draws)
+    rows, at = torch.arange(len(draws)), torch.tensor(positions)
+    tokens = torch.full((len(draws) + 1,), -1)
+    on = [tensor.to(DEVICE) for tensor in (weights, params, seeds, torch.stack((rows + 1, rows, at)), tokens)]
+    draw(*on, UNIT)
+    assert int(on[-1][0]) == -1, "a row was written to another place"
+    kept = weights.clone()
+    reference._filter(kept, params, params)
+    return on[-1][1:].tolist(), reference._draw(kept, uniforms(seeds, at)).tolist()
+
+
+def as_weights(logits: Tensor) -> Tensor:
+    return reference._weights(logits.clone(), logits.max(-1).values, torch.ones(len(logits)))
+
+
+KS = [0, 1, 2, 7, 39, 40, 41, 10**9]
+PS = [1e-300, 1e-6, 0.1, 0.5, 0.9, 0.999999, 1.0]
+MINS = [0.0, 1e-9, 0.05, 1.0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 2, 40]),
+    st.sampled_from([0, 1, 3]),
+    st.lists(st.tuples(st.sampled_from(KS), st.sampled_from(PS), st.sampled_from(MINS)), min_size=4, max_size=4),
+)
+@example(0, 40, 0, [(0, 0.5, 0.0)] * 4)
+def test_tokens_equal_those_of_sorting(seed: int, vocab: int, ties: int, kinds: list[tuple[int, float, float]]) -> None:
+    """`ties`: logits are rounded to so many digits, so that many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(kinds), vocab, generator=generator) * 3
+    if ties:
+        logits = (logits * ties).round() / ties
+    draws = [DrawParams(1.0, k, p, least, seed + i) for i, (k, p, least) in enumerate(kinds)]
+    got, want = both(as_weights(logits), draws, [seed % 1000 + i for i in range(len(kinds))])
+    assert got == want
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 20.0])
+@pytest.mark.parametrize("kind", [DrawParams(top_p=0.9), DrawParams(top_k=50), DrawParams(1.0, 1000, 0.95, 0.001)])
+def test_a_large_vocabulary(scale: float, kind: DrawParams) -> None:
+    """More than one block, flat and steep; with `scale` 0 all tokens are equal."""
+    logits = torch.randn(6, 9001, generator=torch.Generator().manual_seed(3)) * scale
+    draws = [DrawParams(1.0, kind.top_k, kind.top_p, kind.min_p, seed=i * 2**40) for i in range(6)]
+    got, want = both(as_weights(logits), draws, [0, 1, 2**20, 3, 2**31, 5])
+    assert got == want
+
+
+def test_the_set_that_is_kept_is_that_of_sorting() -> None:
+    """Rows of the same logits at many positions reach every token that is kept, and no other one."""
+    logits = (torch.randn(1, 30, generator=torch.Generator().manual_seed(5)) * 2).round()  # many ties
+    for kind in (DrawParams(top_k=5), DrawParams(top_p=0.7), DrawParams(1.0, 9, 0.8, 0.02)):
+        weights = as_weights(logits).repeat(400, 1)
+        draws = [DrawParams(1.0, kind.top_k, kind.top_p, kind.min_p, seed=1)] * 400
+        got, want = both(weights, draws, list(range(400)))
+        assert got == want
+        kept = weights[:1].clone()
+        params, _ = params_of([kind])
+        reference._filter(kept, params, params)
+        assert set(got) == set(kept[0].nonzero().squeeze(1).tolist())
+
+
+def test_rows_that_hold_nan_end() -> None:
+    weights = torch.full((3, 50), float("nan"))
+    weights[1, 10:] = 1.0
+    draws = [DrawParams(top_p=0.5), DrawParams(top_k=3), DrawParams(1.0, 3, 0.5, 0.1)]
+    got, _ = both(weights.clone(), draws, [0, 1, 2])
+    assert all(0 <= token < 50 for token in got)

@@ -1,0 +1,159 @@
+"""What a step sends to the GPU and where it waits for it: one copy there, one back, and no wait. On a GPU on paper
+(tests/helpers_simulated_gpu.py), with the kernels in Triton's interpreter."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers_triton import DEVICE
+
+pytest.importorskip("triton")
+
+from common.messages import History, ints
+from common.sampling_params import DrawParams, LogitEdits
+from tests.helpers_models import make_checkpoint
+from tests.helpers_plans import GREEDY, PlanWriter
+from tests.helpers_simulated_gpu import GPU, SimulatedGpu, on_gpu, on_host
+from tests.unit.test_cuda_decoder import load
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.sampling import draw
+from worker_proc.kv_cache import KVCache
+from worker_proc.model_runner import ModelRunner
+from worker_proc.parallel import TensorParallel
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the profile of bench/gpu/worker.py shows the real thing")
+
+PAGES, PAGE = 24, 4
+PENALTIES = LogitEdits({5: 2.0}, 20, ints(2), 1.2, 0.3, 0.2)
+KINDS = {
+    "greedy": [GREEDY] * 3,
+    "drawn": [DrawParams(0.8, seed=1), DrawParams(1.0, 5, 0.9, 0.01, seed=2), GREEDY],
+    "edited": [DrawParams(0.0, edits=PENALTIES), GREEDY, DrawParams(0.8, top_p=0.9, seed=4, edits=PENALTIES)],
+}
+
+
+class OnPaper:
+    """A decoder whose batches are on the simulated GPU."""
+
+    def __init__(self, model: CudaDecoder, gpu: SimulatedGpu, cache: KVCache) -> None:
+        self.kv_spec, self.vocab_size = model.kv_spec, model.vocab_size
+        self._cache, self._model, self._gpu = cache, model, gpu
+
+    def _batch(self, batch: ForwardBatch) -> ForwardBatch:
+        assert not batch.num_prefill_rows or batch.chunk_starts is not None, "attention would have to send them"
+        return ForwardBatch(**{f.name: on_host(getattr(batch, f.name)) for f in fields(batch)})
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        result: Tensor = self._gpu.kernel(lambda: self._model.forward(self._batch(batch), self._cache))()
+        return result
+
+    def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        result: Tensor = self._gpu.kernel(lambda: self._model.greedy(self._batch(batch), self._cache))()
+        return result
+
+
+class Event:
+    """In the place of torch.cuda.Event: whatever was told is done."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CudaDecoder:
+    return load(Path(make_checkpoint("llama", tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    with SimulatedGpu() as simulated:
+        yield simulated
+
+
+def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None) -> ModelRunner:
+    device = GPU if gpu is not None else torch.device("cpu")
+    cache = KVCache(model.kv_spec, PAGES, PAGE)
+    used: Any = model
+    draw_rows = None
+    if gpu is not None:
+        plain, cache = cache, KVCache(model.kv_spec, PAGES, PAGE)
+        cache.k, cache.v = [on_gpu(pages) for pages in plain.k], [on_gpu(pages) for pages in plain.v]
+        used, draw_rows = OnPaper(model, gpu, plain), gpu.kernel(draw)
+    return ModelRunner(
+        used, cache, max_slots=5, context_len=64, group="0", tp=TensorParallel(), device=device, draw_rows=draw_rows
+    )
+
+
+def steps(draws: list[DrawParams]) -> Iterator[Any]:
+    """Two prompts; a third one beside their decodes; a copied page; decodes."""
+    writer = PlanWriter(PAGES, PAGE)
+    prompts = [[7, 8, 9, 10, 11], [3, 4], [20, 21, 22, 23, 24, 25]]
+
+    def enter(plan: Any, slots: tuple[int, ...]) -> Any:
+        wanted = [slot for slot in slots if draws[slot].needs_history]
+        return replace(plan, histories=tuple(History(s, len(prompts[s]), ints(*prompts[s])) for s in wanted))
+
+    yield enter(
+        writer.plan(enter={0: draws[0], 1: draws[1]}, chunks=((0, prompts[0], True), (1, prompts[1], True))), (0, 1)
+    )
+    yield enter(writer.plan(enter={2: draws[2]}, chunks=((2, prompts[2], True),), decode=(0, 1)), (2,))
+    page = writer.slots[0].pages[0]
+    yield writer.plan(copies=(page, writer.free[0]), decode=(0, 1, 2))
+    for _ in range(4):
+        yield writer.plan(decode=(0, 1, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_one_copy_there_and_one_back(kind: str, model: CudaDecoder, gpu: SimulatedGpu) -> None:
+    """And its tokens are those of the worker on the CPU, which sorts."""
+    there = make_runner(model, gpu)
+    outputs = []
+    for plan in steps(KINDS[kind]):
+        gpu.events.clear()
+        outputs.append(there.execute(plan).tokens)
+        assert gpu.events == ["upload", "download"], f"step {plan.step_id}"
+    gpu.__exit__(None, None, None)
+    try:
+        here = make_runner(model, None)
+        assert [here.execute(plan).tokens for plan in steps(KINDS[kind])] == outputs
+    finally:
+        gpu.__enter__()
+    assert len({token for output in outputs for token in output}) > 3, "a degenerate model proves nothing"
+
+
+def test_what_would_wait_is_noticed(gpu: SimulatedGpu) -> None:
+    there = torch.zeros(4, dtype=torch.int64, device="cuda")
+    waits = [
+        lambda: torch.tensor([1, 2], device="cuda"),
+        lambda: torch.ones(3).to("cuda"),
+        lambda: torch.ones(3).to("cuda", non_blocking=True),  # not pinned
+        lambda: there.tolist(),
+        lambda: int(there[0]),
+        lambda: there.cpu(),
+        lambda: there[there > 0],
+        lambda: there[[0, 1]],
+        lambda: there.nonzero(),
+        lambda: torch.repeat_interleave(there, there),
+        lambda: bool((there > 1).any()),
+    ]
+    for number, wait in enumerate(waits):
+        gpu.events.clear()
+        wait()
+        assert len(gpu.events) == 1 and gpu.events[0].startswith("wait"), number
+    with pytest.raises(RuntimeError, match="beside one of the GPU"):
+        there + torch.ones(4)
+    gpu.events.clear()
+    there.index_copy_(0, torch.ones(2).pin_memory().to("cuda", non_blocking=True).to(torch.int64), there[:2] + 1)
+    assert gpu.events == ["upload"]
