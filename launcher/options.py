@@ -86,6 +86,7 @@ model_options = _made_into(
     click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]"),
     click.option("--cpu-kernels", default="auto", help="auto, amx, avx512, generic or torch (no native code)."),
     click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="Replay decode steps on a GPU."),
+    click.option("--gpu-attention", default="auto", help="auto, flashinfer, triton or sdpa (plain torch)."),
     click.option("--quantization", "-q", default="auto", help="auto (as stored), int8 or int4: of the weights."),
     click.option(
         "--quantization-group-size", type=int, default=None, help="Inputs with one scale: 32, 64, 128.  [default: 128]"

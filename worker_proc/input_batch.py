@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.fields import IntArray
 from common.messages import StepPlan
-from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.interface import ForwardBatch, SharedPages
 from worker_proc.errors import PlanError
 from worker_proc.staging import Staged, Staging
 from worker_proc.verification import DraftRow, Verdict
@@ -35,6 +35,7 @@ class Layout:
     """A step as the host knows it: rows, chunks first, and their tokens. The vectors are int64, staged."""
 
     num_chunks: int
+    decode_slots: Tensor  # host, ascending
     q_lens: list[int]
     kv_lens: list[int]
     rows: Staged  # slots [B]
@@ -129,6 +130,7 @@ class SlotTable:
             starts = torch.nn.functional.pad(q_lens[:num_chunks].cumsum(0), (1, 0))
         return Layout(
             num_chunks,
+            decode_slots,
             q_lens.tolist(),
             ends.tolist(),
             staging.put(rows),
@@ -141,7 +143,7 @@ class SlotTable:
             SampledRows(sample_slots, sample_ends, staging.put(sample_slots), drafts),
         )
 
-    def build(self, layout: Layout) -> ForwardBatch:
+    def build(self, layout: Layout, shared: SharedPages | None = None) -> ForwardBatch:
         """The batch of a step that was laid out and sent."""
         rows, positions, chunks = layout.rows.tensor, layout.positions.tensor, layout.num_chunks
         width = -(-max(layout.kv_lens) // self._page_size)
@@ -163,6 +165,7 @@ class SlotTable:
             num_prefill_rows=chunks,
             logit_rows=layout.last_token.tensor,
             chunk_starts=layout.chunk_starts.tensor if chunks else None,
+            shared=shared,
         )
 
     def store(self, sampled: SampledRows, tokens: Tensor, verdict: Verdict | None = None) -> None:

@@ -1,6 +1,7 @@
 """Executes StepPlans: slots, cache, model and sampler in the order that a plan prescribes."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,16 +9,18 @@ from torch import Tensor
 
 from common.logprobs import LogprobRows
 from common.messages import StepPlan
-from worker_proc.attention.interface import ForwardBatch
+from worker_proc import shared_pages
+from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
 from worker_proc.draw_step import DrawStep
 from worker_proc.drawn import DrawnTokens
 from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers
-from worker_proc.input_batch import SampledRows, SlotTable
+from worker_proc.input_batch import Layout, SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.sampler import DrawRows
+from worker_proc.shared_pages import SharedPageFinder
 from worker_proc.staging import Staging
 from worker_proc.verification import Verdict, verify
 
@@ -58,7 +61,8 @@ class LaunchedStep:
 class ModelRunner:
     """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
 
-    `grammars` are those of rank 0; the other ranks have none. `draw_rows` is for the sampler.
+    `grammars` are those of rank 0; the other ranks have none. `draw_rows` is for the sampler. With
+    `share_pages`, batches say which pages several decodes have in common.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class ModelRunner:
         device: torch.device | str,
         grammars: GrammarMatchers | None = None,
         draw_rows: DrawRows | None = None,
+        share_pages: bool = False,
     ) -> None:
         self._model = model
         self._greedy = model if isinstance(model, GreedyModel) else None
@@ -83,6 +88,7 @@ class ModelRunner:
         self._epoch = -1  # before the first plan
         self._next_step = 0
         self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows)
+        self._finder = SharedPageFinder(cache.page_size, TILE_ROWS) if share_pages else None
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -127,6 +133,8 @@ class ModelRunner:
         staging = Staging(self._device)
         self._slots.apply(plan, staging)
         self._draw_step.apply(plan, staging)
+        if self._finder is not None:
+            self._finder.apply(plan)
         if plan.copies:
             self._cache.stage_copies(plan.copies[::2].tolist(), plan.copies[1::2].tolist(), staging)
         if not plan.chunk_slots and not any(plan.decode):
@@ -141,8 +149,9 @@ class ModelRunner:
         prepared = None
         if not greedy and not self._tp.rank and len(sampled.slots):
             prepared = self._draw_step.prepare(sampled, staging)
+        find_shared = self._stage_shared(layout, staging)
         staging.send()
-        batch = self._slots.build(layout)
+        batch = self._slots.build(layout, find_shared())
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, scored.rows.tensor)))
         forward_started = time.monotonic_ns()
@@ -180,6 +189,19 @@ class ModelRunner:
             return LaunchedStep(_output(tokens.tolist(), verdict, forward_started, logprobs, prompt_logprobs))
         return LaunchedStep(_output([], None, forward_started, logprobs, prompt_logprobs), DrawnTokens(tokens))
 
+    def _stage_shared(self, layout: Layout, staging: Staging) -> Callable[[], SharedPages | None]:
+        """What gives the pages that the step's decodes share, when it was sent."""
+        if self._finder is None or len(layout.decode_slots) < 2:
+            return lambda: None
+        slots, size = layout.decode_slots.tolist(), self._cache.page_size
+        tiles = self._finder.tiles(slots, layout.kv_lens[layout.num_chunks :])
+        if not tiles:
+            return lambda: None
+        skipped, numbers = shared_pages.layout(tiles, len(slots), size, TILE_ROWS)
+        there = staging.put(torch.frombuffer(skipped, dtype=torch.int64))
+        table = staging.put(torch.frombuffer(numbers, dtype=torch.int64).view(len(tiles), -1))
+        return lambda: SharedPages(there.tensor, table.tensor)
+
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:
             raise PlanError(f"group: the plan is for {plan.group!r}, this worker is of {self._group!r}")
@@ -188,6 +210,8 @@ class ModelRunner:
             self._next_step = plan.step_id
             self._slots.reset()
             self._draw_step.reset()
+            if self._finder is not None:
+                self._finder.reset()
         if plan.epoch < self._epoch:
             raise PlanError(f"epoch: the plan is of {plan.epoch}, this worker is in {self._epoch}")
         if plan.step_id != self._next_step:

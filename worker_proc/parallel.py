@@ -10,7 +10,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -25,6 +25,14 @@ log = logging.getLogger(__name__)
 dist: Any = torch.distributed
 
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class Sums(Protocol):
+    """A quicker way for some sums of a step, see `worker_proc/cuda/symmetric.py`."""
+
+    def takes(self, tensor: Tensor) -> bool: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
 
 
 class TensorParallel:
@@ -53,6 +61,7 @@ class TensorParallel:
         self.group = group
         self.device = torch.device(device)
         self.memory = memory
+        self.sums: Sums | None = None
         self.collectives = 0
         self.waiting = False
 
@@ -67,8 +76,8 @@ class TensorParallel:
     ) -> "TensorParallel":
         """Join `size` ranks that meet in the file `store_path` (fresh for each group; made by whoever comes first).
 
-        Shared memory and gloo on a CPU, NCCL on a CUDA device. Raises RuntimeError if the others are not there within
-        `timeout` seconds.
+        Shared memory and gloo on a CPU, NCCL on a CUDA device, and symmetric memory for small sums where there is any.
+        Raises RuntimeError if the others are not there within `timeout` seconds.
         """
         if size == 1:
             return cls(rank, size, None, device)
@@ -83,6 +92,10 @@ class TensorParallel:
         else:
             group = _gloo_group(store, rank, size, patience)
         joined = cls(rank, size, group, device)
+        if device.type == "cuda":
+            from worker_proc.cuda.symmetric import SymmetricSum
+
+            joined.sums = SymmetricSum.connect(group, rank, size, device, joined.min)
         if device.type == "cpu" and supported():
             joined.memory = joined._share_memory(store, timeout)
         # gloo's threads abort the process if they are still there when the interpreter is torn down
@@ -92,6 +105,7 @@ class TensorParallel:
     def close(self) -> None:
         """Leave the group; collectives are no longer possible. Calling it again does nothing."""
         self.memory = None
+        self.sums = None
         group, self.group = self.group, None
         if group is not None and self.device.type == "cuda":
             dist.destroy_process_group()
@@ -102,8 +116,10 @@ class TensorParallel:
             self.waiting = True
             if self.memory is not None:
                 self.memory.all_reduce(tensor)
+            elif self.sums is not None and self.sums.takes(tensor):
+                self.sums.all_reduce(tensor)
             else:
-                self.group.allreduce([tensor]).wait()
+                self.group.allreduce([tensor]).wait()  # NCCL: on a stream of its own, for which that of the step waits
             self._done()
         return tensor
 

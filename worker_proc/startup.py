@@ -21,9 +21,10 @@ from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.kv_cache import KVCache
 from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
-from worker_proc.models.describe import describe
+from worker_proc.models.describe import describe, read_config
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
+from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme, load_time_scheme
 from worker_proc.sampler import DrawRows
@@ -70,7 +71,7 @@ def load_worker(
     library = choose_kernels(model_config, device)
     if library is not None:
         library.set_threads(torch.get_num_threads())
-    attention = choose_attention(library, dtype, device)
+    attention = choose_attention(library, dtype, device, model_config)
     scheme = choose_scheme(config, device)
     model: LanguageModel = load_model(
         model_config.path,
@@ -113,6 +114,7 @@ def load_worker(
         device=device,
         grammars=grammars,
         draw_rows=choose_draw_rows(device),
+        share_pages=device.type == "cuda" and uses_shared_pages(model),
     )
     runner.warm_up()
     if grammars is not None:
@@ -121,7 +123,9 @@ def load_worker(
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
     log.debug("loaded in %.2f s", time.monotonic() - started)
-    kernels = "triton" if device.type == "cuda" else library.level if library is not None else "torch"
+    kernels: str = library.level if library is not None else "torch"
+    if device.type == "cuda":
+        kernels = type(attention).__name__.removesuffix("Attention").lower()
     labels = {
         "architecture": info.architecture,
         "dtype": str(dtype).removeprefix("torch."),
@@ -205,13 +209,25 @@ def with_graphs(
     return graphed
 
 
-def choose_attention(library: NativeLibrary | None, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """Triton's on a GPU; native attention where there is a library and it knows the precision; else plain torch."""
+def choose_attention(
+    library: NativeLibrary | None, dtype: torch.dtype, device: torch.device, model: ModelConfig
+) -> AttentionBackend:
+    """On a GPU what is configured; native attention where there is a library and it knows the precision; else plain
+    torch. Raises ConfigError if what is configured cannot be had."""
     if device.type == "cuda":
-        from worker_proc.cuda.attention import TritonAttention
+        from worker_proc.cuda.backends import choose_attention as choose
 
-        return TritonAttention()
+        config = read_config(Path(model.path))
+        return choose(model.gpu_attention, dtype, parse_spec(config).head_dim if is_native(config) else None, device)
     return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
+
+
+def uses_shared_pages(model: LanguageModel) -> bool:
+    """Whether a model on a GPU reads pages that several decodes have in common once for all of them."""
+    from worker_proc.cuda.decoder import CudaDecoder
+    from worker_proc.cuda.graphs import GraphedDecoder
+
+    return isinstance(model, (CudaDecoder, GraphedDecoder)) and model.attention.shares_pages
 
 
 def choose_draw_rows(device: torch.device) -> DrawRows | None:

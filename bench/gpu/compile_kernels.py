@@ -25,7 +25,9 @@ from worker_proc.cuda import sampling_kernels as sampling
 HOPPER = GPUTarget("cuda", 90, 32)
 _FLOATS = {"scale", "softcap", "eps", "attention_factor", "unit"}
 _POINTERS = dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "slots_ptr", "positions_ptr"), "*i64")
-_POINTERS |= dict.fromkeys(("seeds_ptr", "index_ptr", "tokens_ptr"), "*i64") | {"params_ptr": "*fp64"}
+_POINTERS |= dict.fromkeys(("seeds_ptr", "index_ptr", "tokens_ptr", "skipped_ptr", "tiles_ptr"), "*i64") | {
+    "params_ptr": "*fp64"
+}
 _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
 
 
@@ -36,9 +38,15 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     narrow = plain | {"PAGE": 1, "GROUP": 1, "DIM_K": 64, "DIM_V": 64, "BLOCK_K": 64, "BLOCK_V": 64}
     limited = plain | {"WINDOW": 4096, "SOFTCAP": True}
     for name, constants in (("", plain), (" narrow", narrow), (" window, softcap", limited)):
-        yield f"decode{name}", attention.decode_kernel, constants | {"BLOCK_G": 16}
+        yield f"decode{name}", attention.decode_kernel, constants | {"BLOCK_G": 16, "SHARED": False}
         yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64}
-    yield "combine", attention.combine_kernel, {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": 64}
+    yield "decode, rest of shared", attention.decode_kernel, plain | {"BLOCK_G": 16, "SHARED": True}
+    for group in (1, 4, 8):
+        together = {"GROUP": group, "BLOCK_G": 16 * group, "MEMBERS": 16}
+        yield f"shared group={group}", attention.shared_kernel, plain | together
+    for shared in (False, True):
+        constants = {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": 128, "SHARED": shared}
+        yield f"combine shared={shared}", attention.combine_kernel, constants
     stored = {key: shape[key] for key in ("PAGE", "DIM_K", "DIM_V", "BLOCK_K", "BLOCK_V")}
     yield "store", attention.store_kernel, stored
     for delta in (False, True):
@@ -54,7 +62,7 @@ def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
     """The kernel for tensors of `numbers` ("bf16", "fp16", "fp32"). Raises what Triton or ptxas object to."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else _type(name, numbers) for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
+    values = {(names.index(name),): value for name, value in constants.items() if name in names}
     options = {"num_warps": 16} if kernel is sampling.draw_kernel else {}
     return triton.compile(ASTSource(kernel, signature, values), target=HOPPER, options=options)
 

@@ -14,6 +14,7 @@ from common.config import (
     CONFIG_FILE,
     CPU_KERNELS,
     DTYPES,
+    GPU_ATTENTIONS,
     KV_DTYPES,
     POLICIES,
     SPECULATIONS,
@@ -39,6 +40,7 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         tp=draw(st.integers(1, 64)),
         threads=draw(st.none() | st.integers(1, 1024)),
         cpu_kernels=draw(st.sampled_from(CPU_KERNELS)),
+        gpu_attention=draw(st.sampled_from(GPU_ATTENTIONS)),
         **draw(
             st.sampled_from([{}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 64}])
         ),

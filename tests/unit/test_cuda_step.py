@@ -20,7 +20,7 @@ from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import GREEDY, PlanWriter
 from tests.helpers_simulated_gpu import GPU, SimulatedGpu, on_gpu, on_host
 from tests.unit.test_cuda_decoder import load
-from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.interface import ForwardBatch, SharedPages
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.sampling import draw
 from worker_proc.kv_cache import KVCache
@@ -47,7 +47,10 @@ class OnPaper:
 
     def _batch(self, batch: ForwardBatch) -> ForwardBatch:
         assert not batch.num_prefill_rows or batch.chunk_starts is not None, "attention would have to send them"
-        return ForwardBatch(**{f.name: on_host(getattr(batch, f.name)) for f in fields(batch)})
+        values = {f.name: on_host(getattr(batch, f.name)) for f in fields(batch)}
+        if batch.shared is not None:
+            values["shared"] = SharedPages(on_host(batch.shared.skipped), on_host(batch.shared.tiles))
+        return ForwardBatch(**values)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         result: Tensor = self._gpu.kernel(lambda: self._model.forward(self._batch(batch), self._cache))()
@@ -82,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
         yield simulated
 
 
-def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None) -> ModelRunner:
+def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bool = False) -> ModelRunner:
     device = GPU if gpu is not None else torch.device("cpu")
     cache = KVCache(model.kv_spec, PAGES, PAGE)
     used: Any = model
@@ -92,7 +95,15 @@ def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None) -> ModelRunner:
         cache.k, cache.v = [on_gpu(pages) for pages in plain.k], [on_gpu(pages) for pages in plain.v]
         used, draw_rows = OnPaper(model, gpu, plain), gpu.kernel(draw)
     return ModelRunner(
-        used, cache, max_slots=5, context_len=64, group="0", tp=TensorParallel(), device=device, draw_rows=draw_rows
+        used,
+        cache,
+        max_slots=5,
+        context_len=64,
+        group="0",
+        tp=TensorParallel(),
+        device=device,
+        draw_rows=draw_rows,
+        share_pages=share_pages,
     )
 
 
@@ -131,6 +142,46 @@ def test_a_step_is_one_copy_there_and_one_back(kind: str, model: CudaDecoder, gp
     finally:
         gpu.__enter__()
     assert len({token for output in outputs for token in output}) > 3, "a degenerate model proves nothing"
+
+
+def sharing_steps() -> Iterator[Any]:
+    """A prompt of nine tokens; two more requests that begin with its first two pages; decodes."""
+    writer = PlanWriter(PAGES, PAGE)
+    prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15]
+    yield writer.plan(enter={0: GREEDY}, chunks=((0, prompt, True),))
+    prefix = (2 * PAGE, writer.slots[0].pages[:2])
+    draws = {1: GREEDY, 2: DrawParams(0.9, seed=5)}
+    yield writer.plan(enter=draws, prefix=dict.fromkeys(draws, prefix), chunks=((1, [20], True), (2, [21, 22], True)))
+    for _ in range(4):
+        yield writer.plan(decode=(0, 1, 2))
+
+
+def test_shared_pages_come_with_the_same_copy(
+    model: CudaDecoder, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And tokens are those of a worker that reads every row by itself."""
+    seen: list[list[int]] = []
+    kept = OnPaper._batch
+
+    def noting(self: OnPaper, batch: ForwardBatch) -> ForwardBatch:
+        made = kept(self, batch)
+        seen.append([] if made.shared is None else made.shared.skipped.tolist())
+        return made
+
+    monkeypatch.setattr(OnPaper, "_batch", noting)
+    there = make_runner(model, gpu, share_pages=True)
+    outputs = []
+    for plan in sharing_steps():
+        gpu.events.clear()
+        outputs.append(there.execute(plan).tokens)
+        assert gpu.events == ["upload", "download"], f"step {plan.step_id}"
+    assert seen == [[], [], *[[2 * PAGE] * 3] * 4]
+    gpu.__exit__(None, None, None)
+    try:
+        here = make_runner(model, None)
+        assert [here.execute(plan).tokens for plan in sharing_steps()] == outputs
+    finally:
+        gpu.__enter__()
 
 
 def test_what_would_wait_is_noticed(gpu: SimulatedGpu) -> None:

@@ -131,9 +131,9 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     library = choose_kernels(replace(MODEL, cpu_kernels="generic"), cpu)
     if library is not None:  # there is a compiler
         assert library.level == "generic"
-        assert isinstance(choose_attention(library, torch.bfloat16, CPU), CpuAttention)
-    assert isinstance(choose_attention(library, torch.float16, CPU), ReferenceAttention)
-    assert isinstance(choose_attention(None, torch.bfloat16, CPU), ReferenceAttention)
+        assert isinstance(choose_attention(library, torch.bfloat16, CPU, MODEL), CpuAttention)
+    assert isinstance(choose_attention(library, torch.float16, CPU, MODEL), ReferenceAttention)
+    assert isinstance(choose_attention(None, torch.bfloat16, CPU, MODEL), ReferenceAttention)
     monkeypatch.setattr("worker_proc.startup.cpu_features", lambda: CpuFeatures("x86_64", frozenset()))
     with pytest.raises(ConfigError, match="cpu-kernels amx: this machine cannot run them"):
         choose_kernels(replace(MODEL, cpu_kernels="amx"), cpu)

@@ -7,6 +7,16 @@ from torch import Tensor
 
 from worker_proc.kv_cache import KVCache
 
+TILE_ROWS = 16  # decode rows that attend to pages together, at most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPages:
+    """Pages that decode rows of a batch have in common at their beginnings. Rows are counted from the first decode."""
+
+    skipped: Tensor  # int64 [decode rows]; tokens of the row that are in a tile, whole pages
+    tiles: Tensor  # int64 [T, 2 + TILE_ROWS]; the row whose pages are read, tokens, the rows that read them (-1: none)
+
 
 # eq=False: batches are compared by identity (comparing tensors element by element is never what is meant)
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +36,7 @@ class ForwardBatch:
     num_prefill_rows: int
     logit_rows: Tensor  # int64 [S]; indices into T whose hidden state gets logits
     chunk_starts: Tensor | None = None  # int64 [num_prefill_rows + 1]; where each chunk begins in T, None if unknown
+    shared: SharedPages | None = None  # a backend may read those pages once for several rows, or leave that alone
 
 
 class AttentionBackend(Protocol):

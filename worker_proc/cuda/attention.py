@@ -6,8 +6,14 @@ import torch
 import triton
 from torch import Tensor
 
-from worker_proc.attention.interface import ForwardBatch
-from worker_proc.cuda.attention_kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
+from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
+from worker_proc.cuda.attention_kernels import (
+    combine_kernel,
+    decode_kernel,
+    prefill_kernel,
+    shared_kernel,
+    store_kernel,
+)
 from worker_proc.kv_cache import KVCache
 
 _BLOCK_N = 64  # cached tokens that a program looks at together
@@ -18,8 +24,16 @@ _PROGRAMS = 264  # two per multiprocessor of an H100 or H200: what a decode step
 
 
 class TritonAttention:
-    """Implements `AttentionBackend`. Nothing here waits for the GPU, and a decode step sends nothing to it, so that it
+    """Implements `CudaAttention`. Nothing here waits for the GPU, and a decode step sends nothing to it, so that it
     can be captured in a CUDA graph."""
+
+    shares_pages = True
+
+    def bind(self, batch: ForwardBatch) -> None:
+        """See `CudaAttention`: the kernels read all they need from the batch."""
+
+    def replan(self, batch: ForwardBatch, cache: KVCache, kv_lens: list[int]) -> None:
+        """See `CudaAttention`."""
 
     def __init__(self) -> None:
         self._batch: ForwardBatch | None = None
@@ -63,7 +77,9 @@ class TritonAttention:
             tokens = sum(batch.q_lens[:first])
             prefill(q, out, batch.page_table, batch.kv_lens, starts, self._longest, cache, layer, *limits)
         if tokens < len(q):
-            decode(q[tokens:], out[tokens:], batch.page_table[first:], batch.kv_lens[first:], cache, layer, *limits)
+            shared = batch.shared if window is None else None  # a window leaves the beginning out
+            table, lengths = batch.page_table[first:], batch.kv_lens[first:]
+            decode(q[tokens:], out[tokens:], table, lengths, cache, layer, *limits, shared)
         return out
 
     def _prefill_starts(self, batch: ForwardBatch) -> Tensor:
@@ -89,26 +105,39 @@ def store(k: Tensor, v: Tensor, slot_mapping: Tensor, cache: KVCache, layer: int
 
 def decode(
     q: Tensor, out: Tensor, page_table: Tensor, kv_lens: Tensor, cache: KVCache, layer: int,
-    scale: float, window: int | None, softcap: float | None,
+    scale: float, window: int | None, softcap: float | None, shared: SharedPages | None = None,
 ) -> None:  # fmt: skip
-    """One query token per row: `q` `[B, Hq, Dk]` to `out` `[B, Hq, Dv]`; `page_table` `[B, P]`, `kv_lens` `[B]`."""
+    """One query token per row: `q` `[B, Hq, Dk]` to `out` `[B, Hq, Dv]`; `page_table` `[B, P]`, `kv_lens` `[B]`.
+
+    Pages that rows have in common as `shared` says are read once for each of its tiles.
+    """
     rows, heads, dim_k = q.shape
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
-    splits = num_splits(rows, kv_heads, page_table.shape[1] * cache.page_size)
-    partial = torch.empty(rows, heads, splits, dim_v, dtype=torch.float32, device=q.device)
-    sums = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
-    group = heads // kv_heads
+    group, longest = heads // kv_heads, page_table.shape[1] * cache.page_size
+    splits = num_splits(rows, kv_heads, longest)
+    more = 0 if shared is None else num_splits(triton.cdiv(rows, TILE_ROWS), kv_heads, longest)
+    parts = splits + more
+    partial = torch.empty(rows, heads, parts, dim_v, dtype=torch.float32, device=q.device)
+    sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
+    skipped = kv_lens if shared is None else shared.skipped  # read where there is something shared only
+    sizes = (_block(dim_k), _block(dim_v), _BLOCK_N)
+    strides = (k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0))
     decode_kernel[rows, kv_heads, splits](
-        q, k_pages, v_pages, partial, sums, page_table, kv_lens, scale, softcap or 1.0, splits,
-        q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
-        page_table.stride(0), cache.page_size, group, dim_k, dim_v,
-        max(_MIN_GROUP, triton.next_power_of_2(group)), _block(dim_k), _block(dim_v), _BLOCK_N,
-        window or 0, softcap is not None,
+        q, k_pages, v_pages, partial, sums, page_table, kv_lens, skipped, scale, softcap or 1.0, splits, parts,
+        q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v,
+        max(_MIN_GROUP, triton.next_power_of_2(group)), *sizes, window or 0, softcap is not None, shared is not None,
     )  # fmt: skip
+    if shared is not None:
+        shared_kernel[len(shared.tiles), kv_heads, more](
+            q, k_pages, v_pages, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, more, parts,
+            q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v, TILE_ROWS,
+            max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *sizes, softcap is not None,
+        )  # fmt: skip
     combine_kernel[rows, heads](
-        partial, sums, out, splits, out.stride(0), out.stride(1), dim_v, _block(dim_v), triton.next_power_of_2(splits)
-    )
+        partial, sums, out, skipped, splits, parts, out.stride(0), out.stride(1), dim_v, _block(dim_v),
+        triton.next_power_of_2(parts), shared is not None,
+    )  # fmt: skip
 
 
 def prefill(

@@ -1,8 +1,10 @@
 """Paged attention in Triton: split-KV decode for grouped-query heads, and varlen prefill over pages.
 
 Decode splits the cached tokens of a row over several programs (Flash-Decoding, Dao et al., 2023) and joins their
-results by the log of their weights' sums. Prefill is FlashAttention-2 (Dao, 2023) whose keys come from pages. A program
-of either reads K and V of one KV head once for all of its query heads. Accumulation is float32; powers are of two.
+results by the log of their weights' sums. Rows that begin with the same pages attend to them together, and the results
+are more parts to join (Hydragen, Juravsky et al., 2024; FlashInfer's cascades). Prefill is FlashAttention-2 (Dao, 2023)
+whose keys come from pages. A program of any of them reads K and V of one KV head once for all of its query heads.
+Accumulation is float32; powers are of two.
 """
 
 import triton
@@ -30,42 +32,107 @@ def store_kernel(
 
 @triton.jit
 def decode_kernel(
-    q_ptr, k_pages_ptr, v_pages_ptr, partial_ptr, sums_ptr, table_ptr, lens_ptr,
-    scale, softcap, splits,
+    q_ptr, k_pages_ptr, v_pages_ptr, partial_ptr, sums_ptr, table_ptr, lens_ptr, skipped_ptr,
+    scale, softcap, splits, parts,
     q_row, q_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h, s): part s of the tokens of row b, for the query heads of KV head h.
 
-    `partial` float32 `[B, Hq, splits, DIM_V]` gets the weighted mean of V, `sums` float32 `[B, Hq, splits]` the binary
-    logarithm of the weights' sum, -inf for a part without tokens. `WINDOW` 0 is none.
+    `partial` float32 `[B, Hq, parts, DIM_V]` gets the weighted mean of V, `sums` float32 `[B, Hq, parts]` the binary
+    logarithm of the weights' sum, -inf for a part without tokens; the first `splits` parts are this kernel's. `WINDOW`
+    0 is none. With `SHARED`, the first `skipped[b]` tokens are left to `shared_kernel`.
     """
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_heads = tl.num_programs(1)
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + row).to(tl.int32)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
+    if SHARED:
+        first = tl.load(skipped_ptr + row).to(tl.int32)
     each = tl.cdiv(tl.cdiv(length - first, splits), BLOCK_N) * BLOCK_N
     begin = first + part * each
     end = tl.minimum(begin + each, length)
 
-    members, tokens = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
-    dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    members, dims_k, dims_v = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    real = members < GROUP
     heads = head * GROUP + members
-    q_at = q_ptr + row.to(tl.int64) * q_row + heads[:, None] * q_head + dims_k[None, :]
-    q = tl.load(q_at, mask=(members[:, None] < GROUP) & (dims_k[None, :] < DIM_K), other=0.0)
+    q_at = q_ptr + row * q_row + heads[:, None] * q_head + dims_k[None, :]
+    q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
+    mean, logs = _attend_part(
+        q, k_pages_ptr + head * k_head_stride, v_pages_ptr + head * v_head_stride, table_ptr + row * table_row,
+        begin, end, scale, softcap, k_page_stride, v_page_stride,
+        PAGE, DIM_K, DIM_V, BLOCK_G, BLOCK_K, BLOCK_V, BLOCK_N, SOFTCAP,
+    )  # fmt: skip
+    place = (row * tl.num_programs(1) * GROUP + heads) * parts + part
+    to_mean = partial_ptr + place[:, None] * DIM_V + dims_v[None, :]
+    tl.store(to_mean, mean, mask=real[:, None] & (dims_v[None, :] < DIM_V))
+    tl.store(sums_ptr + place, logs, mask=real)
+
+
+@triton.jit
+def shared_kernel(
+    q_ptr, k_pages_ptr, v_pages_ptr, partial_ptr, sums_ptr, table_ptr, tiles_ptr,
+    scale, softcap, splits, parts,
+    q_row, q_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, MEMBERS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Program (t, h, s): part s of the tokens that the rows of tile t share, for their query heads of KV head h.
+
+    `tiles` int64 `[T, 2 + MEMBERS]`: the row whose pages are read, how many tokens (none in an idle tile), and the
+    rows, -1 for none. Results go to `partial` and `sums` behind those of `decode_kernel`, whose parts are
+    `parts - splits`.
+    """
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile_ptr = tiles_ptr + tile * (2 + MEMBERS)
+    length = tl.load(tile_ptr + 1).to(tl.int32)
+    if length == 0:
+        return
+    each = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    begin = part * each
+    end = tl.minimum(begin + each, length)
+
+    queries, dims_k, dims_v = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    rows = tl.load(tile_ptr + 2 + queries // GROUP, mask=queries < MEMBERS * GROUP, other=-1)
+    real = rows >= 0
+    heads = head * GROUP + queries % GROUP
+    q_at = q_ptr + (rows * q_row + heads * q_head)[:, None] + dims_k[None, :]
+    q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
+    mean, logs = _attend_part(
+        q, k_pages_ptr + head * k_head_stride, v_pages_ptr + head * v_head_stride,
+        table_ptr + tl.load(tile_ptr) * table_row,
+        begin, end, scale, softcap, k_page_stride, v_page_stride,
+        PAGE, DIM_K, DIM_V, BLOCK_G, BLOCK_K, BLOCK_V, BLOCK_N, SOFTCAP,
+    )  # fmt: skip
+    place = (rows * tl.num_programs(1) * GROUP + heads) * parts + parts - splits + part
+    to_mean = partial_ptr + place[:, None] * DIM_V + dims_v[None, :]
+    tl.store(to_mean, mean, mask=real[:, None] & (dims_v[None, :] < DIM_V))
+    tl.store(sums_ptr + place, logs, mask=real)
+
+
+@triton.jit
+def _attend_part(
+    q, k_pages_ptr, v_pages_ptr, table_ptr, begin, end, scale, softcap, k_page_stride, v_page_stride,
+    PAGE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`q` `[BLOCK_G, BLOCK_K]` over tokens `begin` .. `end` of one row's pages: the weighted mean of V and the binary
+    logarithm of the weights' sum."""
+    tokens, dims_k, dims_v = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     mean = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     for start in range(begin, end, BLOCK_N):
         at = start + tokens
         here = at < end
-        page = tl.load(table_ptr + row.to(tl.int64) * table_row + at // PAGE, mask=here, other=0).to(tl.int64)
-        k_at = page * k_page_stride + head * k_head_stride + (at % PAGE) * DIM_K
-        v_at = page * v_page_stride + head * v_head_stride + (at % PAGE) * DIM_V
+        page = tl.load(table_ptr + at // PAGE, mask=here, other=0).to(tl.int64)
+        k_at = page * k_page_stride + (at % PAGE) * DIM_K
+        v_at = page * v_page_stride + (at % PAGE) * DIM_V
         k_mask = here[:, None] & (dims_k[None, :] < DIM_K)
         k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
@@ -82,26 +149,26 @@ def decode_kernel(
         highest = higher
     some = total > 0
     mean = mean / tl.where(some, total, 1.0)[:, None]
-    logs = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-    place = (row.to(tl.int64) * kv_heads * GROUP + heads) * splits + part
-    to_mean = partial_ptr + place[:, None] * DIM_V + dims_v[None, :]
-    tl.store(to_mean, mean, mask=(members[:, None] < GROUP) & (dims_v[None, :] < DIM_V))
-    tl.store(sums_ptr + place, logs, mask=members < GROUP)
+    return mean, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
 
 
 @triton.jit
 def combine_kernel(
-    partial_ptr, sums_ptr, out_ptr, splits, out_row, out_head,
-    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+    partial_ptr, sums_ptr, out_ptr, skipped_ptr, splits, parts, out_row, out_head,
+    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h) joins the parts that `decode_kernel` computed for row b and query head h."""
+    """Program (b, h) joins the parts that `decode_kernel` computed for row b and query head h, and, with `SHARED`,
+    those of `shared_kernel` where row b left tokens to it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    place = (row * tl.num_programs(1) + head) * splits
-    parts, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
-    logs = tl.load(sums_ptr + place + parts, mask=parts < splits, other=float("-inf"))
+    place = (row * tl.num_programs(1) + head) * parts
+    numbers, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
+    count = splits
+    if SHARED:
+        count = tl.where(tl.load(skipped_ptr + row) > 0, parts, splits)
+    logs = tl.load(sums_ptr + place + numbers, mask=numbers < count, other=float("-inf"))
     weights = tl.exp2(logs - tl.max(logs, 0))
-    at = partial_ptr + (place + parts)[:, None] * DIM_V + dims[None, :]
-    means = tl.load(at, mask=(parts[:, None] < splits) & (dims[None, :] < DIM_V), other=0.0)
+    at = partial_ptr + (place + numbers)[:, None] * DIM_V + dims[None, :]
+    means = tl.load(at, mask=(numbers[:, None] < count) & (dims[None, :] < DIM_V), other=0.0)
     result = tl.sum(means * weights[:, None], 0) / tl.sum(weights, 0)
     to = out_ptr + row * out_row + head * out_head + dims
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=dims < DIM_V)

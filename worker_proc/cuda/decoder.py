@@ -5,6 +5,7 @@ from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cuda.attention import TritonAttention
+from worker_proc.cuda.interface import CudaAttention
 from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
@@ -27,14 +28,21 @@ class CudaDecoder:
     `step` is free of everything that a CUDA graph cannot capture, for batches of decodes.
     """
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, weights: DecoderWeights, tp: TensorParallel) -> None:
-        """`spec` must be one that `supports` accepts."""
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        shard: Shard,
+        weights: DecoderWeights,
+        tp: TensorParallel,
+        attention: CudaAttention | None = None,
+    ) -> None:
+        """`spec` must be one that `supports` accepts. `attention` is Triton's if none is given."""
         assert spec.rope is not None
         self.spec = spec
         self.shard = shard
         self.weights = weights
         self.tp = tp
-        self._attention = TritonAttention()
+        self.attention = attention if attention is not None else TritonAttention()
         self._heads = shard.heads[1] - shard.heads[0]
         self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
         device = weights.norm.weight.device
@@ -90,7 +98,7 @@ class CudaDecoder:
         places = (batch.positions, batch.slot_mapping)
         q = rope_store(qkv, self._heads, cache, index, *places, self._rotation, *norms)
         scale, window = self.spec.scales[index], self.spec.windows[index]
-        out = self._attention.attend(index, q, batch, cache, scale=scale, window=window, softcap=None)
+        out = self.attention.attend(index, q, batch, cache, scale=scale, window=window, softcap=None)
         return self.tp.all_reduce(layer.o(out.view(len(x), -1)))
 
 

@@ -13,10 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
 from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.interface import CudaAttention
 from worker_proc.kv_cache import KVCache, KVSpec
 
+_SHARED_FROM = 8  # rows of the smallest graph for decodes that share pages; fewer read theirs one by one
 _LARGEST = 256  # rows; beyond, kernels run long enough to hide their launches
 
 
@@ -27,9 +29,15 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in steps if size < largest] + [largest]
 
 
+def max_tiles(rows: int) -> int:
+    """Tiles of shared pages that a graph of so many rows has room for: as many as can be among them."""
+    return max(1, rows // 2)
+
+
 Outputs = tuple[Tensor, Tensor]  # logits `[rows, vocab]`, likeliest tokens int64 `[rows]`
 Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
 """Turns a step into a replay that computes it again, and the outputs that every replay writes to."""
+_Graph = tuple[ForwardBatch, Callable[[], None], Outputs]  # what it reads, the replay, what that writes to
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,8 @@ class _Inputs:
     slot_mapping: Tensor
     kv_lens: Tensor
     page_table: Tensor
+    skipped: Tensor
+    tiles: Tensor
 
     @classmethod
     def idle(cls, rows: int, columns: int, cache: KVCache, device: torch.device) -> "_Inputs":
@@ -48,12 +58,14 @@ class _Inputs:
             return torch.full((rows,), value, dtype=torch.int64, device=device)
 
         table = torch.full((rows, columns), cache.scratch_page, dtype=torch.int64, device=device)
-        return cls(column(0), column(0), column(cache.scratch_page * cache.page_size), column(1), table)
+        tiles = torch.zeros(max_tiles(rows), 2 + TILE_ROWS, dtype=torch.int64, device=device)
+        slots = column(cache.scratch_page * cache.page_size)
+        return cls(column(0), column(0), slots, column(1), table, column(0), tiles)
 
     def vectors(self, rows: slice) -> list[Tensor]:
         return [self.token_ids[rows], self.positions[rows], self.slot_mapping[rows], self.kv_lens[rows]]
 
-    def batch(self, rows: int) -> ForwardBatch:
+    def batch(self, rows: int, *, shared: bool) -> ForwardBatch:
         everyone = slice(rows)
         return ForwardBatch(
             token_ids=self.token_ids[everyone],
@@ -65,6 +77,7 @@ class _Inputs:
             kv_lens_host=[],  # differ from replay to replay, and no kernel needs them
             num_prefill_rows=0,
             logit_rows=torch.arange(rows, device=self.token_ids.device),
+            shared=SharedPages(self.skipped[everyone], self.tiles[: max_tiles(rows)]) if shared else None,
         )
 
 
@@ -81,12 +94,17 @@ class GraphedDecoder:
         self._cache: KVCache | None = None
         self._idle: _Inputs
         self._inputs: _Inputs
-        self._graphs: dict[int, tuple[Callable[[], None], Outputs]] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}  # by rows, and whether they share pages
 
     @property
     def kv_spec(self) -> KVSpec:
         """See `LanguageModel`."""
         return self._model.kv_spec
+
+    @property
+    def attention(self) -> CudaAttention:
+        """That of the model."""
+        return self._model.attention
 
     @property
     def vocab_size(self) -> int:
@@ -104,13 +122,19 @@ class GraphedDecoder:
         self._idle = _Inputs.idle(self._sizes[-1], columns, cache, device)
         self._inputs = _Inputs.idle(self._sizes[-1], columns, cache, device)
         with _cuda_recorder(device) if self._record is None else nullcontext(self._record) as record:
-            for done, size in enumerate(reversed(self._sizes)):
+            wanted = [(size, shared) for size in reversed(self._sizes) for shared in self._kinds(size)]
+            for done, (size, shared) in enumerate(wanted):
                 if progress is not None:
-                    progress(done, len(self._sizes))
-                self._graphs[size] = record(partial(self._step, self._inputs.batch(size), cache))
+                    progress(done, len(wanted))
+                batch = self._inputs.batch(size, shared=shared)
+                self._model.attention.bind(batch)
+                self._graphs[size, shared] = (batch, *record(partial(self._step, batch, cache)))
         self._cache = cache
         if progress is not None:
-            progress(len(self._sizes), len(self._sizes))
+            progress(len(wanted), len(wanted))
+
+    def _kinds(self, size: int) -> tuple[bool, ...]:
+        return (False, True) if self._model.attention.shares_pages and size >= _SHARED_FROM else (False,)
 
     def _step(self, batch: ForwardBatch, cache: KVCache) -> Outputs:
         logits = self._model.step(batch, cache)
@@ -139,8 +163,10 @@ class GraphedDecoder:
         if cache is not self._cache or not decodes or rows > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
+        shared = batch.shared is not None and (size, True) in self._graphs
         self.fill(batch, size)
-        replay, (logits, best) = self._graphs[size]
+        bound, replay, (logits, best) = self._graphs[size, shared]
+        self._model.attention.replan(bound, cache, [*batch.kv_lens_host, *[1] * (size - rows)])
         replay()
         return logits[:rows], best[:rows]
 
@@ -154,6 +180,12 @@ class GraphedDecoder:
         if rows < size:
             torch._foreach_copy_(self._inputs.vectors(rest), self._idle.vectors(rest))
             self._inputs.page_table[rest, :1].copy_(self._idle.page_table[rest, :1])
+        if batch.shared is not None:
+            inputs, used = self._inputs, len(batch.shared.tiles)
+            inputs.skipped[theirs].copy_(batch.shared.skipped)
+            inputs.skipped[rest].zero_()
+            inputs.tiles[:used].copy_(batch.shared.tiles)
+            inputs.tiles[used : max_tiles(size)].zero_()  # a tile without tokens is idle
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def measure_activations(model: LanguageModel, tokens: int, page_size: int, rows:
     before = torch.cuda.memory_allocated(device)
     logits = model.forward(batch, cache)
     if len(logits):
-        logits.softmax(-1).sort(-1)  # about what sampling takes
+        (logits.log_softmax(-1), logits.clone())  # what log probabilities and draws take
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del logits, batch, cache

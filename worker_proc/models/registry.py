@@ -71,7 +71,8 @@ def load_model(
         loader.run(progress)
         if device.type == "cuda":
             from worker_proc.cuda import decoder as cuda  # needs Triton, which torch brings where there is a GPU
+            from worker_proc.cuda.interface import CudaAttention
 
-            if cuda.supports(spec):
-                return cuda.CudaDecoder(spec, shard, plan.finish(), tp)
+            if cuda.supports(spec) and isinstance(attention, CudaAttention):
+                return cuda.CudaDecoder(spec, shard, plan.finish(), tp, attention)
         return Decoder(spec, shard, plan.finish(), tp, attention)

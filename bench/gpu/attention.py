@@ -1,0 +1,116 @@
+"""Attention alone, every backend: its error beside the reference in float32, and the time of a layer.
+
+    python -m bench.gpu.attention [--small]
+
+The shapes are those of an 8B Llama, bfloat16: a mixed step, decodes, and decodes that begin with the same pages, once
+read row by row and once together. Beside a time stands how much of it reading K and V at the copy bandwidth takes:
+each page once per row, or once per tile where it is shared. The error bound is 2e-2 of the reference's norm.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+
+import click
+import torch
+
+from bench.gpu.limits import measure, seconds
+from bench.gpu.parity import mixed_batch
+from bench.gpu.worker import PAGE, make_batch
+from common.config import ConfigError
+from worker_proc import shared_pages
+from worker_proc.attention.interface import TILE_ROWS, AttentionBackend, ForwardBatch, SharedPages
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.backends import choose_attention
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.shared_pages import Tile
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+BOUND = 2e-2
+MIXED = [(300, 300), (17, 1041), (64, 129), (1, 1), (1, 17), (1, 1024), (1, 4097)]  # new tokens, all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    batch: ForwardBatch
+    pages: int  # of the cache
+    read: int  # pages that must be read, where shared ones are read once per tile
+
+
+def shared_decodes(rows: int, prefix: int, own: int) -> tuple[Case, Case]:
+    """`rows` decodes whose first `prefix` pages are the same, with `own` pages each: row by row, and together."""
+    plain = make_batch(rows, 1, (prefix + own) * PAGE)
+    table = plain.page_table.clone()
+    table[:, :prefix] = table[0, :prefix]
+    columns = plain.positions // PAGE
+    slots = table.gather(1, columns[:, None])[:, 0] * PAGE + plain.positions % PAGE
+    batch = replace(plain, page_table=table, slot_mapping=slots)
+    tiles = [Tile(prefix, tuple(range(i, min(i + TILE_ROWS, rows)))) for i in range(0, rows, TILE_ROWS)]
+    skipped, numbers = shared_pages.layout(tiles, rows, PAGE, TILE_ROWS)
+    shared = SharedPages(
+        torch.tensor(skipped, device="cuda"), torch.tensor(numbers, device="cuda").view(len(tiles), -1)
+    )
+    pages = rows * (prefix + own)
+    name = f"{rows} decodes, {prefix * PAGE} tokens shared, {own * PAGE} own"
+    together = replace(batch, shared=shared)
+    return (
+        Case(f"{name}, row by row", batch, pages, pages),
+        Case(f"{name}, together", together, pages, len(tiles) * prefix + rows * own),
+    )
+
+
+def cases(*, small: bool) -> list[Case]:
+    batch, pages = mixed_batch([(new, min(total, 129)) for new, total in MIXED[1:]] if small else MIXED, 1000)
+    made = [Case("mixed", batch, pages, pages)]
+    if small:
+        return [*made, *shared_decodes(20, 4, 2)]
+    for rows in (1, 64, 256):
+        made.append(
+            Case(f"{rows} decodes of 1024", make_batch(rows, 1, 1024), rows * 1024 // PAGE, rows * 1024 // PAGE)
+        )
+    return [*made, *shared_decodes(64, 128, 16), *shared_decodes(256, 128, 16)]
+
+
+@click.command()
+@click.option("--small", is_flag=True, help="Short contexts and no times, for slow tools.")
+@torch.inference_mode()
+def main(small: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device, failed = torch.device("cuda"), False
+    bandwidth = 1.0 if small else measure().bandwidth
+    backends: dict[str, AttentionBackend] = {"triton": choose_attention("triton", torch.bfloat16, DIM, device)}
+    try:
+        backends["flashinfer"] = choose_attention("flashinfer", torch.bfloat16, DIM, device)
+    except ConfigError as error:
+        print(f"not run: {error}")
+    for case in cases(small=small):
+        torch.manual_seed(0)
+        tokens = len(case.batch.token_ids)
+        q, k, v = (torch.randn(tokens, n, DIM, device=device).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS))
+        exact = KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.float32), case.pages, PAGE, device)
+        cache = KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16), case.pages, PAGE, device)
+        for wide, narrow in ((exact.k[0], cache.k[0]), (exact.v[0], cache.v[0])):
+            narrow.normal_()
+            wide.copy_(narrow)
+        scale = DIM**-0.5
+        reference = ReferenceAttention()
+        want = reference.forward(0, q.float(), k.float(), v.float(), case.batch, exact, scale=scale)
+        floor = case.read * PAGE * cache.spec.bytes_per_token / bandwidth
+        for name, attention in backends.items():
+            got = attention.forward(0, q, k, v, case.batch, cache, scale=scale).float()
+            error = float((got - want).norm() / want.norm())
+            wrong = not error < BOUND
+            failed |= wrong
+            line = f"{case.name:<52} {name:<10} error {error:.1e}{' WRONG' * wrong}"
+            if not small:
+                run = partial(attention.forward, 0, q, k, v, case.batch, cache, scale=scale)
+                taken = seconds(run, repeats=10)
+                line += f"  {taken * 1e6:8.1f} us, reading {floor * 1e6:7.1f} us = {floor / taken:4.0%}"
+            print(line, flush=True)
+        torch.cuda.empty_cache()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Which rows read pages together, and attention over such rows against the reference."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers_triton import DEVICE, on_device
+
+pytest.importorskip("triton")
+
+from dataclasses import replace
+from pathlib import Path
+
+from common.messages import StepPlan, ints
+from tests.helpers_models import make_checkpoint
+from tests.helpers_paged import Row, make_batch
+from tests.helpers_plans import GREEDY, empty_plan
+from tests.unit.test_cuda_decoder import load, run_again
+from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.attention import TritonAttention
+from worker_proc.cuda.graphs import GraphedDecoder
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.shared_pages import SharedPageFinder, Tile, layout
+
+PAGE = 4
+
+
+def entering(pages: dict[int, list[int]]) -> StepPlan:
+    return replace(
+        empty_plan(),
+        enter_slots=ints(*pages),
+        enter_lens=ints(*[0] * len(pages)),
+        enter_draw=(GREEDY,) * len(pages),
+        page_slots=ints(*pages),
+        page_counts=ints(*map(len, pages.values())),
+        pages=ints(*(page for held in pages.values() for page in held)),
+    )
+
+
+def find(rows: list[list[int]], tile_rows: int = TILE_ROWS) -> list[Tile]:
+    """Rows whose last page has one token."""
+    finder = SharedPageFinder(PAGE, tile_rows)
+    finder.apply(entering(dict(enumerate(rows))))
+    return finder.tiles(range(len(rows)), [PAGE * (len(pages) - 1) + 1 for pages in rows])
+
+
+def test_rows_with_a_common_beginning_are_one_tile() -> None:
+    assert find([[1, 2, 3, 7], [9, 8], [1, 2, 3, 300], [1, 2, 3, 5, 6]]) == [Tile(3, (0, 2, 3))]
+
+
+def test_the_grouping_that_saves_most_is_taken() -> None:
+    few_deep = [[1, *range(10, 20), 90 + i] for i in range(2)]
+    many_flat = [[1, 200 + i, 300 + i] for i in range(3)]
+    assert find(few_deep + many_flat) == [Tile(11, (0, 1))]
+    deep = [[1, *range(10 * g, 10 * g + 5), 900 + i + 2 * g] for g in (1, 2) for i in range(2)]
+    assert sorted(find(deep), key=lambda tile: tile.rows) == [Tile(6, (0, 1)), Tile(6, (2, 3))]
+    flat = [[1, 2, 3, 4, 5, 10 * g, 900 + i + 2 * g] for g in (1, 2) for i in range(2)]
+    assert find(flat) == [Tile(5, (0, 1, 2, 3))]
+
+
+def test_what_does_not_pay_is_left_alone() -> None:
+    assert find([[1, *range(100 * i, 100 * i + 40)] for i in (1, 2)]) == []
+    assert find([[1, 2, 3, 4]]) == []
+    assert find([[5], [6]]) == []
+
+
+def test_a_page_that_is_still_written_is_not_shared() -> None:
+    finder = SharedPageFinder(PAGE, TILE_ROWS)
+    finder.apply(entering({0: [1, 2], 1: [1, 2]}))
+    assert finder.tiles([0, 1], [8, 8]) == [Tile(1, (0, 1))], "the newest token is in page 2"
+
+
+def test_rows_that_come_and_go_change_the_tiles() -> None:
+    finder = SharedPageFinder(PAGE, TILE_ROWS)
+    finder.apply(entering({0: [1, 2, 3], 1: [1, 2, 4]}))
+    assert finder.tiles([0, 1], [9, 9]) == [Tile(2, (0, 1))]
+    finder.apply(replace(empty_plan(), page_slots=ints(0), page_counts=ints(1), pages=ints(17)))
+    assert finder.tiles([0, 1], [13, 9]) == [Tile(2, (0, 1))]
+    assert finder.tiles([0], [13]) == []
+    finder.apply(replace(entering({1: [6, 2, 4]}), leave=ints(1)))
+    assert finder.tiles([0, 1], [13, 9]) == []
+    finder.reset()
+    finder.apply(entering({0: [1], 1: [1]}))
+    assert finder.tiles([0, 1], [1, 1]) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=12), st.integers(2, 4))
+def test_tiles_hold_what_their_rows_have_in_common(beginnings: list[list[int]], tile_rows: int) -> None:
+    rows = [[*pages, 1000 + i] for i, pages in enumerate(beginnings)]
+    tiles = find(rows, tile_rows)
+    members = [row for tile in tiles for row in tile.rows]
+    assert len(members) == len(set(members)) and len(tiles) <= len(rows) // 2
+    for tile in tiles:
+        assert 1 < len(tile.rows) <= tile_rows and tile.pages > 0
+        assert len({tuple(rows[row][: tile.pages]) for row in tile.rows}) == 1
+    skipped, numbers = layout(tiles, len(rows), PAGE, tile_rows)
+    assert [n // PAGE for n in skipped] == [sum(t.pages for t in tiles if row in t.rows) for row in range(len(rows))]
+    assert len(numbers) == len(tiles) * (2 + tile_rows)
+
+
+def shared_batch(page_size: int) -> tuple[ForwardBatch, int]:
+    """A chunk, then decodes: 19 rows with one beginning, more than a tile holds; two with another one; one alone."""
+    long, short = list(range(40, 46)), list(range(50, 53))
+    free = iter(range(40))
+    rows = [Row([0] * 9, [next(free) for _ in range(-(-9 // page_size))], 2)]
+    for i in range(22):
+        start = long if i < 19 else short if i < 21 else []
+        length = len(start) * page_size + 1 + i % page_size
+        rows.append(Row([0] * length, [*start, next(free)], length - 1))
+    batch = make_batch(rows, [7] + [1] * 22, page_size)
+    finder = SharedPageFinder(page_size, TILE_ROWS)
+    finder.apply(entering({i: row.pages for i, row in enumerate(rows[1:])}))
+    tiles = finder.tiles(range(22), batch.kv_lens_host[1:])
+    assert sorted(len(tile.rows) for tile in tiles) == [2, 3, 16]
+    skipped, numbers = layout(tiles, 22, page_size, TILE_ROWS)
+    idle = torch.zeros(2, 2 + TILE_ROWS, dtype=torch.int64)  # as in a graph
+    table = torch.cat((torch.tensor(numbers).view(len(tiles), -1), idle))
+    return replace(batch, shared=SharedPages(torch.tensor(skipped), table)), 54  # the last page is nobody's
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim, page_size, softcap", [
+    (4, 2, 16, 16, None), (2, 2, 20, 8, None), (8, 1, 16, 8, 3.0),
+])  # fmt: skip
+def test_shared_pages_equal_the_reference(
+    heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None
+) -> None:
+    torch.manual_seed(1)
+    batch, pages = shared_batch(page_size)
+    assert batch.shared is not None
+    shared = SharedPages(batch.shared.skipped.to(DEVICE), batch.shared.tiles.to(DEVICE))
+    there_batch = replace(on_device(batch), shared=shared)
+    tokens = len(batch.token_ids)
+    q, k, v = (torch.randn(tokens, n, dim) for n in (heads, kv_heads, kv_heads))
+    spec = KVSpec(1, kv_heads, dim, dim, torch.float32)
+    here, there = KVCache(spec, pages, page_size), KVCache(spec, pages, page_size, DEVICE)
+    for a, b in zip((*there.k, *there.v), (*here.k, *here.v), strict=True):
+        b.normal_()
+        a.copy_(b)
+    want = ReferenceAttention().forward(0, q, k, v, batch, here, scale=0.2, softcap=softcap)
+    on = [part.to(DEVICE) for part in (q, k, v)]
+    got = TritonAttention().forward(0, *on, there_batch, there, scale=0.2, softcap=softcap)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
+    for window in (5, 3 * page_size):  # rows are read one by one
+        want = ReferenceAttention().forward(0, q, k, v, batch, here, scale=0.2, window=window, softcap=softcap)
+        got = TritonAttention().forward(0, *on, there_batch, there, scale=0.2, window=window, softcap=softcap)
+        torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
+
+
+def test_tiles_read_the_pages_of_their_first_row_only() -> None:
+    """Shared pages are taken from the first row's table: NaN in the others' columns shows any other read."""
+    batch, pages = shared_batch(8)
+    assert batch.shared is not None
+    table = batch.page_table.clone()
+    for tile in batch.shared.tiles[:3]:
+        for row in tile[3:].tolist():
+            if row >= 0:
+                table[1 + row, : int(tile[1]) // 8] = pages - 1
+    q, k, v = (torch.randn(len(batch.token_ids), 2, 16, device=DEVICE) for _ in range(3))
+    outputs = []
+    for used in (batch.page_table, table):
+        torch.manual_seed(2)
+        cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32), pages, 8)
+        for held in (*cache.k, *cache.v):
+            held.normal_()
+            held[pages - 1] = float("nan")
+        on = KVCache(cache.spec, pages, 8, DEVICE)
+        on.k[0].copy_(cache.k[0])
+        on.v[0].copy_(cache.v[0])
+        shared = SharedPages(batch.shared.skipped.to(DEVICE), batch.shared.tiles.to(DEVICE))
+        step = replace(on_device(replace(batch, page_table=used)), shared=shared)
+        outputs.append(TritonAttention().forward(0, q, k, v, step, on, scale=0.25))
+    assert torch.equal(outputs[0], outputs[1]) and bool(outputs[0].isfinite().all())
+
+
+def test_graphs_of_decodes_that_share_pages(tmp_path: Path) -> None:
+    """Replays of 9 rows, then 8, then rows that share nothing: what an earlier one left must not show."""
+    model = load(make_checkpoint("llama", tmp_path))
+    caches = [KVCache(model.kv_spec, 40, PAGE, DEVICE) for _ in range(2)]
+    for pages in zip(*((*cache.k, *cache.v) for cache in caches), strict=True):
+        pages[0].normal_()
+        pages[1].copy_(pages[0])
+    graphed = GraphedDecoder(model, 9, 16, None if DEVICE.type == "cuda" else run_again)
+    graphed.capture(caches[0])
+    assert sorted(graphed._graphs) == [(1, False), (2, False), (4, False), (8, False), (8, True), (9, False), (9, True)]
+    rows = [Row([5 + i] * 16, [30, 31, 10 + i] if i < 6 else [32, 10 + i, 20 + i], 9) for i in range(9)]
+    for chosen, tiles in ((range(9), [6, 3]), (range(1, 9), [5, 3]), (range(8, 5, -1), []), (range(9), [6, 3])):
+        step = [rows[i] for i in chosen]
+        batch = make_batch(step, [1] * len(step), PAGE)
+        finder = SharedPageFinder(PAGE, TILE_ROWS)
+        finder.apply(entering({i: row.pages for i, row in enumerate(step)}))
+        found = finder.tiles(range(len(step)), batch.kv_lens_host) if tiles else []
+        assert sorted((len(tile.rows) for tile in found), reverse=True) == tiles
+        skipped, numbers = layout(found, len(step), PAGE, TILE_ROWS)
+        want = model.forward(on_device(batch), caches[1])
+        shared = SharedPages(
+            torch.tensor(skipped, dtype=torch.int64, device=DEVICE),
+            torch.tensor(numbers, dtype=torch.int64, device=DEVICE).view(-1, 2 + TILE_ROWS),
+        )
+        got = graphed.forward(replace(on_device(batch), shared=shared if found else None), caches[0])
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        for row in step:
+            row.cached += 1 if row.cached < 11 else 0
