@@ -95,7 +95,11 @@ def build(
         _add(app, service, route)
 
     async def show_metrics(service: Service, request: Request) -> Response:
-        return Response(metrics.show(await scrape()), headers={"content-type": CONTENT_TYPE_LATEST})
+        authorization = request.headers.get("authorization")
+        if authorization is not None:
+            keys.name_of(authorization)  # a wrong key is refused here too
+        private = authorization is not None or not keys.required
+        return Response(metrics.show(await scrape(), private=private), headers={"content-type": CONTENT_TYPE_LATEST})
 
     _add(app, service, Route("/metrics", show_metrics, "Prometheus metrics", answers=("text/plain",)))
     app.add_exception_handler(ApiError, _on_api_error)

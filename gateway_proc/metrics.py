@@ -229,8 +229,9 @@ class Metrics:
             buckets=_HTTP_BOUNDS, registry=self._registry,
         )  # fmt: skip
         self._live = Gauge("rhizome_http_requests_live", "HTTP requests in work.", registry=self._registry)
+        self._private = CollectorRegistry()  # what only those with a key are shown
         self._tokens = Counter(
-            "rhizome_http_tokens", "Tokens of HTTP requests by API key.", ["key", "kind"], registry=self._registry
+            "rhizome_http_tokens", "Tokens of HTTP requests by API key.", ["key", "kind"], registry=self._private
         )
         started = Gauge("rhizome_gateway_start_time_seconds", "When the gateway started.", registry=self._registry)
         started.set(time.time())
@@ -248,10 +249,10 @@ class Metrics:
             self._tokens.labels(story.key, "cached").inc(story.cached_tokens)
             self._tokens.labels(story.key, "output").inc(story.output_tokens)
 
-    def show(self, scrape: Scrape) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def show(self, scrape: Scrape, *, private: bool = True) -> bytes:
+        """All metrics in Prometheus' text format; what names API keys only where `private` is asked for."""
         self._cluster.scrape = scrape
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + (generate_latest(self._private) if private else b"")
 
 
 assert set(_OWN_HISTOGRAMS) == set(BOUNDS)

@@ -16,8 +16,8 @@ from gateway_proc.turnstile import Turnstile
 log = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
-PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # they have no key, and do not wait for others
-OPEN_PATHS = PROBES | {"/docs", "/openapi.json"}
+PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # they need no key, and do not wait for others
+OPEN_PATHS = PROBES | {"/docs", "/openapi.json", "/metrics"}  # scrapers have no key either
 QUIET_STATUS = 400  # below it, only requests that generate get a line in the log
 
 
