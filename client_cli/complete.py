@@ -57,8 +57,6 @@ def command(
     if (chat or system is not None) and (token_ids is not None or jsonl is not None or stats):
         raise click.UsageError("--chat and --system need a text prompt.")
     asks = options["logprobs"] is not None or options["prompt_logprobs"] is not None
-    if options["prompt_logprobs"] is not None and target.url is not None:
-        raise click.UsageError("--prompt-logprobs does not work over HTTP.")
     if asks and not as_json and jsonl is None:
         raise click.UsageError("--logprobs and --prompt-logprobs are shown by --json and --jsonl.")
     try:

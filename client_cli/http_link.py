@@ -65,11 +65,12 @@ class HttpLink:
         deadline_ms: int = 0,
     ) -> int:
         rid = next(self._numbers)
+        stream = stream and params.prompt_logprobs is None  # servers refuse both together
         path, body = to_body(
             prompt, params, self.model, stream=stream, n=n, cache_salt=cache_salt, priority=priority,
             deadline_ms=deadline_ms,
         )  # fmt: skip
-        answer = _Answer(rid, n)
+        answer = _Answer(rid, n, params.prompt_logprobs)
         task = self._live[rid] = self._http.start(self._run(answer, path, body))
         task.add_done_callback(lambda ended: self._end(answer, ended))
         return rid
@@ -128,8 +129,9 @@ class HttpLink:
 class _Answer:
     """One request's way from chunks to rows. The last rows wait for the token counts, which come at the very end."""
 
-    def __init__(self, rid: int, n: int):
+    def __init__(self, rid: int, n: int, prompt_top: int | None):
         self.rid = rid
+        self._prompt_top = prompt_top
         self._open = set(range(n))
         self._thinking: set[int] = set()
         self._ended: list[tuple[Piece, str, int]] = []
@@ -139,7 +141,7 @@ class _Answer:
     def take(self, values: dict[str, Any], now: int) -> Rows:
         self._usage = usage_of(values) or self._usage
         rows: Rows = []
-        for piece in pieces(values):
+        for piece in pieces(values, self._prompt_top):
             if piece.choice not in self._open:
                 continue
             text = self._with_thoughts(piece)
@@ -182,7 +184,7 @@ class _Answer:
         counted = usage.completion_tokens if self._alone and self._usage is not None else None
         return Row(
             self.rid, piece.choice, text, piece.token_ids, finish, usage.prompt_tokens, usage.cached_tokens, (), now,
-            piece.logprobs, tokens_so_far=counted,
+            piece.logprobs, piece.prompt_logprobs, tokens_so_far=counted,
         )  # fmt: skip
 
 

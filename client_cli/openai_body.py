@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from client_cli.openai_logprobs import logprobs_of
+from client_cli.openai_logprobs import logprobs_of, prompt_logprobs_of
 from common.logprobs import TokenLogprobs
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError
 from common.sampling_params import Grammar, SamplingParams
@@ -85,6 +85,7 @@ class Piece:
     finish: Finish
     generated: bool
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,9 @@ class Usage:
     cached_tokens: int
 
 
-def pieces(answer: dict[str, Any]) -> list[Piece]:
-    """The choices of a chunk or of a whole answer, of either kind of completion."""
+def pieces(answer: dict[str, Any], prompt_top: int | None = None) -> list[Piece]:
+    """The choices of a chunk or of a whole answer, of either kind of completion; `prompt_top` is what was asked for as
+    `prompt_logprobs`."""
     found = []
     for choice in answer.get("choices") or ():
         said = choice.get("delta") or choice.get("message") or choice
@@ -106,7 +108,9 @@ def pieces(answer: dict[str, Any]) -> list[Piece]:
         ids = choice.get("token_ids") or ()
         generated = bool(text or thought or ids or "role" not in said)
         scores = logprobs_of(choice)
-        found.append(Piece(choice.get("index", 0), text or "", thought, ids, finish, generated, scores))
+        scored = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")  # of completions, of chats
+        prompt = prompt_logprobs_of(scored, prompt_top) if scored and prompt_top is not None else None
+        found.append(Piece(choice.get("index", 0), text or "", thought, ids, finish, generated, scores, prompt))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Log probabilities in the two formats of OpenAI's API, read as those of a cluster."""
+"""Log probabilities in the two formats of OpenAI's API, and in vLLM's for prompts, read as those of a cluster."""
 
 from typing import Any
 
@@ -26,6 +26,25 @@ def logprobs_of(choice: dict[str, Any]) -> tuple[TokenLogprobs, ...] | None:
         alternatives = [_top({"token": token, "logprob": value}) for token, value in likely]
         entries.append(_entry({"token": text, "logprob": logprob}, alternatives))
     return tuple(entries)
+
+
+def prompt_logprobs_of(said: list[dict[str, dict[str, Any]] | None], top: int) -> tuple[TokenLogprobs | None, ...]:
+    """vLLM's `prompt_logprobs`: for each token a map from token ids that begins with the token itself and holds the
+    `top` likeliest ones. Raises as `logprobs_of` does."""
+    entries: list[TokenLogprobs | None] = []
+    for tokens in said:
+        if tokens is None:  # the first one, which follows nothing
+            entries.append(None)
+            continue
+        ranked = [(int(each["rank"]), _ranked(token_id, each)) for token_id, each in tokens.items()]
+        rank, own = ranked[0]
+        likely = tuple(each for at, each in sorted(ranked, key=lambda pair: pair[0]) if at <= top)
+        entries.append(TokenLogprobs(own.token_id, own.token, own.logprob, rank, likely))
+    return tuple(entries)
+
+
+def _ranked(token_id: str, said: dict[str, Any]) -> TopLogprob:
+    return TopLogprob(int(token_id), str(said["decoded_token"]).encode(), float(said["logprob"]))
 
 
 def _entry(said: dict[str, Any], top: list[TopLogprob]) -> TokenLogprobs:

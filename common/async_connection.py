@@ -7,6 +7,7 @@ async with AsyncConnection(address) as connection:
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ from common.stamps import Lost
 
 MAX_UNREAD = 2**16  # rows of one request that its reader may leave unread
 MAX_UNSENT = 2**16  # messages that wait for a cluster that takes none
+GATEWAY = b"gateway-"  # how the identities of gateways begin: they tell the stories of their requests themselves
 BURST = 64  # messages handled before other tasks have their turn
 T = TypeVar("T")
 
@@ -143,7 +145,14 @@ class AsyncConnection:
     live stream and question ends with ConnectionLost, and so does every later one: make a new connection then.
     """
 
-    def __init__(self, address: str, *, silence_limit_s: float = SILENCE_LIMIT_S, max_unread: int = MAX_UNREAD):
+    def __init__(
+        self,
+        address: str,
+        *,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+        max_unread: int = MAX_UNREAD,
+        gateway: bool = False,
+    ):
         self._address = address
         self._silence_limit_s = silence_limit_s
         self._max_unread = max_unread
@@ -161,6 +170,8 @@ class AsyncConnection:
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = cast(zmq.asyncio.Socket, open_socket(cast(Any, self._context), zmq.DEALER))
         self._socket.set(zmq.IPV6, address.startswith("tcp://["))
+        if gateway:
+            self._socket.set(zmq.ROUTING_ID, GATEWAY + secrets.token_bytes(8))
         answers = (TextBatch, RequestError, Stats, Beat, Tokens, Text, Info)
         self._inbox = Inbox(cast(Any, self._socket), *answers, private=True)
 

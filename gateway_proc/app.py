@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from common.config import HttpConfig
+from common.story import Story
+from common.tracing import Traces
 from gateway_proc import admin, chat, completions, native, responses, tokens
 from gateway_proc.auth import Keys
 from gateway_proc.errors import ApiError
@@ -26,8 +28,6 @@ from gateway_proc.schemas.completions import CompletionRequest
 from gateway_proc.schemas.native import DetokenizeRequest, NativeRequest, TokenizeRequest
 from gateway_proc.schemas.responses import ResponsesRequest
 from gateway_proc.service import Service
-from gateway_proc.story import Story
-from gateway_proc.tracing import Traces
 
 Handler = Callable[[Service, Request], Awaitable[Any]]
 STREAMED = ("application/json", "text/event-stream")
@@ -95,7 +95,11 @@ def build(
         _add(app, service, route)
 
     async def show_metrics(service: Service, request: Request) -> Response:
-        return Response(metrics.show(await scrape()), headers={"content-type": CONTENT_TYPE_LATEST})
+        authorization = request.headers.get("authorization")
+        if authorization is not None:
+            keys.name_of(authorization)  # a wrong key is refused here too
+        private = authorization is not None or not keys.required
+        return Response(metrics.show(await scrape(), private=private), headers={"content-type": CONTENT_TYPE_LATEST})
 
     _add(app, service, Route("/metrics", show_metrics, "Prometheus metrics", answers=("text/plain",)))
     app.add_exception_handler(ApiError, _on_api_error)
@@ -148,7 +152,7 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    story_of(request).fail(error)
+    story_of(request).fail(*error.told)
     return error_response(error)
 
 
@@ -160,7 +164,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     own = ApiError(error.status_code, problems.get(error.status_code, str(error.detail)), code="not_found")
     if error.status_code == 405:
         own.code = "method_not_allowed"
-    story_of(request).fail(own)
+    story_of(request).fail(*own.told)
     return error_response(own, error.headers)
 
 

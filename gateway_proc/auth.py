@@ -18,6 +18,10 @@ class Keys:
         self._concurrency = concurrency
         self._live: Counter[str] = Counter()
 
+    @property
+    def required(self) -> bool:
+        return bool(self._names)
+
     def name_of(self, authorization: str | None) -> str:
         """Whose key an Authorization header holds; "-" where no keys are asked for. Raises ApiError(401).
 

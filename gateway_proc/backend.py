@@ -37,7 +37,7 @@ class Backend:
         while True:
             self.problem = "the cluster is starting: the tokenizer does not answer yet"
             try:
-                async with AsyncConnection(self.address, max_unread=MAX_UNREAD) as connection:
+                async with AsyncConnection(self.address, max_unread=MAX_UNREAD, gateway=True) as connection:
                     self.info = await connection.info()
                     on_info(self.info)
                     self.connection = connection

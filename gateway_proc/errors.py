@@ -60,6 +60,11 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
+    @property
+    def told(self) -> tuple[str, str]:
+        """Code and message, as stories tell them."""
+        return self.code or self.type, self.message
+
     def headers(self) -> dict[str, str]:
         if self.retry_after_s is None:
             return {}

@@ -14,8 +14,8 @@ from common.messages import ChatMessage, Finish
 from common.rows import Row
 from common.sampling_params import SamplingParams
 from common.sockets import PeerStalled
+from common.story import Story
 from gateway_proc.errors import ApiError, of_cluster
-from gateway_proc.story import Story
 
 MAX_AHEAD = 64  # groups of rows that may wait for a slow reader of several prompts
 Prompt = str | list[int] | list[ChatMessage]

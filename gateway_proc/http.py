@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from common.story import Story
 from gateway_proc.errors import ApiError
-from gateway_proc.story import Story
 
 BODY_S = 60.0  # a request's body must have come by then
 STALL_S = 60.0  # a reader that takes nothing for so long is cut off
@@ -124,7 +124,7 @@ class EventStream(Response):
                         await body.begin()
                     await body.write(chunk)
             except ApiError as error:
-                self._story.fail(error)
+                self._story.fail(*error.told)
                 if not started:
                     await error_response(error)(scope, receive, send)
                     return

@@ -20,6 +20,7 @@ from common.child import Child, child_options, run_child
 from common.config import ConfigError, HttpConfig
 from common.messages import Info, Joined
 from common.run_dir import CLUSTER_FILE
+from common.tracing import to_collector
 from gateway_proc.app import build
 from gateway_proc.auth import Keys
 from gateway_proc.backend import Backend
@@ -30,7 +31,6 @@ from gateway_proc.params import Defaults
 from gateway_proc.protocol import Protocol
 from gateway_proc.requests import BodyReader
 from gateway_proc.service import Service
-from gateway_proc.tracing import to_collector
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from common.metrics import BOUNDS, cumulative
-from gateway_proc.story import Story
+from common.story import Story
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _HTTP_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -229,8 +229,9 @@ class Metrics:
             buckets=_HTTP_BOUNDS, registry=self._registry,
         )  # fmt: skip
         self._live = Gauge("rhizome_http_requests_live", "HTTP requests in work.", registry=self._registry)
+        self._private = CollectorRegistry()  # what only those with a key are shown
         self._tokens = Counter(
-            "rhizome_http_tokens", "Tokens of HTTP requests by API key.", ["key", "kind"], registry=self._registry
+            "rhizome_http_tokens", "Tokens of HTTP requests by API key.", ["key", "kind"], registry=self._private
         )
         started = Gauge("rhizome_gateway_start_time_seconds", "When the gateway started.", registry=self._registry)
         started.set(time.time())
@@ -248,10 +249,10 @@ class Metrics:
             self._tokens.labels(story.key, "cached").inc(story.cached_tokens)
             self._tokens.labels(story.key, "output").inc(story.output_tokens)
 
-    def show(self, scrape: Scrape) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def show(self, scrape: Scrape, *, private: bool = True) -> bytes:
+        """All metrics in Prometheus' text format; what names API keys only where `private` is asked for."""
         self._cluster.scrape = scrape
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + (generate_latest(self._private) if private else b"")
 
 
 assert set(_OWN_HISTOGRAMS) == set(BOUNDS)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.story import Story, request_id, shown
 from gateway_proc.auth import Keys
 from gateway_proc.errors import ApiError
 from gateway_proc.http import ClientGone, error_response
-from gateway_proc.story import Story, request_id, shown
 from gateway_proc.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
-PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # they have no key, and do not wait for others
-OPEN_PATHS = PROBES | {"/docs", "/openapi.json"}
+PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # they need no key, and do not wait for others
+OPEN_PATHS = PROBES | {"/docs", "/openapi.json", "/metrics"}  # scrapers have no key either
 QUIET_STATUS = 400  # below it, only requests that generate get a line in the log
 
 
@@ -65,12 +65,12 @@ class Observed:
             if not story.error:
                 story.error, story.problem = "client_closed", "the client closed the connection"
         except ApiError as error:
-            story.fail(error)
+            story.fail(*error.told)
             await error_response(error)(scope, receive, send_with_id)
         except Exception:
             log.exception("request %s failed", story.id)
             failed = ApiError(500, "an internal error; the log says more", code="internal_error")
-            story.fail(failed)
+            story.fail(*failed.told)
             if story.status:
                 raise  # the answer has begun: all that can be done is to cut it off
             await error_response(failed)(scope, receive, send_with_id)

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from common.config import GENERATION_CONFIGS, KEYS_VARIABLE, ConfigError, HttpConfig
+from common.tracing import require_extra
 from gateway_proc.key_file import KeysError, read_keys
-from gateway_proc.tracing import require_extra
 
 LOOPBACK = ("127.", "localhost", "::1")
 
@@ -28,7 +28,7 @@ _OPTIONS = (
         "--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto",
         help="Sampling defaults of HTTP requests: auto takes the model's generation_config.json, as vLLM does.",
     ),
-    click.option("--otlp-endpoint", default=None, metavar="URL", help="Collector for a trace of each HTTP request."),
+    click.option("--otlp-endpoint", default=None, metavar="URL", help="Collector for a trace of each request."),
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def http_options(function: Callable[..., None]) -> Callable[..., None]:
                 generation_config=generation_config,
                 otlp_endpoint=otlp_endpoint,
             )
-            if http.enabled and otlp_endpoint is not None:
+            if otlp_endpoint is not None:
                 require_extra()
             _check_keys(http)
         except (ConfigError, KeysError) as error:

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from common.messages import Info
+from common.story import shown
 from gateway_proc.errors import ApiError, of_validation, refused
 from gateway_proc.http import read_body, story_of
 from gateway_proc.schemas.base import ApiModel
-from gateway_proc.story import shown
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from common.async_connection import AsyncConnection
 from common.config import HttpConfig
 from common.messages import Info
+from common.story import Story, shown
 from gateway_proc.auth import namespace
 from gateway_proc.backend import Backend
 from gateway_proc.errors import refused
@@ -17,7 +18,6 @@ from gateway_proc.http import story_of
 from gateway_proc.params import Defaults
 from gateway_proc.requests import BodyReader, check_model
 from gateway_proc.schemas.sampling import SamplingFields
-from gateway_proc.story import Story, shown
 
 PLAIN_NAMES = {"deadline_ms": "deadline_ms", "n": "n"}
 

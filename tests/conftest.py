@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,14 @@ settings.load_profile("rhizome")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=400, help="runs of the scheduler's state machine test")
     parser.addoption("--fuzz-seconds", type=int, help="of new inputs for each description of the HTTP API")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    """The tests' tensors are small: several threads would mostly wait for each other, for whole time slices where other
+    processes want the same cores (the tests of models took sixteen times as long)."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Refused
 from tokenizer_proc.measures import Measures
 from tokenizer_proc.rows import Rows
+from tokenizer_proc.stories import cause
 
 Send = Callable[[Message], None]
 
@@ -46,20 +47,22 @@ class Answers:
             for rid in dict.fromkeys(batch.rids):  # a request can have several rows
                 entry = self._ledger.find(owner, rid)
                 if entry is not None:
-                    self._ledger.close(entry)
+                    self._ledger.close(entry, cause(refusal))
                     self.abort_running(entry)
                 self.send(owner, refusal.answer(rid))
 
     def refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
         """End a request with an error, unless it has ended. The scheduler itself has ended the choice `ended`."""
         if self._ledger.holds(entry):
-            self._ledger.close(entry)
+            self._ledger.close(entry, cause(refusal))
             self.abort_running(entry, ended)
             self._measures.refused(refusal.code)
             self.send(entry.owner, refusal.answer(entry.client_rid))
 
     def end_aborted(self, entry: Entry) -> None:
         """End a request with a terminal row for each live choice, in place of a scheduler that does not have it."""
+        for choice in entry.choices:
+            choice.finish = Finish.ABORT
         self._ledger.close(entry)
         self.abort_running(entry)
         rows = Rows()
@@ -82,12 +85,12 @@ class Answers:
     def drop_client(self, owner: Owner) -> None:
         """A client is gone."""
         self._clients.forget(owner)
-        for entry in self._ledger.close_all_of(owner):
+        for entry in self._ledger.close_all_of(owner, ("client_closed", "the client closed the connection")):
             self.abort_running(entry)
 
     def _cut_off(self, owner: Owner) -> None:
         """A client that does not read: its requests end, and it will find an error for each when it reads again."""
-        for entry in self._ledger.close_all_of(owner):
+        for entry in self._ledger.close_all_of(owner, cause(unread())):
             self.abort_running(entry)
             self._clients.send(owner, unread().answer(entry.client_rid))
 

@@ -42,6 +42,7 @@ from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import Rows, TextRow, rows_of
 from tokenizer_proc.sampling_checks import check_sampling, stop_token
 from tokenizer_proc.stats_questions import StatsQuestions
+from tokenizer_proc.stories import Stories, cause
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Frontend:
         clock: Callable[[], int],
         pool: Executor,
         info: Info,
+        stories: Stories,
     ):
         self._limits = limits
         self._encoder = encoder
@@ -88,6 +90,7 @@ class Frontend:
         self.refused = RefusedFrames()
         self.measures = Measures()
         self._answers = Answers(ledger, clients, self.measures, send_scheduler, clock)
+        self._stories = stories
         self._handover = Handover(limits, eos_token_ids, self.measures, send_scheduler, send_detokenizer, clock)
         self._questions = Questions(encoder, info, pool, self._answers.send)
         self._stats = StatsQuestions(send_scheduler, self._answers.send)
@@ -129,6 +132,7 @@ class Frontend:
             self._check_admission(owner, msg)
         except Refused as refusal:
             self.measures.refused(refusal.code)
+            self._stories.refused(owner, msg, refusal)
             self._answers.send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
@@ -296,6 +300,7 @@ class Frontend:
             self._answers.refuse(beams.entry, refusal)
 
     def _end(self, choice: Choice, finish: int) -> None:
+        choice.finish = finish
         self._ledger.end(choice)
         if finish == Finish.STOP and choice.entry.params.stop:
             # Perhaps the detokenizer found a stop string, of which the scheduler knows nothing.
@@ -353,7 +358,7 @@ class Frontend:
         """End every live request with an answer; those that still come are refused."""
         self._stopping = True
         for owner in self._ledger.owners:
-            for entry in self._ledger.close_all_of(owner):
+            for entry in self._ledger.close_all_of(owner, cause(stopping())):
                 self._answers.send(owner, stopping().answer(entry.client_rid))
 
 

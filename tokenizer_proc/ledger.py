@@ -31,6 +31,8 @@ class Entry:
     deadline_ms: int
     arrival: int  # ns
     choices: list["Choice"] = field(default_factory=list)  # those that have not ended
+    over: list["Choice"] = field(default_factory=list)  # those that have
+    failure: tuple[str, str] | None = None  # code and problem of the error that ended it
     prompt: IntArray | None = None
     max_tokens: int = 0
     aborting: bool = False  # the scheduler has been told to end it
@@ -62,6 +64,7 @@ class Choice:
     started_ns: int = 0  # when its prompt began to be computed
     first_ns: int = 0  # when its first tokens came
     last_ns: int = 0  # when its latest ones came
+    finish: int = 0  # how it ended
     sent: int = 0  # how many of the emitted tokens the client has been sent
     # what of the rest has come with them, where the answer is not streamed
     texts: list[str] = field(default_factory=list)
@@ -83,10 +86,12 @@ class Choice:
 
 
 class Ledger:
-    """Live requests by owner and by the owner's own id, their choices by id in the cluster."""
+    """Live requests by owner and by the owner's own id, their choices by id in the cluster. `ended` is told of each
+    request that is forgotten."""
 
-    def __init__(self, new_seed: Callable[[], int]):
+    def __init__(self, new_seed: Callable[[], int], ended: Callable[[Entry], None] = lambda entry: None):
         self._new_seed = new_seed
+        self._ended = ended
         self._next_rid = 0
         self._choices: dict[int, Choice] = {}
         self._owners: dict[Owner, dict[int, Entry]] = {}
@@ -141,20 +146,23 @@ class Ledger:
         entry = choice.entry
         del self._choices[choice.rid]
         entry.choices.remove(choice)
+        entry.over.append(choice)
         if not entry.choices:
             self._forget(entry)
 
-    def close(self, entry: Entry) -> None:
-        """Forget a live request. Its `choices` are those that were live."""
+    def close(self, entry: Entry, failure: tuple[str, str] | None = None) -> None:
+        """Forget a live request, which a `failure` (code and problem) has ended. Its `choices` are those that were
+        live."""
+        entry.failure = failure
         for choice in entry.choices:
             del self._choices[choice.rid]
         self._forget(entry)
 
-    def close_all_of(self, owner: Owner) -> list[Entry]:
-        """Forget and return all live requests of a client."""
+    def close_all_of(self, owner: Owner, failure: tuple[str, str]) -> list[Entry]:
+        """Forget and return all live requests of a client, which a failure has ended."""
         entries = list(self._owners.get(owner, {}).values())
         for entry in entries:
-            self.close(entry)
+            self.close(entry, failure)
         return entries
 
     def _forget(self, entry: Entry) -> None:
@@ -162,6 +170,7 @@ class Ledger:
         del own[entry.client_rid]
         if not own:
             del self._owners[entry.owner]
+        self._ended(entry)
 
     def _unused_rid(self) -> int:
         while True:

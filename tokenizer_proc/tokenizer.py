@@ -26,6 +26,7 @@ from common.child import Child, child_options, run_child
 from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import Inbox, Outbox, open_socket
 from common.stamps import Lost, Stamper
+from common.tracing import to_collector
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
 from tokenizer_proc.frontend import Frontend
@@ -33,6 +34,7 @@ from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Ledger
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.stories import Stories
 from tokenizer_proc.tokenizer_files import load_chat_template, load_special_tokens, load_tokenizer, longest_token
 
 log = logging.getLogger(__name__)
@@ -117,18 +119,23 @@ async def _serve(
 ) -> None:
     clients = zmq.asyncio.Socket.from_socket(router)
     links = Links(child, go.term)
+    http, traces = child.config.http, None
+    if http.otlp_endpoint is not None:
+        traces = to_collector(http.otlp_endpoint)
+    stories = Stories(http.names(child.config.model.path)[0], time.monotonic_ns, traces)
     frontend = Frontend(
         limits=limits,
         encoder=encoder,
         grammars=grammars,
         eos_token_ids=go.eos_token_ids,
-        ledger=Ledger(lambda: secrets.randbits(63)),
+        ledger=Ledger(lambda: secrets.randbits(63), stories.ended),
         clients=Clients(lambda owner, frame: _send_now(clients, [owner, frame])),
         send_scheduler=lambda msg: links.scheduler.send(msg),
         send_detokenizer=lambda msg: links.detokenizer.send(msg),
         clock=time.monotonic_ns,
         pool=pool,
         info=_info(child, go, limits, encoder),
+        stories=stories,
     )
     frontend.refused = child.refused
 
@@ -151,6 +158,8 @@ async def _serve(
     for task in done - {stopped}:
         task.result()  # a loop never ends by itself: this raises what ended it
     await _last_answers(frontend, loops[0])
+    if traces is not None:
+        await asyncio.get_running_loop().run_in_executor(None, traces.close)
 
 
 async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) -> None:

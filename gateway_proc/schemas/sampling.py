@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from common.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from common.story import SANE_ID
 from gateway_proc.schemas.base import ApiModel, within, within_generate
 from gateway_proc.schemas.others import OTHERS
-from gateway_proc.story import SANE_ID
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 RequestId = Annotated[str, Field(pattern=f"^(?:{SANE_ID})$")]

@@ -51,6 +51,21 @@ def test_complete_gives_what_it_gives_over_ipc(cluster, flags):
     assert 0 < theirs["ttft_ms"] <= theirs["e2e_ms"]
 
 
+@pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
+def test_prompt_logprobs_are_those_over_ipc(cluster, chat):
+    args = ("Return a copy of", *chat, "--temperature", "0", "--max-tokens", "3", "--prompt-logprobs", "2", "--json")
+    over_http, over_ipc = remote(cluster, *args), cluster.client(*args)
+    assert over_http.returncode == over_ipc.returncode == 0, over_http.stderr + over_ipc.stderr
+    theirs, ours = json.loads(over_http.stdout), json.loads(over_ipc.stdout)
+    assert (theirs["text"], theirs["prompt_tokens"]) == (ours["text"], ours["prompt_tokens"])
+    assert len(ours["prompt_logprobs"]) == ours["prompt_tokens"]
+    assert theirs["prompt_logprobs"][0] is ours["prompt_logprobs"][0] is None
+    for their, our in zip(theirs["prompt_logprobs"][1:], ours["prompt_logprobs"][1:], strict=True):
+        assert (their["token_id"], their["rank"]) == (our["token_id"], our["rank"])
+        assert their["logprob"] == pytest.approx(our["logprob"], abs=1e-4)
+        assert [t["token_id"] for t in their["top"]] == [t["token_id"] for t in our["top"]]
+
+
 @pytest.mark.parametrize(
     "flags", [("--choice", "one", "--choice", "two"), ("--regex", "[ab]{3,5}"), ("--json-object",)]
 )

@@ -28,6 +28,7 @@ from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Ledger
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.stories import Stories
 
 INFO = Info(
     0, "/models/tiny", ("tiny",), "LlamaForCausalLM", "float32", "cpu", "9", 1, 32, 31, 4096, 16, 1000, ints(0),
@@ -69,18 +70,20 @@ class World:
         self.state: dict[bytes, Sent] = {}
         self.pool = ThreadPoolExecutor(1)
         self.encoder = Slow(tokenizer(), ChatTemplate(template, {}) if template else None, limits)
+        self.stories = Stories("m", lambda: self.now)
         self.frontend = Frontend(
             limits=limits,
             encoder=self.encoder,
             grammars=GrammarCheck(tokenizer(), ints(0), self.pool),
             eos_token_ids=ints(0),
-            ledger=Ledger(lambda: 77),
+            ledger=Ledger(lambda: 77, self.stories.ended),
             clients=Clients(self.send),
             send_scheduler=self.scheduler.append,
             send_detokenizer=self.detokenizer.append,
             clock=lambda: self.now,
             pool=self.pool,
             info=INFO,
+            stories=self.stories,
         )
 
     def send(self, owner: bytes, frame: bytes) -> Sent:

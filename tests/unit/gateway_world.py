@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from common.config import HttpConfig
 from common.messages import Detokenize, Finish, Generate, GetInfo, GetStats, Info, Stats, Text
+from common.tracing import Traces
 from gateway_proc.app import build
 from gateway_proc.auth import Keys
 from gateway_proc.backend import Backend
@@ -22,7 +23,6 @@ from gateway_proc.main import Server, listen, server_config
 from gateway_proc.metrics import Metrics, Scrape
 from gateway_proc.requests import BodyReader
 from gateway_proc.service import Service
-from gateway_proc.tracing import Traces
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.frontend_world import INFO
 

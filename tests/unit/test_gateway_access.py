@@ -25,7 +25,6 @@ def test_keys(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
         ):
             response = await world.post("/v1/completions", {"prompt": "x"}, headers=headers)
             assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
-        assert (await world.client.get("/metrics")).status_code == 401
         assert (await world.client.get("/health")).status_code == 200
         salts = set()
         for key in KEYS.values():
@@ -34,6 +33,12 @@ def test_keys(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
                 assert (await world.post("/v1/completions", body, headers=bearer(key))).status_code == 200
                 salts.add((await world.generated()).cache_salt)
         assert len(salts) == 4 and "" not in salts and "s" not in salts
+        scraped = await world.client.get("/metrics")
+        assert scraped.status_code == 200 and "rhizome_http_requests_total" in scraped.text
+        assert "alice" not in scraped.text, "who asks is told to those with a key alone"
+        told = await world.client.get("/metrics", headers=bearer(KEYS["bob"]))
+        assert told.status_code == 200 and 'rhizome_http_tokens_total{key="alice"' in told.text
+        assert (await world.client.get("/metrics", headers=bearer("wrong-key"))).status_code == 401
 
     with caplog.at_level("DEBUG"):
         play(short_dir, HELLO, test, keys=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.story import Story
 from gateway_proc.metrics import Metrics, Scrape
-from gateway_proc.story import Story
 from scheduler_proc.measures import Measures as SchedulerMeasures
 from tests.rig import Rig
 from tokenizer_proc.measures import Measures as TokenizerMeasures

@@ -10,7 +10,7 @@ import pytest
 
 from client_cli.http_link import HttpLink
 from client_cli.http_loop import Server
-from client_cli.openai_logprobs import logprobs_of
+from client_cli.openai_logprobs import logprobs_of, prompt_logprobs_of
 from common.connection import Answer, Row, Unreachable
 from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError, ints
@@ -185,6 +185,20 @@ def test_ctrl_c_cuts_the_connection(server: FakeOpenAI) -> None:
     assert server.gone.wait(TIMEOUT_S)
 
 
+def test_prompt_logprobs_of_vllm_are_read() -> None:
+    def said(logprob: float, rank: int, text: str) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    found = prompt_logprobs_of(
+        [None, {"7": said(-3.0, 3, "c"), "5": said(-0.5, 1, "a"), "6": said(-1.0, 2, "b")},
+         {"6": said(-1.0, 2, "b"), "5": said(-0.5, 1, "a")}],
+        2,
+    )  # fmt: skip
+    a, b = TopLogprob(5, b"a", -0.5), TopLogprob(6, b"b", -1.0)
+    assert found == (None, TokenLogprobs(7, b"c", -3.0, 3, (a, b)), TokenLogprobs(6, b"b", -1.0, 2, (a, b)))
+    assert prompt_logprobs_of([{"7": said(-3.0, 3, "c")}], 0) == (TokenLogprobs(7, b"c", -3.0, 3, ()),)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -193,7 +207,6 @@ def test_ctrl_c_cuts_the_connection(server: FakeOpenAI) -> None:
         (["x", "--model", "m"], "--model belongs to --url"),
         (["x", "--api-key-env", "K"], "--api-key-env belongs to --url"),
         (["--stats", "--url", "http://h"], "--stats does not work over HTTP"),
-        (["x", "--json", "--prompt-logprobs", "2", "--url", "http://h"], "does not work over HTTP"),
         (["x", "--logprobs", "2"], "are shown by --json"),
         (["x", "--regex", "a", "--json-object"], "Give one of --json-object"),
         (["--max-tokens", "5", "chat", "x"], "a command comes before its options: client.py chat ..."),

@@ -106,7 +106,7 @@ def test_all_indexes_agree_with_plain_lists(events: list[tuple[bytes, int, int, 
         assert entry is known
         if what == 4:
             gone = [model.pop(key)[0] for key in list(model) if key[0] == owner]
-            assert ledger.close_all_of(owner) == gone
+            assert ledger.close_all_of(owner, ("x", "y")) == gone
         elif entry is None:
             model[owner, client_rid] = ledger.open(owner, request(client_rid, n=n), 0), list(range(n))
         elif what == 3:

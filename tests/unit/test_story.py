@@ -4,8 +4,7 @@ from array import array
 
 from common.messages import Finish, Timing
 from common.rows import Row
-from gateway_proc.errors import ApiError
-from gateway_proc.story import Story
+from common.story import Story
 
 MS = 10**6
 
@@ -57,7 +56,7 @@ def test_a_stream_that_its_client_left_has_its_times_too() -> None:
 
 def test_a_request_that_was_refused() -> None:
     told = story(status=400, ignored=["zap"])
-    told.fail(ApiError(400, "n: is\nwrong", param="n", code="invalid_value"))
+    told.fail("invalid_value", "n: is\nwrong")
     line = told.line(12 * MS)
     assert "\n" not in line and "error=invalid_value problem='n: is\\nwrong'" in line
     assert words(line.partition(" problem=")[0])["ttft_ms"] == "-"

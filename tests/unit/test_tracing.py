@@ -20,8 +20,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from common.config import ConfigError, HttpConfig
 from common.messages import ErrorCode, Finish, Generate, RequestError, Timing
-from gateway_proc.story import Story
-from gateway_proc.tracing import Traces, phases, to_collector, traces_url
+from common.story import Story
+from common.tracing import Traces, phases, to_collector, traces_url
 from launch import main as launch
 from tests.unit.fake_frontend import rows
 from tests.unit.gateway_world import World, answering, play, words

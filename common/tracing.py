@@ -1,4 +1,4 @@
-"""A span for each HTTP request, with its waits as children, sent to an OpenTelemetry collector (the extra `otel`).
+"""A span for each request, with its waits as children, sent to an OpenTelemetry collector (the extra `otel`).
 
 Spans are made when a request has ended, from the times in its story. Attributes have the names of OpenTelemetry's
 conventions for HTTP and generative AI; prompts and answers are never among them.
@@ -15,7 +15,7 @@ from common.config import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from gateway_proc.story import Story  # launch.py loads this module, and little else
+    from common.story import Story
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 SERVICE = "rhizome"
@@ -68,14 +68,14 @@ class Traces:
         processor = BatchSpanProcessor(exporter) if batch else SimpleSpanProcessor(exporter)
         self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("rhizome.gateway")
+        self._tracer = self._provider.get_tracer("rhizome")
         self._propagator = TraceContextTextMapPropagator()
         self._wall = wall
         self._monotonic = monotonic
 
     def told(self, story: "Story") -> None:
         """A request has ended. Fills in its `trace_id`; the caller's trace is continued where the request named one."""
-        if story.method != "POST":
+        if story.method != "POST" and not story.generates:
             return  # probes and scrapes
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
@@ -121,12 +121,13 @@ def phases(story: "Story", now: int) -> list[tuple[str, int, int]]:
 
 
 def _attributes(story: "Story") -> dict[str, Any]:
-    own: dict[str, Any] = {
-        "http.request.method": story.method,
-        "http.route": story.route,
-        "http.response.status_code": story.status,
-        "gen_ai.request.id": story.id,
-    }
+    own: dict[str, Any] = {"gen_ai.request.id": story.id}
+    if story.status:  # it came over HTTP
+        own |= {
+            "http.request.method": story.method,
+            "http.route": story.route,
+            "http.response.status_code": story.status,
+        }
     if story.error:
         own["error.type"] = story.error
     if story.generates:

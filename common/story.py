@@ -1,4 +1,7 @@
-"""What became of one HTTP request, for its line in the log, the metrics and its trace. Plain data."""
+"""What became of one request, for its line in the log, the metrics and its trace. Plain data.
+
+The gateway tells the stories of HTTP requests, the tokenizer those of requests that come over its own socket.
+"""
 
 import re
 import secrets
@@ -7,8 +10,8 @@ from dataclasses import dataclass, field
 
 from common.messages import Finish
 from common.rows import Row
-from gateway_proc.errors import ApiError
 
+IPC = "IPC"  # the method of requests that come over the tokenizer's own socket
 SANE_ID = r"[A-Za-z0-9._:/@+=-]{1,128}"
 
 
@@ -70,8 +73,18 @@ class Story:
             answer.last_ns = row.times[-1]
             self.last_ns = max(self.last_ns, answer.last_ns)
 
-    def fail(self, error: ApiError) -> None:
-        self.error, self.problem = error.code or error.type, error.message
+    def answer(self, choice: int, tokens: int, first_ns: int, last_ns: int, finish: Finish) -> None:
+        """Take note of a whole answer, where its rows are not seen."""
+        self.output_tokens += tokens
+        if finish is not Finish.NONE:
+            name = finish.name.lower()
+            self.finish[name] = self.finish.get(name, 0) + 1
+        self._answers[0, choice] = _Answer(tokens, first_ns, last_ns)
+        self.first_ns = _earlier(self.first_ns, first_ns)
+        self.last_ns = max(self.last_ns, last_ns)
+
+    def fail(self, code: str, problem: str) -> None:
+        self.error, self.problem = code, problem
 
     @property
     def itl_ns(self) -> float:
@@ -88,7 +101,8 @@ class Story:
     def line(self, now_ns: int) -> str:
         """The one line that tells the whole story, as words `name=value`."""
         told: dict[str, object] = {
-            "id": self.id, "key": self.key, "method": self.method, "route": self.route, "status": self.status,
+            "id": self.id, "key": self.key, "method": self.method, "route": self.route,
+            "status": self.status or "-",
         }  # fmt: skip
         if self.generates:
             told |= {
