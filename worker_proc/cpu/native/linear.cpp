@@ -22,6 +22,7 @@ constexpr int64_t kSteps = 8;         // blocks of 32 inputs in one pass over th
 constexpr int64_t kWholeSteps = 32;   // more blocks are taken in parts
 constexpr int64_t kPartSteps = 16;    // blocks in a part
 constexpr int64_t kPartRows = 256;    // the same where the inputs are taken in parts
+constexpr int64_t kMaxChunk = kMaxHead / kPanel;
 constexpr int64_t kChunk = 4;         // panels per task when many rows share them: their results lie side by side
 constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
 constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
@@ -77,7 +78,7 @@ inline bool streams([[maybe_unused]] const void* out, [[maybe_unused]] int64_t o
 
 // Room for the sums of a task: of all its panels where the inputs are taken in parts, else of one.
 float* sums_of_thread() {
-  alignas(64) static thread_local float sums[std::max(kGroupRows, kPartRows * kChunk) * kPanel];
+  alignas(64) static thread_local float sums[std::max(kGroupRows, kPartRows * kMaxChunk) * kPanel];
   return sums;
 }
 
@@ -154,9 +155,11 @@ inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, in
       store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
 }
 
-// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows.
+// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows. Panels come in units that one
+// thread takes one after another for the same rows, at most kGroupRows.
 template <class Then>
-void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then) {
+void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then,
+                int64_t unit = 1) {
   if (rows == 0) return;
   const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
   const int64_t most = blocks(weights.inputs) > kWholeSteps ? kPartRows : kGroupRows;
@@ -166,6 +169,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   const bool streaming = rows <= 2 * kBlockRows;
   int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : kChunk;
   chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
+  chunk = (chunk + unit - 1) / unit * unit;
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
 #if defined(__AMX_BF16__)
   if (weights.format != Format::kBFloat16) {
@@ -279,6 +283,22 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
     case Finish::kSiluMul:
       return run(half, kTile, weights.outputs / 2, [](auto... row) { put_silu_mul(row...); });
   }
+}
+
+void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t head_dim,
+                  TakeHead take, void* context) {
+  const int64_t unit = head_dim / kPanel;
+  for_panels(
+      weights, x, x_stride, rows,
+      [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+        // of the rows of a task, whose first one is not known here: rows of a task are never as far apart
+        alignas(64) static thread_local bf16 held[kGroupRows * kMaxHead];
+        const int64_t part = panel % unit;
+        bf16* const numbers = held + row % kGroupRows * head_dim;
+        for (int i = 0; i < count; ++i, sums += kPanel) put<bf16, false>(sums, kPanel, numbers + i * head_dim + part * kPanel);
+        if (part == unit - 1) take(context, panel / unit, row, count, numbers);
+      },
+      unit);
 }
 
 void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
