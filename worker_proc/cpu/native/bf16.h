@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -28,7 +28,13 @@ inline floats load(const float* from) { return *reinterpret_cast<const floats*>(
 inline void store(float* to, floats value) { *reinterpret_cast<floats*>(to) = value; }
 inline floats splat(float value) { return floats{} + value; }
 
-inline floats widen(halves value) { return (floats)(__builtin_convertvector(value, words) << 16); }
+inline floats widen(halves value) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)value), 16);  // g++ 12 takes five instructions
+#else
+  return (floats)(__builtin_convertvector(value, words) << 16);
+#endif
+}
 inline floats load(const bf16* from) { return widen(*reinterpret_cast<const halves*>(from)); }
 
 // To nearest, ties to even. NaN stays NaN.
@@ -75,6 +81,9 @@ inline void store_some(Element* to, floats value, int count) {
 }
 
 inline float sum(floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)value);  // in the very order of the loop
+#endif
   for (int width = kLanes / 2; width >= 1; width /= 2)
     for (int i = 0; i < width; ++i) value[i] += value[i + width];
   return value[0];
@@ -103,6 +112,29 @@ inline floats exp(floats x) {
   series = series * rest + 1.0f;
   const ints exponent = ((ints)shifted - (ints)magic + 127) << 23;
   return series * (floats)exponent;
+}
+
+// x / (1 + e**-x), relative error 4e-6 (it becomes bfloat16).
+inline floats silu(floats x) {
+#if defined(__AVX512F__)
+  // 2**t by a polynomial on [-1/2, 1/2], and the quotient by an estimate of 14 bits and a step of Newton's
+  const __m512 bounded = _mm512_min_ps(_mm512_max_ps((__m512)x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(87.0f));
+  const __m512 t = _mm512_mul_ps(bounded, _mm512_set1_ps(-1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(t, whole);
+  __m512 p = _mm512_set1_ps(0x1.5bba14p-10f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.3cea88p-7f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.c6b754p-5f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ebf9bcp-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62e42ap-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  const __m512 below = _mm512_add_ps(_mm512_scalef_ps(p, whole), _mm512_set1_ps(1.0f));
+  const __m512 guess = _mm512_rcp14_ps(below);
+  const __m512 better = _mm512_mul_ps(guess, _mm512_fnmadd_ps(below, guess, _mm512_set1_ps(2.0f)));
+  return (floats)_mm512_mul_ps((__m512)x, better);
+#else
+  return x / (1.0f + exp(-x));
+#endif
 }
 
 }  // namespace rhizome

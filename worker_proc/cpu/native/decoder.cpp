@@ -133,51 +133,85 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
     linear(weights, x, x_stride, tokens, buffers.x, buffers.x_stride, Finish::kAdd);
 }
 
-// Queries are rotated in place, keys and values go to their pages.
-void rotate_and_store(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers,
-                      const DecoderLayer& layer) {
-  const Stopwatch time(step.op_ns, kRotate);
-  const AttentionBatch& pages = *step.attention;
-  const int64_t dim = model.head_dim, half = dim / 2;
-  for_rows(step.tokens, 2 * buffers.qkv_stride, [&](int64_t token) {
-    const float* const cos = buffers.cos + token * half;
-    const float* const sin = buffers.sin + token * half;
-    bf16* from = buffers.qkv + token * buffers.qkv_stride;
-    const int64_t page = step.slots[token] / pages.page_size, offset = step.slots[token] % pages.page_size;
-    const int64_t k_at = page * pages.k_page_stride + offset * pages.k_token_stride;
-    const int64_t v_at = page * pages.v_page_stride + offset * pages.v_token_stride;
-    bf16* const k = static_cast<bf16*>(layer.k_pages) + k_at;
-    bf16* const v = static_cast<bf16*>(layer.v_pages) + v_at;
-    for (int64_t head = 0; head < model.heads; ++head, from += dim)
-      norm_and_rotate(from, layer.q_norm, model.norm_eps, cos, sin, dim, from);
-    if (pages.kv_int8) {
-      auto* const k_codes = static_cast<int8_t*>(layer.k_pages) + k_at;
-      auto* const v_codes = static_cast<int8_t*>(layer.v_pages) + v_at;
-      int64_t scale = page * model.kv_heads * pages.page_size + offset;
-      for (int64_t head = 0; head < model.kv_heads; ++head, scale += pages.page_size) {
-        bf16 *const key = from + head * dim, *const value = key + model.kv_heads * dim;
-        norm_and_rotate(key, layer.k_norm, model.norm_eps, cos, sin, dim, key);
-        layer.k_scales[scale] = quantize_head(key, dim, k_codes + head * pages.k_head_stride);
-        layer.v_scales[scale] = quantize_head(value, dim, v_codes + head * pages.v_head_stride);
-      }
-      return;
+// What becomes of the heads of a token: queries are normed, rotated and kept, keys and values go to their pages.
+class Rotation {
+ public:
+  Rotation(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer)
+      : model_(model), step_(step), buffers_(buffers), layer_(layer), pages_(*step.attention) {}
+
+  // Head `head` of queries, keys and values one after another, of a token: its numbers, which may be where the query is
+  // kept, and are not wanted afterwards.
+  void take(int64_t head, int64_t token, bf16* numbers) const {
+    const int64_t dim = model_.head_dim, half = dim / 2;
+    const float* const cos = buffers_.cos + token * half;
+    const float* const sin = buffers_.sin + token * half;
+    const auto turn = [&](const float* norm, bf16* to) {
+      norm_and_rotate(numbers, norm, model_.norm_eps, cos, sin, dim, to);
+    };
+    if (head < model_.heads)
+      return turn(layer_.q_norm, buffers_.qkv + token * buffers_.qkv_stride + head * dim);
+    head -= model_.heads;
+    const bool is_key = head < model_.kv_heads;
+    if (!is_key) head -= model_.kv_heads;
+    const int64_t page = step_.slots[token] / pages_.page_size, offset = step_.slots[token] % pages_.page_size;
+    const int64_t at = is_key ? page * pages_.k_page_stride + offset * pages_.k_token_stride + head * pages_.k_head_stride
+                              : page * pages_.v_page_stride + offset * pages_.v_token_stride + head * pages_.v_head_stride;
+    void* const memory = is_key ? layer_.k_pages : layer_.v_pages;
+    if (pages_.kv_int8) {
+      if (is_key) turn(layer_.k_norm, numbers);
+      float* const scales = is_key ? layer_.k_scales : layer_.v_scales;
+      scales[(page * model_.kv_heads + head) * pages_.page_size + offset] =
+          quantize_head(numbers, dim, static_cast<int8_t*>(memory) + at);
+    } else if (is_key) {
+      turn(layer_.k_norm, static_cast<bf16*>(memory) + at);
+    } else {
+      memcpy(static_cast<bf16*>(memory) + at, numbers, dim * sizeof(bf16));
     }
-    for (int64_t head = 0; head < model.kv_heads; ++head, from += dim)
-      norm_and_rotate(from, layer.k_norm, model.norm_eps, cos, sin, dim, k + head * pages.k_head_stride);
-    for (int64_t head = 0; head < model.kv_heads; ++head, from += dim)
-      memcpy(v + head * pages.v_head_stride, from, dim * sizeof(bf16));
+  }
+
+ private:
+  const DecoderModel& model_;
+  const DecoderStep& step_;
+  const Buffers& buffers_;
+  const DecoderLayer& layer_;
+  const AttentionBatch& pages_;
+};
+
+// Projects to queries, keys and values, and puts them where attention finds them.
+void project_heads(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers,
+                   const DecoderLayer& layer) {
+  const Rotation rotation(model, step, buffers, layer);
+  if (whole_heads(model.head_dim)) {
+    const Stopwatch time(step.op_ns, kQkv);
+    struct Context {
+      const Rotation& rotation;
+      int64_t dim;
+    } context{rotation, model.head_dim};
+    linear_heads(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, model.head_dim,
+                 [](void* to, int64_t head, int64_t row, int count, bf16* numbers) {
+                   const Context& context = *static_cast<const Context*>(to);
+                   for (int i = 0; i < count; ++i)
+                     context.rotation.take(head, row + i, numbers + i * context.dim);
+                 }, &context);
+    return;
+  }
+  {
+    const Stopwatch time(step.op_ns, kQkv);
+    linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride,
+           Finish::kStore);
+  }
+  const Stopwatch time(step.op_ns, kRotate);
+  for_rows(step.tokens, 2 * buffers.qkv_stride, [&](int64_t token) {
+    bf16* const from = buffers.qkv + token * buffers.qkv_stride;
+    for (int64_t head = 0; head < model.heads + 2 * model.kv_heads; ++head)
+      rotation.take(head, token, from + head * model.head_dim);
   });
 }
 
 void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers,
                      const DecoderLayer& layer) {
   norm(model, step, buffers, layer.input_norm);
-  {
-    const Stopwatch time(step.op_ns, kQkv);
-    linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride,
-           Finish::kStore);
-  }
-  rotate_and_store(model, step, buffers, layer);
+  project_heads(model, step, buffers, layer);
   const AttentionLayer attention{buffers.qkv,      buffers.qkv_stride,      layer.k_pages, layer.v_pages,
                                  buffers.attended, buffers.attended_stride, layer.scale,   0.0f,
                                  layer.window,     0,                       layer.k_scales, layer.v_scales};

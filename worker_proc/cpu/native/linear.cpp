@@ -16,10 +16,14 @@ namespace rhizome {
 namespace {
 
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
-constexpr int64_t kGroupBytes = 1 << 20;      // of x that a group of rows takes at most: it should stay in the L2 cache
-constexpr int64_t kGroupRows = 512;
+constexpr int64_t kGroupRows = 512;           // of x that a task takes at most: they should stay in the L2 cache
 constexpr int64_t kStreamRows = 512;  // results of so many rows are read again much later: not from a cache
-constexpr int64_t kSteps = 8;        // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
+constexpr int64_t kSteps = 8;         // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
+constexpr int64_t kWholeSteps = 32;   // more blocks are taken in parts
+constexpr int64_t kPartSteps = 16;    // blocks in a part
+constexpr int64_t kPartRows = 256;    // the same where the inputs are taken in parts
+constexpr int64_t kMaxChunk = kMaxHead / kPanel;
+constexpr int64_t kChunk = 4;         // panels per task when many rows share them: their results lie side by side
 constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
 constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
 
@@ -72,48 +76,74 @@ inline bool streams([[maybe_unused]] const void* out, [[maybe_unused]] int64_t o
 #endif
 }
 
+// Room for the sums of a task: of all its panels where the inputs are taken in parts, else of one.
 float* sums_of_thread() {
-  alignas(64) static thread_local float sums[kGroupRows * kPanel];
+  alignas(64) static thread_local float sums[std::max(kGroupRows, kPartRows * kMaxChunk) * kPanel];
   return sums;
 }
 
-// Calls then(row, count, sums) with the sums [count, 32] of one panel for all rows of a range, up to kBlockRows at once.
-// With many rows, the inputs are cut, so that a part of the panel stays in the L1 cache while the rows go by. `prepared`
-// is how many rows the micro-kernel is prepared for, see `prepare`.
+// Calls then(panel, row, count, sums) with the sums [count, 32] of a panel for all rows of a range that a task can hold
+// at once, up to kBlockRows.
 template <class Then>
-void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
-              int& prepared, Then&& then) {
+void multiply_few(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
+                  Then&& then) {
+  const int64_t steps = blocks(weights.inputs);
+  const int count = static_cast<int>(range.row_end - range.row_begin);
+  const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
+  float* const sums = sums_of_thread();
+  // A single tile of rows is quicker without: the processor finds the stream by itself.
+  const Prefetch ahead{reinterpret_cast<const char*>(data) + kDistance, count > kTile ? kBlockLines : 0};
+  block(x + range.row_begin * x_stride, x_stride, count, data, steps, sums, false, ahead);
+  then(panel, range.row_begin, count, sums);
+}
+
+// The same for more rows. Inputs are cut into pieces of kSteps blocks, so that a piece of the panel stays in the L1
+// cache while the rows go by, and where there are many, into parts that all panels take before the next part: what
+// they read of the rows should stay in the L2 cache.
+template <class Then>
+void multiply_many(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Then&& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
+  const int64_t part = steps > kWholeSteps ? kPartSteps : steps;
+  const auto piece_of = [&](int64_t panel, int64_t step) {
+    return weights.data + (panel * steps + step) * 2 * kTileElements;
+  };
 #if defined(__AMX_BF16__)
   constexpr bool quantized = false;  // see for_panels
 #else
   const bool quantized = weights.format != Format::kBFloat16;
 #endif
-  const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
-  const int64_t at_once = rows <= kBlockRows && !quantized ? steps : kSteps;
-  float* const sums = sums_of_thread();
+  const int64_t row_blocks = (rows + kBlockRows - 1) / kBlockRows;
+  const int lines = quantized ? 0 : static_cast<int>((kBlockLines + row_blocks - 1) / row_blocks);
+  int prepared = 0;
   x += range.row_begin * x_stride;
-  for (int64_t step = 0; step < steps; step += at_once) {
-    const int64_t now = std::min(at_once, steps - step);
-    const bf16* part = data + step * 2 * kTileElements;
+  for (int64_t first = 0; first < steps; first += part) {
+    const int64_t stop = std::min(steps, first + part);
+    for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
+      float* const sums = sums_of_thread() + (part < steps ? (panel - range.panel_begin) * rows * kPanel : 0);
+      for (int64_t step = first; step < stop; step += kSteps) {
+        const int64_t now = std::min(kSteps, stop - step);
+        const bf16* piece = piece_of(panel, step);
+        // The memory of the next piece is fetched while the rows go by this one.
+        const bf16* const next = step + now < stop                ? piece_of(panel, step + now)
+                                 : panel + 1 < range.panel_end    ? piece_of(panel + 1, first)
+                                 : stop < steps                   ? piece_of(range.panel_begin, stop)
+                                                                  : piece_of(panel + 1, 0);
 #if !defined(__AMX_BF16__)
-    if (quantized) {
-      alignas(64) static thread_local bf16 widened[kSteps * 2 * kTileElements];
-      widen(weights, panel, step, now, widened);
-      part = widened;
-    }
+        if (quantized) {
+          alignas(64) static thread_local bf16 widened[kSteps * 2 * kTileElements];
+          widen(weights, panel, step, now, widened);
+          piece = widened;
+        }
 #endif
-    // The memory of the next part is fetched while the rows go by this one. A single tile of rows is quicker without:
-    // the processor finds the stream by itself.
-    const bool one = rows <= kBlockRows;
-    const int lines = quantized ? 0 : one ? (rows > kTile ? kBlockLines : 0) : kBlockLines * kBlockRows / static_cast<int>(rows) + 1;
-    Prefetch ahead{reinterpret_cast<const char*>(part) + (one ? kDistance : now * kBlockLines * 64), lines};
-    for (int64_t row = 0; row < rows; row += kBlockRows) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
-      if (count != prepared) prepare(prepared = count);
-      block(x + row * x_stride + step * 32, x_stride, count, part, now, sums + row * kPanel, step > 0, ahead);
-      ahead.next += now * lines * 64;
-      if (step + now == steps) then(range.row_begin + row, count, sums + row * kPanel);
+        Prefetch ahead{reinterpret_cast<const char*>(next), lines};
+        for (int64_t row = 0; row < rows; row += kBlockRows) {
+          const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
+          if (count != prepared) prepare(prepared = count);
+          block(x + row * x_stride + step * 32, x_stride, count, piece, now, sums + row * kPanel, step > 0, ahead);
+          ahead.next += now * lines * 64;
+          if (step + now == steps) then(panel, range.row_begin + row, count, sums + row * kPanel);
+        }
+      }
     }
   }
 }
@@ -125,15 +155,21 @@ inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, in
       store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
 }
 
-// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows.
+// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows. Panels come in units that one
+// thread takes one after another for the same rows, at most kGroupRows.
 template <class Then>
-void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then) {
+void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then,
+                int64_t unit = 1) {
+  if (rows == 0) return;
   const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
-  const int64_t fitting = std::max<int64_t>(kGroupBytes / row_bytes / kBlockRows, 2) * kBlockRows;
-  const int64_t group = std::min(fitting, kGroupRows), groups = (rows + group - 1) / group;
+  const int64_t most = blocks(weights.inputs) > kWholeSteps ? kPartRows : kGroupRows;
+  const int64_t groups = (rows + most - 1) / most;
+  // groups of about the same size, in whole blocks
+  const int64_t group = ((rows + groups - 1) / groups + kBlockRows - 1) / kBlockRows * kBlockRows;
   const bool streaming = rows <= 2 * kBlockRows;
-  int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : 1;
+  int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : kChunk;
   chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
+  chunk = (chunk + unit - 1) / unit * unit;
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
 #if defined(__AMX_BF16__)
   if (weights.format != Format::kBFloat16) {
@@ -158,13 +194,18 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const int64_t at = task / chunks, first = task % chunks * chunk;
     const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};
-    int prepared = 0;
-    for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
-      multiply(weights, x, x_stride, range, panel, prepared, [&](int64_t row, int count, float* sums) {
-        scale_sums(weights, panel, sums, count);
-        add_bias(weights, panel, sums, count);
-        then(panel, row, count, sums, thread);
-      });
+    const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
+      scale_sums(weights, panel, sums, count);
+      add_bias(weights, panel, sums, count);
+      then(panel, row, count, sums, thread);
+    };
+    const int64_t count = range.row_end - range.row_begin;
+    if (count > kBlockRows || weights.format != Format::kBFloat16) {
+      multiply_many(weights, x, x_stride, range, take);
+    } else {
+      prepare(static_cast<int>(count));
+      for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel)
+        multiply_few(weights, x, x_stride, range, panel, take);
     }
     finish_streams();
   });
@@ -188,7 +229,7 @@ inline void put(const float* sums, int count, Element* out) {
 inline void put_silu_mul(const float* sums, int count, bf16* out) {
   for (int i = 0; i < count; i += kLanes) {
     const floats gate = load(sums + i), up = load(sums + kTile + i);
-    const floats value = gate / (1.0f + exp(-gate)) * up;
+    const floats value = silu(gate) * up;
     if (count - i >= kLanes)
       store(out + i, value);
     else
@@ -242,6 +283,22 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
     case Finish::kSiluMul:
       return run(half, kTile, weights.outputs / 2, [](auto... row) { put_silu_mul(row...); });
   }
+}
+
+void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t head_dim,
+                  TakeHead take, void* context) {
+  const int64_t unit = head_dim / kPanel;
+  for_panels(
+      weights, x, x_stride, rows,
+      [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+        // of the rows of a task, whose first one is not known here: rows of a task are never as far apart
+        alignas(64) static thread_local bf16 held[kGroupRows * kMaxHead];
+        const int64_t part = panel % unit;
+        bf16* const numbers = held + row % kGroupRows * head_dim;
+        for (int i = 0; i < count; ++i, sums += kPanel) put<bf16, false>(sums, kPanel, numbers + i * head_dim + part * kPanel);
+        if (part == unit - 1) take(context, panel / unit, row, count, numbers);
+      },
+      unit);
 }
 
 void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,

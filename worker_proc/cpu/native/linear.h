@@ -41,6 +41,8 @@ struct Prefetch {
   int lines;
 };
 
+constexpr int64_t kMaxHead = 256;  // numbers of a head that `linear_heads` can hold
+
 inline int64_t blocks(int64_t inputs) { return (inputs + 31) / 32; }
 inline int64_t panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
@@ -56,6 +58,17 @@ enum class Finish : int32_t {
 // with zeros up to the next one.
 void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride,
             Finish finish);
+
+// Takes rows [row, row + count) of one head, its `head_dim` numbers of a row side by side, in
+// memory that may be written to.
+using TakeHead = void (*)(void* context, int64_t head, int64_t row, int count, bf16* numbers);
+
+// Whether `linear_heads` works for heads of this size.
+inline bool whole_heads(int64_t head_dim) { return head_dim % kPanel == 0 && head_dim <= kMaxHead; }
+
+// The outputs, as bfloat16, head by head: `take` gets each head of each row once, on any thread, while it is in a cache.
+void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t head_dim,
+                  TakeHead take, void* context);
 
 // The smallest index of the largest output of every row, and that output. A row that holds NaN gets some index.
 void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
