@@ -79,7 +79,8 @@ def _describe(node: Node) -> str:
     length = len(node.key) // TOKEN_BYTES
     ids = " ".join(map(str, tokens)) + (" ..." if length > len(tokens) else "")
     locks = f", locks {node.locks}" if node.locks else ""
-    return f"{length} tokens, pages {_ranges(node.pages)}{locks}, used at {node.last_access}: {ids}"
+    where = "host pages" if node.on_host else "pages"
+    return f"{length} tokens, {where} {_ranges(node.pages)}{locks}, used at {node.last_access}: {ids}"
 
 
 def _summary(nodes: list[Node]) -> str:

@@ -13,6 +13,7 @@ from worker_proc.draw_step import DrawStep
 from worker_proc.drawn import DrawnTokens
 from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers
+from worker_proc.host_tier import HostPages, PageCopies
 from worker_proc.input_batch import SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
@@ -58,7 +59,8 @@ class LaunchedStep:
 class ModelRunner:
     """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
 
-    `grammars` are those of rank 0; the other ranks have none. `draw_rows` is for the sampler.
+    `grammars` are those of rank 0; the other ranks have none. `draw_rows` is for the sampler. `host` has room for pages
+    that leave `cache`.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class ModelRunner:
         device: torch.device | str,
         grammars: GrammarMatchers | None = None,
         draw_rows: DrawRows | None = None,
+        host: HostPages | None = None,
     ) -> None:
         self._model = model
         self._greedy = model if isinstance(model, GreedyModel) else None
         self._cache = cache
+        self._copies = PageCopies(cache, host)
         self._tp = tp
         self._device = torch.device(device)
         self._group = group
@@ -128,7 +132,7 @@ class ModelRunner:
         self._slots.apply(plan, staging)
         self._draw_step.apply(plan, staging)
         if plan.copies:
-            self._cache.stage_copies(plan.copies[::2].tolist(), plan.copies[1::2].tolist(), staging)
+            self._copies.stage(plan.copies, staging)
         if not plan.chunk_slots and not any(plan.decode):
             staging.send()
             now = time.monotonic_ns()
