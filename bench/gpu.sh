@@ -19,7 +19,8 @@ part() {
 }
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || exit 1
 part 150 "parity: kernels, decoder, graphs" "$python" -m pytest -q -p no:cacheprovider \
-    tests/unit/test_cuda_attention.py tests/unit/test_cuda_decoder.py tests/unit/test_cuda_sampling.py
+    tests/unit/test_cuda_attention.py tests/unit/test_cuda_decoder.py tests/unit/test_cuda_sampling.py \
+    tests/unit/test_host_pages.py
 part 120 "parity in bfloat16" "$python" -m bench.gpu.parity
 part 200 "worker beside the machine's limits" "$python" -m bench.gpu.worker
 model="$out/model"

@@ -10,7 +10,8 @@ from common.fields import IntArray
 from common.messages import ints
 from scheduler_proc.block_pool import BlockPool, PoolExhausted
 from scheduler_proc.host_tier import HostTier
-from scheduler_proc.radix_tree import Match, RadixTree
+from scheduler_proc.radix_node import Match
+from scheduler_proc.radix_tree import RadixTree
 from scheduler_proc.request import Request
 
 

@@ -4,7 +4,8 @@ import heapq
 from array import array
 from collections.abc import Iterator
 
-from scheduler_proc.radix_tree import TOKEN_BYTES, Node, RadixTree
+from scheduler_proc.radix_node import TOKEN_BYTES, Node
+from scheduler_proc.radix_tree import RadixTree
 
 FIRST_TOKENS = 8
 

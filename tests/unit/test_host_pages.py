@@ -18,11 +18,12 @@ from worker_proc.memory import choose_host_pages
 from worker_proc.staging import Staging
 
 PAGES, HOST = 7, 5
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def filled(dtype=torch.float32, page_size=4, k=6, v=6, int8=False):
-    """A cache in which every byte is random, and which is no number where that is possible."""
-    cache = KVCache(KVSpec(3, 2, k, v, dtype, int8), PAGES, page_size)
+def filled(dtype=torch.float32, page_size=4, k=6, v=6, int8=False, device="cpu"):
+    """A cache in which every byte is random, so that some numbers are none."""
+    cache = KVCache(KVSpec(3, 2, k, v, dtype, int8), PAGES, page_size, device)
     generator = torch.Generator().manual_seed(page_size)
     for tensor in cache.page_tensors:
         tensor.view(torch.uint8).copy_(torch.randint(0, 256, tensor.view(torch.uint8).shape, generator=generator))
@@ -37,14 +38,15 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(
     ("dtype", "int8"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
 )
-def test_what_comes_back_is_what_went(dtype, int8, page_size):
-    cache = filled(dtype, page_size, k=5, v=3, int8=int8)  # K and V of different and odd width
-    copies = PageCopies(cache, HostPages(cache, HOST))
+def test_what_comes_back_is_what_went(dtype, int8, page_size, device):
+    cache = filled(dtype, page_size, k=5, v=3, int8=int8, device=device)  # K and V of different and odd width
+    copies = PageCopies(cache, HostPages(cache, HOST, device))
     before = [bits(cache, page) for page in range(PAGES + 1)]
     copies.make(ints(2, PAGES + 4, 6, PAGES + 0))
     assert all(same(bits(cache, page), before[page]) for page in range(PAGES + 1)), "offloading only reads"
@@ -53,10 +55,11 @@ def test_what_comes_back_is_what_went(dtype, int8, page_size):
     assert all(same(bits(cache, page), before[after.get(page, page)]) for page in range(PAGES + 1))
 
 
-def test_the_order_of_copies_is_kept():
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_order_of_copies_is_kept(device):
     """A page that was given up is used again at once, on both sides."""
-    cache = filled()
-    copies = PageCopies(cache, HostPages(cache, HOST))
+    cache = filled(device=device)
+    copies = PageCopies(cache, HostPages(cache, HOST, device))
     before = [bits(cache, page) for page in range(PAGES)]
     host = PAGES
     copies.make(ints(0, host, 1, 0, 2, host + 1, host, 2, 3, host, 0, 3, host, 0))

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 
 from common.config import CacheConfig, ConfigError
+from common.messages import AddRequest, ints
+from common.sampling_params import DrawParams
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.host_tier import HostTier
 from scheduler_proc.invariants import InvariantViolation, check
@@ -72,17 +74,16 @@ def test_a_match_inside_a_host_page_is_loaded_to_the_page_that_goes_on():
 def test_pages_that_are_computed_again_take_the_place_of_those_on_the_host():
     """Scoring a prompt computes what is cached; then nothing has to be copied to have it on the device."""
     rig = Rig(pages=DEVICE, context=DEVICE * 4, host_pages=20)
-    talk(rig, 0, [1] * 12)
+    prompt = [1] * 12
+    talk(rig, 0, prompt)
     rig.scheduler.kv.tree.evict(DEVICE)
-    used = rig.scheduler.stats()["host_used_pages"]
-    assert used == 4 == rig.scheduler.kv.pool.free - 4
-    request = rig.scheduler.kv
-    pages = request.pool.allocate(3)
-    node, present = request.tree.insert(array("i", [1] * 12).tobytes(), pages)
-    request.pool.release(pages)
-    assert present == 0 and not node.on_host and node.pages == pages[-len(node.pages) :]
+    assert rig.scheduler.stats()["host_used_pages"] == 4
+    msg = AddRequest(1, ints(*prompt), 4, ints(), DrawParams(prompt_logprobs=0))
+    rig.take(rig.scheduler.handle(msg, rig.now))
+    rig.run()
+    assert rig.out[1] == rig.out[0] and rig.cached[1] == 0
     stats = rig.scheduler.stats()
-    assert (stats["host_used_pages"], stats["loaded_pages"]) == (used - 3, 0)
+    assert stats["loaded_pages"] == 0 and stats["host_used_pages"] <= 1, "a page that is filled in part may stay"
     check(rig.scheduler)
 
 
