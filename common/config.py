@@ -77,18 +77,26 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache: `kv_tokens` when given, else as many tokens as fit in `kv_bytes` per rank. `kv_dtype` "auto" is the
-    model's precision, "int8" one byte a number and a scale per token and head."""
+    model's precision, "int8" one byte a number and a scale per token and head. Pages that are evicted go to
+    `host_kv_bytes` of host memory per rank, 0 is none."""
 
     page_size: int = 16
     kv_tokens: int | None = None
     kv_bytes: int | None = None
     prefix_cache: bool = True
     kv_dtype: str = "auto"
+    host_kv_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check(1 <= self.page_size <= 4096, "page_size", "between 1 and 4096 tokens")
         _check(self.kv_tokens is None or self.kv_tokens >= self.page_size, "kv_tokens", "at least one page")
         _check(self.kv_bytes is None or self.kv_bytes > 0, "kv_memory", "more than 0 bytes")
+        _check(0 <= self.host_kv_bytes <= 2**50, "host_kv_memory", "between 0 (none) and 1024TiB")
+        _check(
+            self.prefix_cache or not self.host_kv_bytes,
+            "host_kv_memory",
+            "0 without the prefix cache, whose pages it is for",
+        )
         _check(self.kv_dtype in KV_DTYPES, "kv_cache_dtype", f"one of {', '.join(KV_DTYPES)}")
 
 

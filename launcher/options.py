@@ -103,6 +103,13 @@ cache_options = _made_into(
         "--kv-memory", "kv_bytes", type=Size(), default=None, help="Size of the KV cache per rank, e.g. 2GiB."
     ),
     click.option("--kv-cache-dtype", "--kv-dtype", "kv_dtype", default="auto", help="auto (the model's) or int8."),
+    click.option(
+        "--host-kv-memory",
+        "host_kv_bytes",
+        type=Size(),
+        default=0,
+        help="Host memory per rank for evicted pages of the KV cache, e.g. 16GiB; 0 is none.",
+    ),
     click.option("--prefix-cache/--no-prefix-cache", default=True, help="Share the KV of common prefixes."),
 )
 

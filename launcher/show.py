@@ -38,10 +38,15 @@ def describe(
             "tp": config.model.tp,
             "context_len": go.context_len,
             "kv_tokens": go.num_pages * go.page_size,
+            "host_kv_tokens": go.host_pages * go.page_size,
             "page_size": go.page_size,
         },
         "start_up_s": round(start_up_s, 3),
     }
+
+
+def _host(go: Go) -> str:
+    return f", {go.host_pages * go.page_size:,} more on the host" if go.host_pages else ""
 
 
 def _http_address(host: str, port: int) -> str:
@@ -56,7 +61,7 @@ def panel(info: dict[str, object], go: Go) -> str:
     rows = [
         ("model", f"{model['path']} ({model['architecture']}, {model['dtype']}, {model['device']}), tp {model['tp']}"),
         ("context", f"{go.context_len:,} tokens"),
-        ("KV cache", f"{model['kv_tokens']:,} tokens ({go.num_pages:,} pages of {go.page_size})"),
+        ("KV cache", f"{model['kv_tokens']:,} tokens ({go.num_pages:,} pages of {go.page_size}){_host(go)}"),
         ("processes", "  ".join(f"{name} {pid}" for name, pid in pids.items())),
         ("address", "  ".join(a for a in addresses.values() if a)),
         ("start-up", f"{info['start_up_s']} s"),

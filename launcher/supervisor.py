@@ -345,9 +345,11 @@ def _limits(workers: list[Ready]) -> Go:
         vocab_size=info["vocab_size"],
         eos_token_ids=ints(*eos),
         labels=workers[0].labels | {"version": VERSION},
+        host_pages=min(w.info.get("host_pages", 0) for w in workers),
     )
 
 
 def _bare(go: Go) -> Go:
     """Only the limits."""
-    return Go(go.num_pages, go.page_size, go.context_len, go.vocab_size, go.eos_token_ids, go.labels)
+    limits = Go(go.num_pages, go.page_size, go.context_len, go.vocab_size, go.eos_token_ids, go.labels)
+    return replace(limits, host_pages=go.host_pages)

@@ -84,6 +84,7 @@ class Trace:
     def _plan(self, entry: Entry, plan: Planned) -> Iterator[Event]:
         name = "plan: nothing" if plan.step is None else f"plan {plan.step}"
         about = {"tokens": plan.tokens, "pages": plan.pages, "copies": len(plan.copies), "evicted": plan.evicted}
+        about |= {"offloaded": plan.offloaded, "loaded": plan.loaded} if plan.offloaded or plan.loaded else {}
         yield self._loop(entry, name, about)
         for rid in plan.preempted:
             yield from self._mark(rid, entry.now, "preempt")

@@ -145,7 +145,8 @@ def main(child: Child) -> None:
     if go is None:
         return
     loop = EventLoop(child, go)
-    kv = KVManager(go.num_pages, go.page_size, prefix_cache=child.config.cache.prefix_cache)
+    cache = child.config.cache
+    kv = KVManager(go.num_pages, go.page_size, prefix_cache=cache.prefix_cache, host_pages=go.host_pages)
     if child.config.record is None:
         loop.run(Scheduler(child.config.scheduler, kv, go.context_len, epoch=go.epoch, vocab_size=go.vocab_size))
         return

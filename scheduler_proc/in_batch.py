@@ -7,7 +7,7 @@ far as they would start from, and computes the same tokens at the same rate.
 from collections.abc import Sequence
 
 from scheduler_proc.kv_manager import KVManager
-from scheduler_proc.radix_tree import TOKEN_BYTES, common_prefix
+from scheduler_proc.radix_node import TOKEN_BYTES, common_prefix
 from scheduler_proc.request import Request
 
 

@@ -18,6 +18,7 @@ def check(scheduler: Scheduler) -> None:
     """Raises InvariantViolation with the first disagreement found."""
     live = scheduler.holders()
     _check_pages(scheduler, live)
+    _check_host(scheduler)
     _check_tree(scheduler, live)
     _check_requests(scheduler, live)
     _check_promises(scheduler, live)
@@ -31,7 +32,8 @@ def _require(ok: bool, what: str) -> None:
 def _check_pages(scheduler: Scheduler, live: list[Request]) -> None:
     """Every page has exactly the owners that its reference count says, and a free page has none."""
     pool, tree = scheduler.kv.pool, scheduler.kv.tree
-    in_tree = [page for node in tree.nodes() for page in node.pages]
+    on_device = [node for node in tree.nodes() if not node.on_host]
+    in_tree = [page for node in on_device for page in node.pages]
     owners = Counter(in_tree)
     _require(len(owners) == len(in_tree), "a page is in the tree twice")
     for request in live:
@@ -46,7 +48,7 @@ def _check_pages(scheduler: Scheduler, live: list[Request]) -> None:
             f"page {page} has {owners[page]} owners, its reference count says {pool.references(page)}",
         )
         _require((page in free_set) == (owners[page] == 0), f"page {page}: free list and owners disagree")
-    evictable = sum(len(n.pages) for n in tree.nodes() if n.locks == 0)
+    evictable = sum(len(n.pages) for n in on_device if n.locks == 0)
     held = len(set(owners) - set(in_tree))
     _require(
         len(free) + evictable + (len(in_tree) - evictable) + held == pool.num_pages,
@@ -54,6 +56,31 @@ def _check_pages(scheduler: Scheduler, live: list[Request]) -> None:
     )
     _require(evictable == tree.evictable, f"{evictable} pages are evictable, the tree says {tree.evictable}")
     _require(len(in_tree) == tree.num_pages, f"{len(in_tree)} pages are in the tree, it says {tree.num_pages}")
+
+
+def _check_host(scheduler: Scheduler) -> None:
+    """Host pages belong to one node each, which nobody has locked, and nothing of the device hangs below it."""
+    tier, tree = scheduler.kv.tier, scheduler.kv.tree
+    hosted = [node for node in tree.nodes() if node.on_host]
+    if tier is None:
+        _require(not hosted, "a node is on the host, and there is no host tier")
+        return
+    owners = Counter(page for node in hosted for page in node.pages)
+    free = tier.pool.free_pages()
+    _require(len(set(free)) == len(free), "a host page is in the free list twice")
+    for page in range(tier.pool.num_pages):
+        references = tier.pool.references(page)
+        _require(
+            references == owners[page] <= 1,
+            f"host page {page} has {owners[page]} owners, its reference count says {references}",
+        )
+    _require(set(free).isdisjoint(owners), "a host page is free and owned")
+    _require(len(free) + len(owners) == tier.pool.num_pages, "free + used host pages are not the total")
+    for node in hosted:
+        _require(not node.locks, "a node on the host is locked between events")
+        _require(
+            all(child.on_host for child in node.children.values()), "a node on the host is above one on the device"
+        )
 
 
 def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
@@ -65,6 +92,7 @@ def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
         while node is not None and node.parent is not None:
             locks[id(node)] += 1
             node = node.parent
+    leaves = {on_host: tree.leaves(on_host=on_host) for on_host in (False, True)}
     for node in tree.nodes():
         _require(bool(node.pages), "a node without pages")
         full = len(node.pages) * page_bytes
@@ -76,8 +104,10 @@ def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
             "a node is not where its first page says",
         )
         _require(node.locks == locks[id(node)], f"a node has {node.locks} locks, requests hold {locks[id(node)]}")
-        if not node.children and not node.locks:
-            _require(node.in_heap, "an unlocked leaf cannot be found for eviction")
+        above = sum(not child.on_host for child in node.children.values())
+        _require(node.live == above, f"{above} children of a node are on the device, it says {node.live}")
+        if not node.locks and not (node.children if node.on_host else node.live):
+            _require(node in leaves[node.on_host], "an unlocked leaf cannot be found for eviction")
 
 
 def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:

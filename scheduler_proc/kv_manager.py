@@ -6,24 +6,40 @@ Who owns the pages of a request's table, by token:
     |  tree and request: locked in the tree  |  request alone: freed or given to the tree at its end  |
 """
 
+from common.fields import IntArray
+from common.messages import ints
 from scheduler_proc.block_pool import BlockPool, PoolExhausted
+from scheduler_proc.host_tier import HostTier
+from scheduler_proc.radix_node import Match
 from scheduler_proc.radix_tree import RadixTree
 from scheduler_proc.request import Request
 
 
 class KVManager:
-    """Owns the block pool and the radix tree."""
+    """Owns the block pool, the radix tree and, with `host_pages`, the host tier below it."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True):
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True, host_pages: int = 0):
+        if host_pages and not prefix_cache:
+            raise ValueError("a host tier holds pages of the prefix cache, which is off")
         self.page_size = page_size
         self.prefix_cache = prefix_cache
+        self.copies = ints()  # pairs of source and target that the next plan has to make, in their order
         self.pool = BlockPool(num_pages)
-        self.tree = RadixTree(self.pool, page_size)
+        self.tier = HostTier(host_pages, num_pages, self.copies) if host_pages else None
+        self.tree = RadixTree(self.pool, page_size, self.tier)
 
     def forget(self) -> None:
-        """The pages hold nothing any more: an empty pool and an empty tree. Requests must drop their pages, too."""
+        """The pages hold nothing any more: empty pools and an empty tree. Requests must drop their pages, too."""
+        self.copies = ints()
         self.pool = BlockPool(self.pool.num_pages)
-        self.tree = self.tree.emptied(self.pool)
+        self.tier = self.tier.emptied(self.copies) if self.tier is not None else None
+        self.tree = self.tree.emptied(self.pool, self.tier)
+
+    def take_copies(self) -> IntArray:
+        """The copies since this was asked last."""
+        taken = self.copies[:]
+        del self.copies[:]
+        return taken
 
     @property
     def available(self) -> int:
@@ -39,41 +55,60 @@ class KVManager:
             return 0
         return self.tree.peek(request.tokens.tobytes(), request.match_limit, request.salt)
 
-    def lock_prefix(self, request: Request) -> tuple[int, int]:
-        """Give `request`, which holds nothing, the longest cached prefix of its tokens, and lock it.
+    def lock_prefix(self, request: Request) -> Match | None:
+        """Give `request`, which holds nothing, the longest cached prefix of its tokens that is on the device, and lock
+        all of the longest cached prefix.
 
-        Tokens whose logits are needed are left to compute, one at least. Returns the page in which the match ends
-        and how many of its tokens match, which `take_room` copies; (-1, 0) when it ends between pages.
+        Tokens whose logits are needed are left to compute, one at least. Returns what was found, for `take_room` or
+        `unlock_prefix`.
         """
         if not self.prefix_cache:
-            return -1, 0
+            return None
         match = self.tree.match(request.tokens.tobytes(), request.match_limit, request.salt)
         self.tree.lock(match.node)
+        if match.lender is not None:
+            self.tree.lock(match.lender)  # the room that is made for this request is not to be made there
         self.pool.share(match.pages)
         request.node = match.node
         request.pages = match.pages
         request.shared_pages = len(match.pages)
         request.cached_len = len(match.pages) * self.page_size
-        return match.source, match.partial
+        return match
 
-    def unlock_prefix(self, request: Request) -> None:
-        """Undo `lock_prefix`."""
+    def unlock_prefix(self, request: Request, match: Match | None = None) -> None:
+        """Undo `lock_prefix`, which has found `match` and was not followed by `take_room`; or take back its pages."""
+        if match is not None and match.lender is not None:
+            self.tree.unlock(match.lender)
         if request.node is not None:
             self.tree.unlock(request.node)
         self.pool.release(request.pages)
         request.pages, request.node, request.shared_pages, request.cached_len = [], None, 0, 0
 
-    def take_room(self, request: Request, source: int, partial: int) -> tuple[int, int] | None:
-        """Pages for all known tokens of a request whose prefix is locked, or PoolExhausted.
+    def take_room(self, request: Request, match: Match | None) -> bool:
+        """Pages for all known tokens of a request whose prefix is locked, or PoolExhausted. What is on the host of its
+        prefix is loaded.
 
-        Returns the copy (source, target) that the workers must make before the step, if the match ended inside a page.
-        The source needs no lock: a page freed now can be written by the same plan at the earliest, after its copies.
+        Returns whether a page is copied (copy-on-write) because the match ended inside it. Its source needs no lock on
+        the device: copies are made in the order in which they were asked for, before anything is computed.
         """
+        self._make_room(request, self.pages_for(len(request.tokens)) - len(request.pages))
+        for node in match.hosted if match is not None else ():
+            pages = self.pool.allocate(len(node.pages))
+            self.tree.load(node, pages)
+            self.pool.share(pages)
+            request.pages += pages
+            request.shared_pages += len(pages)
+            request.cached_len += len(pages) * self.page_size
         own = self.grow(request, len(request.tokens))
-        if partial == 0:
-            return None
-        request.cached_len += partial
-        return (source, own[0]) if source != own[0] else None
+        if match is None or not match.partial:
+            return False
+        request.cached_len += match.partial
+        if match.source != own[0]:
+            self.copies.extend((match.source, own[0]))
+        if match.lender is None:
+            return match.source != own[0]
+        self.tree.unlock(match.lender)
+        return False
 
     def pages_ahead(self, request: Request, tokens: int, more: int) -> int:
         """Pages that `more` tokens beyond `tokens` would take from the pool."""
@@ -87,13 +122,16 @@ class KVManager:
         missing = self.pages_for(tokens) - len(request.pages)
         if missing <= 0:
             return []
+        self._make_room(request, missing)
+        pages = self.pool.allocate(missing)
+        request.pages += pages
+        return pages
+
+    def _make_room(self, request: Request, missing: int) -> None:
         if missing > self.available:
             raise PoolExhausted(f"request {request.rid} needs {missing} pages, {self.available} can be had")
         if missing > self.pool.free:
             self.tree.evict(missing - self.pool.free)
-        pages = self.pool.allocate(missing)
-        request.pages += pages
-        return pages
 
     def publish(self, request: Request) -> None:
         """Put the whole pages of a running request, all computed, into the tree so that others can share them.
@@ -105,7 +143,8 @@ class KVManager:
         if not self.prefix_cache or whole <= request.shared_pages:
             return
         tokens = request.tokens[: whole * self.page_size].tobytes()
-        if self.tree.peek(tokens, len(tokens), request.salt) // self.page_size > request.shared_pages:
+        known = self.tree.peek(tokens, len(tokens), request.salt, on_device=True)
+        if known // self.page_size > request.shared_pages:
             return
         node, _ = self.tree.insert(tokens, request.pages[:whole], request.salt, request.node)
         if node is not request.node:

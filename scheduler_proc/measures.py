@@ -7,7 +7,8 @@ from scheduler_proc.request import Request
 
 COUNTERS = (
     "steps", "requests", "finished", "aborted", "refused", "expired", "failed", "preempted",
-    "suspected", "condemned", "prompt_tokens", "cached_tokens", "output_tokens", "discarded_tokens", "copied_pages",
+    "suspected", "condemned", "prompt_tokens", "cached_tokens", "host_cached_tokens",
+    "output_tokens", "discarded_tokens", "copied_pages",
     "drafts", "draft_tokens", "accepted_tokens",
 )  # fmt: skip
 

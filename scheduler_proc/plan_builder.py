@@ -79,9 +79,9 @@ class PlanBuilder:
             self._histories.append(History(request.slot, request.prompt_len, request.tokens[:]))
             self.num_history_tokens += len(request.tokens)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy a page before anything is computed."""
-        self._copies.extend((source, target))
+    def copy(self, pairs: IntArray) -> None:
+        """Copy pages before anything is computed: source, target, source, target, ..."""
+        self._copies.extend(pairs)
 
     def append_pages(self, request: Request, pages: Sequence[int]) -> None:
         if pages:

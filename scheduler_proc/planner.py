@@ -22,6 +22,7 @@ from scheduler_proc.step_time import StepTimeModel
 SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
 HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
 NO_GUESSES = ints()
+MOVED_PAGES = 2**18  # between device and host, after which a plan admits nobody else: bounds its size and time
 LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
 MAX_GRAMMAR_CHARS_PER_STEP = 2**21  # so that the plan fits in a frame
 
@@ -133,6 +134,8 @@ class Planner:
             if self._shares_soon(request):
                 looked += 1
                 continue
+            if len(self._kv.copies) > 2 * MOVED_PAGES:
+                break
             if step.num_history_tokens > HISTORY_TOKENS or not self._try_admit(step, request):
                 break
             admitted.append(request)
@@ -156,14 +159,12 @@ class Planner:
         return self._kv.prefix_cache and better_off_waiting(request, self._kv, self._residents.prefilling, gain)
 
     def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
-        source, partial = self._kv.lock_prefix(request)
+        match = self._kv.lock_prefix(request)
         room = self._kv.pages_for(len(request.tokens)) - len(request.pages)
         if room > self._kv.available or not self.admission.fits(self._kv, self._residents.running(), request):
-            self._kv.unlock_prefix(request)
+            self._kv.unlock_prefix(request, match)
             return False
-        copy = self._kv.take_room(request, source, partial)
-        if copy is not None:
-            step.copy(*copy)
+        if self._kv.take_room(request, match):
             self._measures.counts["copied_pages"] += 1
         request.on(Event.ADMIT)
         self._residents.enter(request)
@@ -171,6 +172,8 @@ class Planner:
             request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
             self._measures.counts["prompt_tokens"] += request.prompt_len
             self._measures.counts["cached_tokens"] += request.cached_prompt
+            if match is not None:
+                self._measures.counts["host_cached_tokens"] += match.from_host
         step.enter(request)
         self._speculation.follow(request)
         return True

@@ -9,63 +9,42 @@ is one memory comparison. Namespaces (`cache_salt`) have a root each and share n
 A lock protects a node and its ancestors from eviction, so unlocked nodes hang together at the bottom, and evicting
 leaf after leaf can free all of them. Unlocked leaves wait in a heap ordered by last access. Its entries are repaired
 lazily: a popped entry whose leaf was used since goes back with the new time, one that is no leaf any more is dropped.
+
+With a host tier (host_tier.py), evicted pages go to the host as long as there is room, and their node stays. A node is
+on the device or on the host as a whole; nodes on the host hang below those on the device, never above one. So the
+leaves of the device are nodes whose children, if any, are on the host, and leaves of the host make room there.
 """
 
 import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from scheduler_proc.block_pool import BlockPool
-
-TOKEN_BYTES = 4
-
-
-class Node:
-    """One edge: `key` holds the tokens of `pages`. A root has no pages; its key is its namespace."""
-
-    __slots__ = ("children", "in_heap", "key", "last_access", "locks", "order", "pages", "parent")
-
-    def __init__(self, key: bytes, pages: list[int], parent: "Node | None"):
-        self.key = key
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}  # by first page
-        self.order: list[bytes] = []  # the keys of `children`, sorted
-        self.locks = 0
-        self.last_access = 0
-        self.in_heap = False
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix: whole pages down to `node`, then `partial` tokens of page `source`, to be copied."""
-
-    node: Node
-    pages: list[int]
-    source: int = -1
-    partial: int = 0
+from scheduler_proc.host_tier import HostTier
+from scheduler_proc.radix_node import TOKEN_BYTES, Heap, Match, Node, common_prefix
 
 
 class RadixTree:
-    """Owns one reference of `pool` for each page in it."""
+    """Owns one reference of `pool` for each page in it, or of the pool of `tier` for those on the host."""
 
-    def __init__(self, pool: BlockPool, page_size: int):
+    def __init__(self, pool: BlockPool, page_size: int, tier: HostTier | None = None):
         self._pool = pool
+        self._tier = tier
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
-        self.num_pages = 0
+        self.num_pages = 0  # on the device, as the next two
         self.evictable = 0  # pages in unlocked nodes
         self.evicted = 0  # pages, since the start
         self.version = 0  # changes whenever a match could give another answer
         self._clock = itertools.count(1)
         self._tie = itertools.count()
-        self._leaves: list[tuple[int, int, Node]] = []
+        self._leaves: Heap = []
+        self._host_leaves: Heap = []
 
-    def emptied(self, pool: BlockPool) -> "RadixTree":
-        """A tree over another pool that knows nothing, with counters that go on."""
-        tree = RadixTree(pool, self._page_bytes // TOKEN_BYTES)
+    def emptied(self, pool: BlockPool, tier: HostTier | None = None) -> "RadixTree":
+        """A tree over other pools that knows nothing, with counters that go on."""
+        tree = RadixTree(pool, self._page_bytes // TOKEN_BYTES, tier)
         tree.evicted, tree.version = self.evicted, self.version + 1
         return tree
 
@@ -75,20 +54,28 @@ class RadixTree:
         An edge that matches in part is split at the last whole page, so that the node ends where the pages end.
         """
         end = min(len(tokens), most * TOKEN_BYTES)
-        node, pages = self._descend(self._root(salt), tokens, end)
-        position = len(pages) * self._page_bytes
+        node, pages, hosted = self._descend(self._root(salt), tokens, end)
+        from_host = sum(len(n.key) for n in hosted)
+        position = len(pages) * self._page_bytes + from_host
         lender, shared = self._neighbour(node, tokens[position : min(end, position + self._page_bytes)])
+        from_host //= TOKEN_BYTES
         if lender is None:
-            return Match(node, pages)
+            return Match(node, pages, hosted=tuple(hosted), from_host=from_host)
         lender.last_access = next(self._clock)
-        return Match(node, pages, lender.pages[0], shared)
+        if self._tier is None or not lender.on_host:
+            return Match(node, pages, lender.pages[0], shared, tuple(hosted), None, from_host)
+        source = self._tier.first + lender.pages[0]
+        return Match(node, pages, source, shared, tuple(hosted), lender, from_host + shared)
 
-    def peek(self, tokens: bytes, most: int, salt: str = "") -> int:
-        """How many tokens `match` would find, without touching access times or splitting anything."""
+    def peek(self, tokens: bytes, most: int, salt: str = "", *, on_device: bool = False) -> int:
+        """How many tokens `match` would find, without touching access times or splitting anything. `on_device` leaves
+        out what would have to be loaded."""
         node, position, end = self._root(salt), 0, min(len(tokens), most * TOKEN_BYTES)
         while (child := node.children.get(tokens[position : position + self._page_bytes])) is not None:
             if position + self._page_bytes > end:
                 break
+            if on_device and child.on_host:
+                return position // TOKEN_BYTES
             common = len(common_prefix(child.key, tokens[position : min(end, position + len(child.key))]))
             position += common // TOKEN_BYTES * TOKEN_BYTES
             if common < len(child.key):
@@ -101,22 +88,29 @@ class RadixTree:
         """Make `pages`, which hold the KV of `tokens` (the last one perhaps in part), known to all.
 
         Returns the node at their end and how many leading pages were already there: those stay the tree's own, and
-        the caller keeps (or frees) its duplicates. The tree takes a reference of each page that is new to it.
+        the caller keeps (or frees) its duplicates. The tree takes a reference of each page that is new to it, and of
+        each one that it has on the host alone: those come back without a copy.
 
         `own` is the node that the caller has locked, once. A leaf that is full and locked by nobody but the caller
         grows in place, so that a sequence that is inserted bit by bit stays one edge.
         """
         if not 0 <= len(pages) * self._page_bytes - len(tokens) < self._page_bytes:
             raise ValueError(f"{len(tokens)} bytes of tokens do not fill {len(pages)} pages")
-        node, known = self._descend(self._root(salt, keep=bool(tokens)), tokens, len(tokens))
-        present = len(known)
-        rest = tokens[present * self._page_bytes :]
+        node, known, hosted = self._descend(self._root(salt, keep=bool(tokens)), tokens, len(tokens))
+        present = at = len(known)
+        for lower in hosted:
+            duplicates = pages[at : at + len(lower.pages)]
+            at += len(duplicates)
+            self._pool.share(duplicates)
+            self._release(lower, lower.pages)
+            self._bring(lower, duplicates)
+        rest = tokens[at * self._page_bytes :]
         if not rest:
             return node, present
         near, shared = self._neighbour(node, rest[: self._page_bytes])
         if near is not None and shared * TOKEN_BYTES == len(rest):
-            return node, present + 1  # a page that begins with these tokens is there
-        fresh = pages[present:]
+            return node, present + len(pages) - at  # a page that begins with these tokens is there
+        fresh = pages[at:]
         self._pool.share(fresh)
         if self._may_grow(node, own):
             node.key += rest
@@ -130,6 +124,7 @@ class RadixTree:
         child = Node(rest, fresh, node)
         child.last_access = next(self._clock)
         self._adopt(node, child)
+        node.live += 1
         self.num_pages += len(fresh)
         self.evictable += len(fresh)
         if near is not None and shared * TOKEN_BYTES == len(near.key) and not near.locks:
@@ -141,7 +136,7 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Protect `node` and its ancestors from eviction until `unlock`."""
         while node.parent is not None:
-            if node.locks == 0:
+            if node.locks == 0 and not node.on_host:
                 self.evictable -= len(node.pages)
             node.locks += 1
             node = node.parent
@@ -152,36 +147,37 @@ class RadixTree:
                 raise ValueError("a node is unlocked more often than it was locked")
             node.locks -= 1
             if node.locks == 0:
-                self.evictable += len(node.pages)
+                if not node.on_host:
+                    self.evictable += len(node.pages)
                 self._offer(node)
             node = node.parent
 
+    def load(self, node: Node, pages: list[int]) -> None:
+        """Have the pages of a locked node copied from the host to `pages`, whose one reference the tree takes over. Its
+        parent must be on the device."""
+        assert self._tier is not None and node.on_host and node.locks and node.parent is not None
+        assert not node.parent.on_host
+        self._tier.load(node.pages, pages)
+        self._bring(node, pages)
+
     def evict(self, count: int) -> int:
-        """Free up to `count` pages, least recently used leaves first, each from its end. Returns how many."""
+        """Free up to `count` device pages, least recently used leaves first, each from its end. Returns how many."""
         freed = 0
-        while freed < count and self._leaves:
-            accessed, _, node = heapq.heappop(self._leaves)
-            node.in_heap = False
-            if node.children or node.locks or node.parent is None:
-                continue  # offered again when it becomes an unlocked leaf again
-            if node.last_access > accessed:
-                self._offer(node)
-                continue
+        while freed < count and (node := self._pop(self._leaves)) is not None:
             take = min(count - freed, len(node.pages))
-            keep = len(node.pages) - take
             freed += take
-            if keep:
-                self._pool.release(node.pages[keep:])
-                del node.pages[keep:]
-                node.key = node.key[: keep * self._page_bytes]
-                self.num_pages -= take
-                self.evictable -= take
-                self._offer(node)
+            if self._tier is None:
+                self._shrink(node, take)
             else:
-                self._drop(node)
+                self._offload(node, take, self._tier)
         self.evicted += freed
         self.version += 1
         return freed
+
+    def leaves(self, *, on_host: bool) -> set[Node]:
+        """Those that can be found for eviction, for checks."""
+        heap = self._host_leaves if on_host else self._leaves
+        return {node for _, _, node in heap if node.heap is heap}
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -200,10 +196,12 @@ class RadixTree:
                 self._roots[key] = root
         return root
 
-    def _descend(self, node: Node, tokens: bytes, end: int) -> tuple[Node, list[int]]:
-        """Follow whole pages of `tokens[:end]`, splitting the edge on which the way ends."""
+    def _descend(self, node: Node, tokens: bytes, end: int) -> tuple[Node, list[int], list[Node]]:
+        """Follow whole pages of `tokens[:end]`, splitting the edge on which the way ends. Returns the last node, the
+        pages on the device, and the nodes on the host, which come after those."""
         now = next(self._clock)
         pages: list[int] = []
+        hosted: list[Node] = []
         position = 0
         while position + self._page_bytes <= end:
             child = node.children.get(tokens[position : position + self._page_bytes])
@@ -214,10 +212,13 @@ class RadixTree:
             if whole < len(child.pages):
                 child = self._split(child, whole)
             child.last_access = now
-            pages += child.pages
+            if child.on_host:
+                hosted.append(child)
+            else:
+                pages += child.pages
             position += len(child.key)
             node = child
-        return node, pages
+        return node, pages, hosted
 
     def _neighbour(self, node: Node, page: bytes) -> tuple[Node | None, int]:
         """The child whose first page shares the most leading tokens with `page`, and how many; None when none."""
@@ -242,13 +243,105 @@ class RadixTree:
             insort(parent.order, first)
         parent.children[first] = child
 
+    def _pop(self, heap: Heap) -> Node | None:
+        """The least recently used leaf of the device or of the host, which is in no heap then."""
+        while heap:
+            accessed, _, node = heapq.heappop(heap)
+            if node.heap is not heap:
+                continue  # it has moved between device and host
+            node.heap = None
+            if not self._is_leaf(node):
+                continue  # offered again when it becomes an unlocked leaf again
+            if node.last_access > accessed:
+                self._offer(node)
+                continue
+            return node
+        return None
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Whether nothing hangs below an unlocked node that is where it is itself."""
+        return node.parent is not None and not node.locks and not (node.children if node.on_host else node.live)
+
+    def _offer(self, node: Node) -> None:
+        heap = self._host_leaves if node.on_host else self._leaves
+        if node.heap is not heap and self._is_leaf(node):
+            node.heap = heap
+            heapq.heappush(heap, (node.last_access, next(self._tie), node))
+
+    def _offload(self, node: Node, take: int, tier: HostTier) -> None:
+        """Move the last `take` pages of a leaf of the device to the host, as many of them as find room there."""
+        if take < len(node.pages):
+            self._split(node, len(node.pages) - take)
+        while tier.pool.free < take and (victim := self._pop(self._host_leaves)) is not None:
+            count = min(take - tier.pool.free, len(victim.pages))
+            tier.dropped += count
+            self._shrink(victim, count)
+        if tier.pool.free < take:  # all that was on the host is gone, this node's own descendants too
+            lost = take - tier.pool.free
+            tier.dropped += lost
+            self._shrink(node, lost)
+            if node.parent is None:
+                return
+        parent = node.parent
+        assert parent is not None
+        pages, node.pages = node.pages, tier.offload(node.pages)
+        self._pool.release(pages)
+        self.num_pages -= len(pages)
+        self.evictable -= len(pages)
+        node.on_host = True
+        parent.live -= 1
+        self._absorb(node)
+        self._offer(node)
+        self._offer(parent)
+
+    def _absorb(self, node: Node) -> None:
+        """Make one of a node on the host and its only child, so that what is evicted bit by bit stays one edge."""
+        if len(node.children) != 1:
+            return
+        (child,) = node.children.values()
+        node.key += child.key
+        node.pages = node.pages + child.pages
+        node.children, node.order = child.children, child.order
+        for lower in node.children.values():
+            lower.parent = node
+        child.parent = None
+
+    def _bring(self, node: Node, pages: list[int]) -> None:
+        """A node of the host is on the device now, in `pages`."""
+        assert node.parent is not None
+        node.pages = pages
+        node.on_host = False
+        node.parent.live += 1
+        self.num_pages += len(pages)
+        if not node.locks:
+            self.evictable += len(pages)
+        self._offer(node)
+
+    def _shrink(self, node: Node, take: int) -> None:
+        """Forget the last `take` pages of an unlocked node without children."""
+        keep = len(node.pages) - take
+        if not keep:
+            self._drop(node)
+            return
+        assert not node.children and not node.locks
+        self._release(node, node.pages[keep:])
+        if not node.on_host:
+            self.num_pages -= take
+            self.evictable -= take
+        node.pages = node.pages[:keep]
+        node.key = node.key[: keep * self._page_bytes]
+        self.version += 1
+        self._offer(node)
+
     def _drop(self, node: Node) -> None:
-        """Remove an unlocked leaf and free its pages."""
+        """Remove an unlocked node without children and free its pages."""
         parent = node.parent
         assert parent is not None and not node.children and not node.locks
-        self._pool.release(node.pages)
-        self.num_pages -= len(node.pages)
-        self.evictable -= len(node.pages)
+        self._release(node, node.pages)
+        if not node.on_host:
+            self.num_pages -= len(node.pages)
+            self.evictable -= len(node.pages)
+            parent.live -= 1
         first = node.key[: self._page_bytes]
         del parent.children[first]
         del parent.order[bisect_left(parent.order, first)]
@@ -258,10 +351,10 @@ class RadixTree:
             self._roots.pop(parent.key, None)
         self._offer(parent)
 
-    def _offer(self, node: Node) -> None:
-        if node.parent is not None and not node.children and not node.locks and not node.in_heap:
-            node.in_heap = True
-            heapq.heappush(self._leaves, (node.last_access, next(self._tie), node))
+    def _release(self, node: Node, pages: list[int]) -> None:
+        """The tree's references of `pages` of a node."""
+        pool = self._tier.pool if self._tier is not None and node.on_host else self._pool
+        pool.release(pages)
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` after `at` pages; the new upper part is returned, `node` keeps the lower one."""
@@ -270,24 +363,10 @@ class RadixTree:
         upper = Node(node.key[:cut], node.pages[:at], node.parent)
         upper.locks = node.locks
         upper.last_access = node.last_access
+        upper.on_host, upper.live = node.on_host, int(not node.on_host)
         self._adopt(node.parent, upper)
         node.key = node.key[cut:]
         node.pages = node.pages[at:]
         node.parent = upper
         self._adopt(upper, node)
         return upper
-
-
-def common_prefix(a: bytes, b: bytes) -> bytes:
-    """The common prefix; by halving, so that the work is about one comparison of the shorter one."""
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return a[:length]
-    low, high = 0, length  # a[:low] == b[:low] and a[:high] != b[:high]
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return a[:low]

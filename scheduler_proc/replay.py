@@ -66,6 +66,8 @@ def _plan(plan: Planned) -> str:
     parts += [f"pages +{plan.pages}"] if plan.pages else []
     parts += [f"copy {' '.join(f'{a}>{b}' for a, b in plan.copies)}"] if plan.copies else []
     parts += [f"evict {plan.evicted}"] if plan.evicted else []
+    parts += [f"offload {plan.offloaded}"] if plan.offloaded else []
+    parts += [f"load {plan.loaded}"] if plan.loaded else []
     return "  ".join(parts)
 
 

@@ -8,7 +8,7 @@ from common.fields import IntArray
 from common.sampling_params import DrawParams, Grammar
 
 if TYPE_CHECKING:
-    from scheduler_proc.radix_tree import Node
+    from scheduler_proc.radix_node import Node
     from scheduler_proc.speculation import Guesser
 
 

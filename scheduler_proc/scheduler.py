@@ -54,6 +54,7 @@ from scheduler_proc.step_time import StepShape, StepTimeModel
 from scheduler_proc.token_rows import TokenRows, drawn_rows, prompt_logprobs_of
 
 GROUP = "0"
+HOST_STATS = ("host_total_pages", "host_used_pages", "offloaded_pages", "loaded_pages", "host_dropped_pages")
 
 
 class ProtocolError(RuntimeError):
@@ -178,6 +179,7 @@ class Scheduler:
             self._idle = not self.in_flight
             return None
         step.leave(self.residents.take_left())
+        step.copy(self.kv.take_copies())
         for request in step.rows:
             request.steps_in_flight += 1
         shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
@@ -335,6 +337,14 @@ class Scheduler:
         """Every request that holds a slot, ended ones with steps in flight too."""
         return self.residents.holders()
 
+    def _host_stats(self) -> dict[str, int]:
+        tier = self.kv.tier
+        if tier is None:
+            return dict.fromkeys(HOST_STATS, 0)
+        pages = tier.pool.num_pages
+        values = (pages, pages - tier.pool.free, tier.offloaded, tier.loaded, tier.dropped)
+        return dict(zip(HOST_STATS, values, strict=True))
+
     def stats(self) -> dict[str, int]:
         """Gauges and counters by name; free + evictable + locked + held pages are the total."""
         tree, pool = self.kv.tree, self.kv.pool
@@ -349,5 +359,6 @@ class Scheduler:
             "locked_pages": tree.num_pages - tree.evictable,
             "held_pages": pool.num_pages - pool.free - tree.num_pages,
             "evicted_pages": tree.evicted,
+            **self._host_stats(),
             **self.measures.counts,
         }

@@ -4,7 +4,8 @@ import heapq
 from array import array
 from collections.abc import Iterator
 
-from scheduler_proc.radix_tree import TOKEN_BYTES, Node, RadixTree
+from scheduler_proc.radix_node import TOKEN_BYTES, Node
+from scheduler_proc.radix_tree import RadixTree
 
 FIRST_TOKENS = 8
 
@@ -79,7 +80,8 @@ def _describe(node: Node) -> str:
     length = len(node.key) // TOKEN_BYTES
     ids = " ".join(map(str, tokens)) + (" ..." if length > len(tokens) else "")
     locks = f", locks {node.locks}" if node.locks else ""
-    return f"{length} tokens, pages {_ranges(node.pages)}{locks}, used at {node.last_access}: {ids}"
+    where = "host pages" if node.on_host else "pages"
+    return f"{length} tokens, {where} {_ranges(node.pages)}{locks}, used at {node.last_access}: {ids}"
 
 
 def _summary(nodes: list[Node]) -> str:

@@ -114,6 +114,8 @@ class SimulationReport:
     preemptions: int
     evicted_pages: int
     copied_pages: int
+    offloaded_pages: int
+    loaded_pages: int
     discarded_tokens: int
     kv_usage_mean: float
     kv_usage_peak: float
@@ -139,6 +141,7 @@ def as_text(r: SimulationReport) -> str:
         f"worker busy {r.worker_busy:.1%}",
         f"KV cache      {r.kv_usage_mean:.1%} in use on average, {r.kv_usage_peak:.1%} at most, "
         f"{r.evicted_pages} pages evicted, {r.copied_pages} copied",
+        *([f"host tier     {r.offloaded_pages} pages down, {r.loaded_pages} up"] if r.offloaded_pages else []),
         f"preemptions   {r.preemptions}, {r.discarded_tokens} tokens discarded",
         f"time          {b.duration_s:.3f} s simulated in {r.wall_s:.3f} s: {r.speedup:.0f} times real time",
         "",

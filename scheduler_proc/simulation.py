@@ -101,7 +101,8 @@ class _Event(NamedTuple):
 
 class Simulation:
     """One run. `check_every` steps the scheduler's invariants are checked; 0 is never. With `leaps`, and nothing to
-    check, steps in a row that only decode the same requests are taken together (steady.py): the same, sooner."""
+    check, steps in a row that only decode the same requests are taken together (steady.py): the same, sooner. A page
+    takes `transfer_s` to the host tier or back."""
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Simulation:
         overheads: Overheads = NO_OVERHEADS,
         check_every: int = 0,
         leaps: bool = True,
+        transfer_s: float = 0.0,
     ):
         self.scheduler = scheduler
         self.records: dict[int, Record] = {}
@@ -129,6 +131,7 @@ class Simulation:
         self._submit_busy = _ns(overheads.submit_busy_s)
         self._arrival = _ns(overheads.arrival_s)
         self._disturbed = 0  # ns by which the next step takes longer
+        self._transfer_s = transfer_s
         self._check_every = check_every
         self._leaps = leaps and not check_every and vocabulary.first > STOP_TOKEN
         self._events: list[_Event] = []
@@ -218,7 +221,7 @@ class Simulation:
         decoding = step.rows[chunks:]
         padded = len(decoding) * max((r.cached_len for r in decoding), default=0)
         work = StepWork(step.shape.tokens, len(step.rows), chunks, sampled, context, pairs, padded)
-        duration = _ns(self._cost.seconds(work)) + self._disturbed
+        duration = _ns(self._cost.seconds(work) + self._transfers(plan)) + self._disturbed
         self._disturbed = 0
         started = max(arrives, self._worker_free + self._turnaround) if self.meter.steps else arrives
         ready = self._worker_free = started + duration
@@ -230,6 +233,16 @@ class Simulation:
         self._push(ready + self._result, result)
         if self._check_every and self.meter.steps % self._check_every == 0:
             check(scheduler)
+
+    def _transfers(self, plan: StepPlan) -> float:
+        """Seconds in which the worker moves pages to and from the host. What goes down is counted as well, as on a CPU,
+        though a GPU computes meanwhile."""
+        if not plan.copies or not self._transfer_s:
+            return 0.0
+        end = self.scheduler.kv.pool.num_pages
+        return self._transfer_s * sum(
+            max(pair) >= end for pair in zip(plan.copies[::2], plan.copies[1::2], strict=True)
+        )
 
     def _draw(self, plan: StepPlan, step: Step) -> tuple[IntArray, IntArray]:
         """The tokens of a step, and how many guesses were right where there were some."""

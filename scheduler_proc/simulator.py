@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "page_size": int,
     "kv_tokens": int,
     "prefix_cache": bool,
+    "host_kv_tokens": int,
 }
 
 
@@ -41,6 +42,8 @@ class Setup:
     cost: CostModel
     overheads: Overheads = NO_OVERHEADS
     prefix_cache: bool = True
+    host_pages: int = 0
+    transfer_s: float = 0.0  # of a page to the host or back
 
 
 def simulate(
@@ -49,10 +52,12 @@ def simulate(
     """Run a workload to its end. Raises Stuck, or InvariantViolation when `check_every` is not 0. Without `leaps` every
     step is taken by itself, which changes nothing but the time it takes."""
     started = time.perf_counter()
-    kv = KVManager(setup.num_pages, setup.page_size, prefix_cache=setup.prefix_cache)
+    kv = KVManager(setup.num_pages, setup.page_size, prefix_cache=setup.prefix_cache, host_pages=setup.host_pages)
     scheduler = Scheduler(setup.scheduler, kv, setup.context_len)
     traffic = Traffic(workload, vocabulary)
-    simulation = Simulation(scheduler, traffic, vocabulary, setup.cost, setup.overheads, check_every, leaps)
+    simulation = Simulation(
+        scheduler, traffic, vocabulary, setup.cost, setup.overheads, check_every, leaps, setup.transfer_s
+    )
     simulation.run()
     report, meter, stats = Report.of(list(simulation.records.values())), simulation.meter, scheduler.stats()
     steps, busy = max(1, meter.steps), max(1, meter.busy)
@@ -65,6 +70,8 @@ def simulate(
         preemptions=stats["preempted"],
         evicted_pages=stats["evicted_pages"],
         copied_pages=stats["copied_pages"],
+        offloaded_pages=stats["offloaded_pages"],
+        loaded_pages=stats["loaded_pages"],
         discarded_tokens=stats["discarded_tokens"],
         kv_usage_mean=meter.pages / busy / setup.num_pages,
         kv_usage_peak=meter.most_pages / setup.num_pages,
@@ -72,14 +79,26 @@ def simulate(
     )
 
 
-def configure(values: dict[str, Any], context_len: int, cost: CostModel, overheads: Overheads = NO_OVERHEADS) -> Setup:
-    """A setup from values of OPTIONS. Raises ConfigError when one is out of range."""
+def configure(
+    values: dict[str, Any],
+    context_len: int,
+    cost: CostModel,
+    overheads: Overheads = NO_OVERHEADS,
+    token_transfer_s: float = 0.0,
+) -> Setup:
+    """A setup from values of OPTIONS; `token_transfer_s` is the time of a token's keys and values to the host tier or
+    back. Raises ConfigError when one is out of range."""
     fields = {f.name for f in dataclasses.fields(SchedulerConfig)}
+    values = dict(values)
+    host_tokens = values.pop("host_kv_tokens", 0)
     scheduler = SchedulerConfig(**{k: v for k, v in values.items() if k in fields})
     cache = CacheConfig(**{"kv_tokens": DEFAULT_KV_TOKENS, **{k: v for k, v in values.items() if k not in fields}})
     assert cache.kv_tokens is not None
-    pages = cache.kv_tokens // cache.page_size
-    return Setup(scheduler, pages, cache.page_size, context_len, cost, overheads, cache.prefix_cache)
+    pages, host_pages = cache.kv_tokens // cache.page_size, host_tokens // cache.page_size
+    if host_tokens and not (cache.prefix_cache and host_pages > 0):
+        raise ConfigError("host_kv_tokens must be 0, or at least one page and with the prefix cache")
+    setup = Setup(scheduler, pages, cache.page_size, context_len, cost, overheads, cache.prefix_cache)
+    return dataclasses.replace(setup, host_pages=host_pages, transfer_s=token_transfer_s * cache.page_size)
 
 
 def parse_option(text: str) -> tuple[str, list[Any]]:
@@ -112,6 +131,21 @@ def _cost(
     return Roofline(ModelShape.of_config(model), bandwidth * 1e9, tflops * 1e12, overhead_us / 1e6), NO_OVERHEADS
 
 
+def _token_transfer(cost: CostModel, bandwidth: float | None, kv_bytes: int | None) -> float:
+    """Seconds for the keys and values of a token."""
+    if bandwidth is None:
+        if kv_bytes is not None:
+            raise click.UsageError("--kv-bytes is for --host-bandwidth")
+        return 0.0
+    if bandwidth <= 0:
+        raise click.UsageError("--host-bandwidth must be more than 0")
+    if kv_bytes is None:
+        if not isinstance(cost, Roofline):
+            raise click.UsageError("--host-bandwidth needs --kv-bytes with --costs")
+        kv_bytes = cost.shape.kv_bytes_per_token
+    return kv_bytes / (bandwidth * 1e9)
+
+
 def _only_trace(context: click.Context) -> None:
     """A trace says all about the requests: refuse options that would be ignored."""
     names = ("workload", "requests", "rate", "concurrency", "prompt_tokens", "output_tokens", "max_tokens")
@@ -139,6 +173,8 @@ def _only_trace(context: click.Context) -> None:
 @click.option("--bandwidth", type=float, default=None, help="Memory bandwidth in GB/s.")
 @click.option("--tflops", type=float, default=None, help="Rate of arithmetic in TFLOP/s.")
 @click.option("--step-overhead-us", type=float, default=0.0, help="Fixed time of a step beside the two.")
+@click.option("--host-bandwidth", type=float, default=None, help="GB/s to the host tier and back.  [default: no time]")
+@click.option("--kv-bytes", type=int, default=None, help="Of a token, for --host-bandwidth.  [default: by --model]")
 @click.option("--context-len", type=int, default=None, help="Context window.  [default: what the workload needs]")
 @click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="A scheduler or cache option.")
 @click.option("--compare", multiple=True, metavar="OPTION=V1,V2,...", help="One run per combination.")
@@ -148,13 +184,14 @@ def cli(
     workload: str, trace: typing.TextIO | None, requests: int, rate: float | None, concurrency: int | None,
     prompt_tokens: str, output_tokens: str, max_tokens: int | None, prefixes: int, prefix_tokens: int, turns: int,
     think: float, seed: int, costs: Path | None, model: Path | None, bandwidth: float | None, tflops: float | None,
-    step_overhead_us: float, context_len: int | None, settings: Sequence[str], compare: Sequence[str], check: int,
+    step_overhead_us: float, host_bandwidth: float | None, kv_bytes: int | None, context_len: int | None,
+    settings: Sequence[str], compare: Sequence[str], check: int,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run the scheduler against a cost model and a workload, faster than real time.
 
     Options of --set and --compare are those of the scheduler (policy, admission, chunk_tokens, steps_in_flight, ...)
-    and kv_tokens, page_size and prefix_cache.
+    and kv_tokens, page_size, prefix_cache and host_kv_tokens (the host tier, off by default).
     """
     try:
         cost, overheads = _cost(costs, model, bandwidth, tflops, step_overhead_us)
@@ -170,8 +207,9 @@ def cli(
         given = {name: values[0] for name, values in map(parse_option, settings)}
         varied = dict(map(parse_option, compare))
         window = context_len or work.longest
+        moving = _token_transfer(cost, host_bandwidth, kv_bytes)
         runs = [
-            (choice, configure({**given, **dict(zip(varied, choice, strict=True))}, window, cost, overheads))
+            (choice, configure({**given, **dict(zip(varied, choice, strict=True))}, window, cost, overheads, moving))
             for choice in itertools.product(*varied.values())
         ]
         vocabulary = Vocabulary(seed=seed)

@@ -65,7 +65,9 @@ class Steady:
         ends = self._page_ends
         if ends[0][0] > self._steps:
             return True
-        return sum(when == self._steps for when, _ in ends) <= self._kv.available
+        kv = self._kv
+        available = kv.available if kv.tier is None else kv.pool.free  # what goes to the host takes a plan and time
+        return sum(when == self._steps for when, _ in ends) <= available
 
     def commit(self, seconds: float) -> None:
         """The oldest step in flight has taken so long."""

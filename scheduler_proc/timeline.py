@@ -81,6 +81,7 @@ class Planned:
     """A plan, or None when nothing could be planned but something happened on the way to that (a preemption).
 
     `decodes` are (rid, slot), `copies` page pairs; `pages` were appended, `evicted` were taken from the cache for that.
+    `offloaded` pages went to the host tier, `loaded` ones came back.
     """
 
     step: int | None
@@ -92,6 +93,8 @@ class Planned:
     pages: int = 0
     evicted: int = 0
     preempted: tuple[int, ...] = ()
+    offloaded: int = 0
+    loaded: int = 0
 
     @property
     def tokens(self) -> int:
@@ -233,7 +236,10 @@ class Timeline:
         for slot, length, samples, guesses in zip(*columns, strict=True):
             end = holder[slot].cached_len
             chunks.append(Chunk(holder[slot].rid, slot, end - length, end, bool(samples), guesses))
-        targets = set(plan.copies[1::2])
+        end = self.scheduler.kv.pool.num_pages  # of the device
+        pairs = tuple(zip(plan.copies[::2], plan.copies[1::2], strict=True))
+        within = tuple(pair for pair in pairs if max(pair) < end)
+        targets = {target for _, target in within}
         entered = []
         for slot, cached in zip(plan.enter_slots, plan.enter_lens, strict=True):
             r = holder[slot]
@@ -246,7 +252,9 @@ class Timeline:
             decodes=tuple((holder[slot].rid, slot) for slot in _bits(plan.decode)),
             entered=tuple(entered),
             left=tuple(plan.leave),
-            copies=tuple(zip(plan.copies[::2], plan.copies[1::2], strict=True)),
+            copies=within,
+            offloaded=sum(target >= end for _, target in pairs),
+            loaded=sum(source >= end for source, _ in pairs),
             pages=len(plan.pages),
             evicted=evicted,
             preempted=preempted,

@@ -60,8 +60,11 @@ class Slot:
 
 
 class PaperWorker:
-    def __init__(self, page_size: int):
+    """`num_pages` are on the device, further ones on the host, where nothing is computed."""
+
+    def __init__(self, page_size: int, num_pages: int | None = None):
         self.page_size = page_size
+        self.num_pages = num_pages
         self.slots: dict[int, Slot] = {}
         self.cells: dict[tuple[int, int], int] = {}  # (page, offset) -> token
         self.next_step = 0
@@ -88,7 +91,11 @@ class PaperWorker:
         for slot, count in zip(plan.page_slots, plan.page_counts, strict=True):
             self.slots[slot].pages += plan.pages[at : at + count]
             at += count
+        if self.num_pages is not None:
+            assert all(page < self.num_pages for page in plan.pages), "a request computes in a host page"
         for source, target in zip(plan.copies[::2], plan.copies[1::2], strict=True):
+            if self.num_pages is not None:
+                assert min(source, target) < self.num_pages, "a copy from host to host"
             for offset in range(self.page_size):
                 self.cells[target, offset] = self.cells.get((source, offset), -1)
         rows: list[tuple[int, list[int], bool, int]] = []

@@ -61,6 +61,16 @@ class KVCache:
         self.k_scales = [torch.empty(k_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
         self.v_scales = [torch.empty(v_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
 
+    @property
+    def page_tensors(self) -> list[Tensor]:
+        """All that a page consists of: tensors whose first dimension is the page."""
+        return [*self.k, *self.v, *self.k_scales, *self.v_scales]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return sum(pages[0].nbytes for pages in self.page_tensors)
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a layer at `slots` (int64 `[N]`), as `[N, num_kv_heads, head_dim]`, in the dtype of `spec`."""
         pages, offsets = slots // self.page_size, slots % self.page_size
@@ -103,7 +113,7 @@ class KVCache:
 
         def copy() -> None:
             source, target = both.tensor
-            for pages in (*self.k, *self.v, *self.k_scales, *self.v_scales):
+            for pages in self.page_tensors:
                 pages.index_copy_(0, target, pages.index_select(0, source))
 
         staging.then(copy)

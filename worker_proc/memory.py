@@ -9,7 +9,7 @@ import torch
 
 from common.config import CacheConfig
 from worker_proc.errors import ModelError
-from worker_proc.kv_cache import KVSpec
+from worker_proc.kv_cache import KVCache, KVSpec
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,21 @@ def choose_num_pages(
             window_pages * page_bytes / _GIB,
         )
     return pages
+
+
+def choose_host_pages(cache: CacheConfig, pages: KVCache, ranks: int) -> int:
+    """Pages of the host tier of one rank of `ranks`: what fits in `host_kv_bytes`.
+
+    Raises ModelError with the numbers if not a single page fits, or if the memory that is available does not hold the
+    tiers of all ranks.
+    """
+    wanted, available = cache.host_kv_bytes, available_memory()
+    if wanted * ranks > available:
+        has = f"{available / _GIB:.2f} GiB of memory are available"
+        raise ModelError("host_kv_memory", wanted, f"bytes for each of {ranks} ranks are too many: {has}")
+    if wanted < pages.page_bytes:
+        raise ModelError("host_kv_memory", wanted, f"bytes do not hold one page, which needs {pages.page_bytes} bytes")
+    return wanted // pages.page_bytes
 
 
 def keep_freed_memory() -> None:

@@ -15,6 +15,7 @@ from worker_proc.draw_step import DrawStep
 from worker_proc.drawn import DrawnTokens
 from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers
+from worker_proc.host_tier import HostPages, PageCopies
 from worker_proc.input_batch import Layout, SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
@@ -62,7 +63,7 @@ class ModelRunner:
     """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
 
     `grammars` are those of rank 0; the other ranks have none. `draw_rows` is for the sampler. With
-    `share_pages`, batches say which pages several decodes have in common.
+    `share_pages`, batches say which pages several decodes have in common. `host` has room for pages that leave `cache`.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
         draw_rows: DrawRows | None = None,
         share_pages: bool = False,
+        host: HostPages | None = None,
     ) -> None:
         self._model = model
         self._greedy = model if isinstance(model, GreedyModel) else None
         self._cache = cache
+        self._copies = PageCopies(cache, host)
         self._tp = tp
         self._device = torch.device(device)
         self._group = group
@@ -136,7 +139,7 @@ class ModelRunner:
         if self._finder is not None:
             self._finder.apply(plan)
         if plan.copies:
-            self._cache.stage_copies(plan.copies[::2].tolist(), plan.copies[1::2].tolist(), staging)
+            self._copies.stage(plan.copies, staging)
         if not plan.chunk_slots and not any(plan.decode):
             staging.send()
             now = time.monotonic_ns()

@@ -18,8 +18,9 @@ from worker_proc.cpu.attention import DTYPES
 from worker_proc.cpu.features import LEVELS, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
+from worker_proc.host_tier import HostPages
 from worker_proc.kv_cache import KVCache
-from worker_proc.memory import choose_num_pages, describe_cache, keep_freed_memory
+from worker_proc.memory import choose_host_pages, choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.interface import LanguageModel, ModelInfo
@@ -104,6 +105,9 @@ def load_worker(
     cache = KVCache(spec, num_pages, page_size, device)
     if device.type == "cuda" and model_config.cuda_graphs:
         model = with_graphs(model, cache, steps.max_running, context_len, progress)
+    host = None
+    if config.cache.host_kv_bytes:
+        host = HostPages(cache, tp.min(choose_host_pages(config.cache, cache, model_config.tp)), device)
     runner = ModelRunner(
         model,
         cache,
@@ -115,6 +119,7 @@ def load_worker(
         grammars=grammars,
         draw_rows=choose_draw_rows(device),
         share_pages=device.type == "cuda" and uses_shared_pages(model),
+        host=host,
     )
     runner.warm_up()
     if grammars is not None:
@@ -122,6 +127,8 @@ def load_worker(
     if rank == 0:
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
+        if host is not None:
+            log.info("host tier: %d more pages, %.2f GiB per rank", host.num_pages, host.nbytes / 2**30)
     log.debug("loaded in %.2f s", time.monotonic() - started)
     kernels: str = library.level if library is not None else "torch"
     if device.type == "cuda":
@@ -134,20 +141,24 @@ def load_worker(
         "quantization": info.quantization or (str(scheme) if scheme is not None else "none"),
         "kv_cache_dtype": "int8" if spec.int8 else str(spec.dtype).removeprefix("torch."),
     }
-    return LoadedWorker(runner, tp, ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token), labels)
+    host_pages = host.num_pages if host is not None else 0
+    said = ready_info(info, num_pages, page_size, context_len, spec.bytes_per_token, host_pages)
+    return LoadedWorker(runner, tp, said, labels)
 
 
 def ready_info(
-    info: ModelInfo, num_pages: int, page_size: int, context_len: int, bytes_per_token: int
+    info: ModelInfo, num_pages: int, page_size: int, context_len: int, bytes_per_token: int, host_pages: int = 0
 ) -> dict[str, int]:
-    """The worker's part of Ready.info: `num_pages`, `page_size`, `context_len` and `vocab_size` of Go under the same
-    names, its `eos_token_ids` as `eos_0`, `eos_1`, ..., and `kv_bytes_per_token`, which is of one rank."""
+    """The worker's part of Ready.info: `num_pages`, `page_size`, `context_len`, `vocab_size` and, with a host tier,
+    `host_pages` of Go under the same names, its `eos_token_ids` as `eos_0`, `eos_1`, ..., and `kv_bytes_per_token`,
+    which is of one rank."""
     return {
         "num_pages": num_pages,
         "page_size": page_size,
         "context_len": context_len,
         "vocab_size": info.vocab_size,
         "kv_bytes_per_token": bytes_per_token,
+        **({"host_pages": host_pages} if host_pages else {}),
         **{f"eos_{i}": token for i, token in enumerate(info.eos_token_ids)},
     }
 

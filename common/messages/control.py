@@ -36,7 +36,7 @@ class Fatal:
 @dataclass(frozen=True, slots=True)
 class Go:
     """All processes are ready: serve within these limits. Sent again when one of the other fields has changed. `labels`
-    are for users to read.
+    are for users to read. `num_pages` are on the device, `host_pages` more in the host tier.
 
     `term` numbers the conversations between tokenizer, scheduler and detokenizer, `epoch` those between scheduler and
     workers. When one of the partners was replaced, a new one begins, with sockets of its own (common/sockets.py), and
@@ -56,6 +56,7 @@ class Go:
     draining: Annotated[bool, Bool()] = False
     restarts: Annotated[dict[str, int], MapOf(Int(0, MAX_COUNT), 128)] = field(default_factory=dict)
     refused: Annotated[dict[str, int], MapOf(Int(0, MAX_COUNT), 128)] = field(default_factory=dict)
+    host_pages: Number = 0
 
 
 @message

@@ -8,6 +8,7 @@ from common.fields import Bool, Bytes, FieldError, Int, IntArray, Ints, ListOf, 
 from common.logprobs import LOGPROB_ROWS, LogprobRows
 from common.messages.types import (
     MAX_BATCH_TOKENS,
+    MAX_COPIES,
     MAX_COUNT,
     MAX_DRAFT_TOKENS,
     MAX_RID,
@@ -58,7 +59,9 @@ class StepPlan:
     `leave`          slots that are free now
     `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw
     `page_*`         pages appended to slots' page tables (entering ones start empty): slot, how many, the page ids
-    `copies`         page pairs src, dst, src, dst, ...: whole-page copies before anything is computed (copy-on-write)
+    `copies`         page pairs src, dst, src, dst, ...: whole-page copies, one after another, before anything is
+                     computed. With N pages on the device, page N + h is page h of the host tier: a copy between two
+                     device pages is copy-on-write, one to the host makes room, one from it brings a cached page back
     `chunk_*`        prefill chunks: slot, length, and 1 where the chunk ends at the last known token, so that the next
                      one is sampled; `chunk_tokens` are all their tokens, one after another. The last `chunk_drafts`
                      of a sampling chunk are guesses: a token is drawn after the one before them and after each of
@@ -80,7 +83,7 @@ class StepPlan:
     page_slots: Counts
     page_counts: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
     pages: Annotated[IntArray, Ints(MAX_BATCH_TOKENS)]
-    copies: Annotated[IntArray, Ints(2 * MAX_SLOTS)]
+    copies: Annotated[IntArray, Ints(2 * MAX_COPIES)]
     chunk_slots: Counts
     chunk_lens: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
     chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)]

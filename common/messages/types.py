@@ -18,6 +18,7 @@ MAX_TEMPLATE_CHARS = 2**20
 MAX_TOKEN_BYTES = 2**12
 MAX_TOOLS_CHARS = 2**20
 MAX_TEMPLATE_ARGS_CHARS = 2**16
+MAX_COPIES = 2**21  # of pages in a plan, so that it fits in a frame
 MAX_COUNT = 2**62
 
 Rid = Annotated[int, Int(0, MAX_RID)]

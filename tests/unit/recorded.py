@@ -81,9 +81,10 @@ class RecordedRun:
 
 @contextmanager
 def recorded(
-    path: Path, pages: int = 30, page_size: int = 4, *, prefix_cache: bool = True, max_bytes: int = MAX_BYTES, **config
-) -> Iterator[RecordedRun]:
-    kv = KVManager(pages, page_size, prefix_cache=prefix_cache)
+    path: Path, pages: int = 30, page_size: int = 4, *, prefix_cache: bool = True, host_pages: int = 0,
+    max_bytes: int = MAX_BYTES, **config,
+) -> Iterator[RecordedRun]:  # fmt: skip
+    kv = KVManager(pages, page_size, prefix_cache=prefix_cache, host_pages=host_pages)
     with Recorder(path, max_bytes=max_bytes) as recorder:
         scheduler = RecordedScheduler(recorder, SchedulerConfig(**SMALL | config), kv, 60)
         yield RecordedRun(scheduler, PaperWorker(page_size))

@@ -18,8 +18,8 @@ def one_request(prompt, output, limit=None):
     return Workload((Session((Turn((Text(0, prompt),), output, limit or output),)),))
 
 
-def run(workload, cost=COST, overheads=Overheads(), **values):  # noqa: B008
-    setup = configure(SMALL | values, workload.longest, cost, overheads)
+def run(workload, cost=COST, overheads=Overheads(), moving=0.0, **values):  # noqa: B008
+    setup = configure(SMALL | values, workload.longest, cost, overheads, moving)
     return simulate(setup, workload, VOCABULARY, check_every=1)
 
 

@@ -55,6 +55,7 @@ def test_plans_are_identical(tmp_path: Path, policy: str, admission: str, in_fli
     for seed in range(4):
         path = tmp_path / f"{seed}.rec"
         settings = {"prefix_cache": seed != 3, "itl_target_ms": 1.2 * (seed % 2), "page_size": (4, 1, 8, 3)[seed]}
+        settings["host_pages"] = (20, 0, 5, 0)[seed]
         with recorded(path, policy=policy, admission=admission, steps_in_flight=in_flight, **settings) as run:
             random_workload(run, seed, requests=20)
         timeline = replayed(path)
@@ -257,7 +258,7 @@ def test_damage_is_refused_clearly(small: Path, tmp_path: Path) -> None:
         (msgpack.packb(["rhizome-recording", 99, PROTOCOL_VERSION]), "recorded in format 99"),
         (msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION]), "3 fields"),
         (
-            msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION, {"a": 1}, 1, 1, True, 2, 0, 9]),
+            msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION, {"a": 1}, 1, 1, True, 0, 2, 0, 9]),
             "not that of this version",
         ),
     ],

@@ -42,10 +42,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         itl_target=st.sampled_from([0.0, 0.0, 1.0]),
         gain=st.sampled_from([1, 4]),
         guesses=st.one_of(st.sampled_from(["off", "ngram"]), st.integers(0, 99)),
+        host_pages=st.one_of(st.just(0), st.integers(1, 6), st.integers(10, 60)),
     )
     def start(
         self, page_size, pages, running, budget, chunk, in_flight, prefix_cache, policy, admission, itl_target, gain,
-        guesses,
+        guesses, host_pages,
     ):  # fmt: skip
         config = SchedulerConfig(
             max_running=running,
@@ -63,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
         def new_scheduler(epoch):
-            kv = KVManager(pages, page_size, prefix_cache=prefix_cache)
+            kv = KVManager(pages, page_size, prefix_cache=prefix_cache, host_pages=host_pages * prefix_cache)
             scheduler = Scheduler(config, kv, CONTEXT, epoch=epoch)
             if isinstance(guesses, int):
                 speculate(scheduler, guesses)
@@ -71,7 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.new_scheduler = new_scheduler
         self.scheduler = self.new_scheduler(0)
-        self.worker = PaperWorker(page_size)
+        self.new_worker = lambda: PaperWorker(page_size, pages)
+        self.worker = self.new_worker()
         self.plans: deque[StepPlan] = deque()
         self.results = deque()
         self.asked: dict[int, AddRequest] = {}
@@ -139,6 +141,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert refused == (not prompt or len(prompt) + 1 > self.limit or full) or tuple(prompt) in culprits
 
     @precondition(lambda self: self.asked)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=2), max_tokens=st.integers(1, 8))
+    def come_back(self, data, more, max_tokens):
+        """The next turn of a conversation, whose beginning may have been evicted."""
+        rid = data.draw(st.sampled_from(sorted(self.asked)))
+        prompt = [*self.asked[rid].prompt, *self.got[rid], *more]
+        self.arrive(prompt, max_tokens, set(), self.asked[rid].salt, 0, 0, DrawParams())
+
+    @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def abort(self, data):
         rid = data.draw(st.sampled_from(sorted(self.asked)))
@@ -158,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if lost:
             return
         self.take(self.scheduler.reset(self.scheduler.epoch + 1, self.now, crashed=crashed))
-        self.worker = PaperWorker(self.worker.page_size)
+        self.worker = self.new_worker()
         self.plans.clear()
         self.results.clear()
 
@@ -168,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         everything, or to the same one, which drops those that it has without an answer."""
         if lost == 0:
             self.scheduler = self.new_scheduler(self.scheduler.epoch + 1)
-            self.worker = PaperWorker(self.worker.page_size)
+            self.worker = self.new_worker()
             self.plans.clear()
             self.results.clear()
         elif lost == 1:
@@ -243,6 +253,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = self.scheduler.stats()
         assert stats["held_pages"] == stats["locked_pages"] == stats["running"] == stats["waiting"] == 0
         assert stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"]
+        moved = stats["offloaded_pages"] - stats["loaded_pages"] - stats["host_used_pages"]
+        assert moved >= 0 and (stats["host_total_pages"] or not stats["offloaded_pages"])
         for rid, msg in self.asked.items():
             end = self.ended[rid]
             if isinstance(end, RequestError) and end.code not in (ErrorCode.DEADLINE, ErrorCode.INTERNAL):
@@ -273,6 +285,35 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (scores or []) == expected[: len(scores or [])]
 
 
+class HostTierMachine(SchedulerMachine):
+    """Conversations that take turns on a device that holds few of them at once, over a host tier."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4]),
+        pages=st.integers(8, 16),
+        host_pages=st.one_of(st.integers(1, 8), st.integers(20, 100)),
+        running=st.integers(1, 3),
+        in_flight=st.integers(1, 2),
+        policy=st.sampled_from(POLICIES),
+        admission=st.sampled_from(ADMISSIONS),
+        guesses=st.one_of(st.just("off"), st.integers(0, 99)),
+    )
+    def start(self, page_size, pages, host_pages, running, in_flight, policy, admission, guesses):
+        SchedulerMachine.start(
+            self, page_size, pages, running, 40, 5, in_flight, True, policy, admission, 0.0, 1, guesses, host_pages
+        )
+
+    @rule(speakers=st.lists(st.integers(0, 4), min_size=2, max_size=6), length=st.integers(2, 14))
+    def talk(self, speakers, length):
+        for speaker in speakers:
+            prompt = [2 + speaker] * length
+            before = [r for r in self.asked if list(self.asked[r].prompt[:length]) == prompt]
+            if before:
+                prompt = [*self.asked[before[-1]].prompt, *self.got[before[-1]]]
+            self.arrive([*prompt, 1], 2, set(), "", 0, 0, DrawParams())
+            self.work(8)
+
+
 def condemned(end):
     """Whether a request has ended because the workers died of it, as it seemed."""
     return isinstance(end, RequestError) and end.code == ErrorCode.INTERNAL
@@ -280,9 +321,16 @@ def condemned(end):
 
 def test_random_schedules(request, monkeypatch):
     """400 runs, or as many as `--soak N` says. The bounds of a plan are small enough to be met."""
+    run_machine(SchedulerMachine, request.config.getoption("--soak"), monkeypatch)
+
+
+def test_random_schedules_over_a_host_tier(request, monkeypatch):
+    """A quarter as many. A copy that is missing, wrong or in the wrong order changes what is read from pages."""
+    run_machine(HostTierMachine, request.config.getoption("--soak") // 4, monkeypatch)
+
+
+def run_machine(machine, runs, monkeypatch):
     monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 5)
     monkeypatch.setattr("scheduler_proc.planner.HISTORY_TOKENS", 10)
-    runs = request.config.getoption("--soak")
-    run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None)
-    )
+    monkeypatch.setattr("scheduler_proc.planner.MOVED_PAGES", 5)
+    run_state_machine_as_test(machine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None))

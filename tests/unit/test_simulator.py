@@ -153,6 +153,19 @@ def test_a_conversation_hits_its_whole_history():
     assert report.cached_tokens == 0 + 39 + 79
 
 
+def test_a_host_tier_keeps_conversations_that_the_device_cannot_hold():
+    """And its transfers take the time that they are said to take."""
+    recipe = Recipe("chat", 40, fixed(60), fixed(20), prefix_tokens=0, turns=4, think_s=0.5, concurrency=10)
+    workload = generate(recipe)
+    without, free, slow = (
+        run(workload, kv_tokens=512, host_kv_tokens=host, moving=seconds)
+        for host, seconds in ((0, 0.0), (20_000, 0.0), (20_000, 1e-3))
+    )
+    assert without.offloaded_pages == 0 < free.loaded_pages <= free.offloaded_pages
+    assert free.report.hit_rate > without.report.hit_rate + 0.2
+    assert slow.report.ttft_s.mean > free.report.ttft_s.mean
+
+
 def test_random_prompts_share_nothing_and_no_cache_hits_nothing():
     assert run(generate(Recipe("random", 12, fixed(64), fixed(16), concurrency=4))).report.cached_tokens == 0
     shared = generate(Recipe("shared-prefix", 10, fixed(5), fixed(2), concurrency=1))

@@ -55,6 +55,8 @@ def test_comparing_gives_a_row_per_combination(costs_file):
     assert all(row["finished"] == 20 and row["speedup"] > 0 for row in rows)
     table = invoke(*common, *grid)
     assert table.exit_code == 0 and len(table.output.splitlines()) == 1 + 4 + 2
+    host = invoke(*common, "--set", "host_kv_tokens=8192", "--host-bandwidth", 10, "--kv-bytes", 2048)
+    assert host.exit_code == 0, host.output
     single = invoke(*common)
     assert single.exit_code == 0 and "20 finished of 20" in single.output
 
@@ -69,6 +71,9 @@ def test_comparing_gives_a_row_per_combination(costs_file):
         (("--requests", "0"), "requests must be at least 1"),
         (("--prompt-tokens", "few"), "lengths must be"),
         (("--bandwidth", "1"), "--costs excludes"),
+        (("--set", "host_kv_tokens=3"), "host_kv_tokens must be"),
+        (("--host-bandwidth", "10"), "needs --kv-bytes"),
+        (("--kv-bytes", "10"), "is for --host-bandwidth"),
     ],
 )
 def test_wrong_options_are_named(costs_file, arguments, problem):

@@ -18,10 +18,12 @@ from tests.unit.simulator_runs import COST, VOCABULARY
 WAYS = Overheads(1e-3, 0.2e-3, 0.1e-3, 0.3e-3, 0.1e-3, 0.5e-3, 0.01e-3, 0.4e-3, 0.7e-3)
 
 
-def finished(workload: Workload, config: SchedulerConfig, pages: int, page_size: int, leaps: bool) -> Simulation:
-    kv = KVManager(pages, page_size)
+def finished(
+    workload: Workload, config: SchedulerConfig, pages: int, page_size: int, leaps: bool, host_pages: int = 0
+) -> Simulation:
+    kv = KVManager(pages, page_size, host_pages=host_pages)
     scheduler = Scheduler(config, kv, workload.longest)
-    run = Simulation(scheduler, Traffic(workload, VOCABULARY), VOCABULARY, COST, WAYS, leaps=leaps)
+    run = Simulation(scheduler, Traffic(workload, VOCABULARY), VOCABULARY, COST, WAYS, leaps=leaps, transfer_s=1e-4)
     run.run()
     check(scheduler)
     return run
@@ -64,9 +66,10 @@ def skipped(monkeypatch):
     in_flight=st.integers(1, 2),
     target=st.sampled_from([0.0, 3.0]),
     seed=st.integers(0, 10**6),
+    host_pages=st.sampled_from([0, 0, 20, 2000]),
 )
 def test_any_run_is_the_same_with_leaps_and_without(
-    kind, load, limit, page_size, spare, policy, admission, running, in_flight, target, seed
+    kind, load, limit, page_size, spare, policy, admission, running, in_flight, target, seed, host_pages
 ):
     recipe = Recipe(
         kind, 24, Lengths("uniform", 1, 90), Lengths("uniform", 1, 80), limit, 3, 40, 2, 0.02, seed=seed, **load
@@ -77,7 +80,7 @@ def test_any_run_is_the_same_with_leaps_and_without(
         steps_in_flight=in_flight, itl_target_ms=target,
     )  # fmt: skip
     pages = -(-(workload.longest + page_size + spare) // page_size)
-    one, other = (finished(workload, config, pages, page_size, leaps) for leaps in (True, False))
+    one, other = (finished(workload, config, pages, page_size, leaps, host_pages) for leaps in (True, False))
     assert everything(one) == everything(other)
 
 
