@@ -44,8 +44,14 @@ part 100 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:
     tests/unit/test_cuda_attention.py tests/unit/test_shared_pages.py tests/unit/test_cuda_decoder.py \
     tests/unit/test_cuda_draws.py tests/unit/test_cuda_sampling.py tests/unit/test_host_pages.py
 part 60 "parity in bfloat16" "$python" -m bench.gpu.parity
-part 90 "attention: every backend, shared pages" "$python" -m bench.gpu.attention
+part 50 "attention: Triton, shared pages" "$python" -m bench.gpu.attention --backend triton
 part 30 "sampling" "$python" -m bench.gpu.sampling
+if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flashinfer") is None)'; then
+    # its compiler takes most of this; what it made is kept for the cluster
+    part 120 "attention: FlashInfer" "$python" -m bench.gpu.attention --backend flashinfer
+else
+    echo "== attention: FlashInfer is not installed"
+fi
 part 100 "worker beside the machine's limits" "$python" -m bench.gpu.worker
 model="$out/model"
 part 30 "checkpoint" "$python" -m bench.gpu.checkpoint --shape qwen3-0.6b --out "$model"
@@ -53,7 +59,8 @@ part 90 "cluster: offline benchmark" "$python" -m bench.gpu.offline --model "$mo
 part 90 "cluster beside a bare loop" "$python" -m bench.hidden --model "$model" --batch 1 --batch 64 --batch 256
 if command -v compute-sanitizer >/dev/null; then
     part 60 "compute-sanitizer: decoder" compute-sanitizer --error-exitcode 1 "$python" -m bench.gpu.parity --small
-    part 40 "compute-sanitizer: attention" compute-sanitizer --error-exitcode 1 "$python" -m bench.gpu.attention --small
+    part 40 "compute-sanitizer: attention" compute-sanitizer --error-exitcode 1 "$python" -m bench.gpu.attention \
+        --backend triton --small
 else
     echo "== compute-sanitizer: not installed"
 fi

@@ -30,7 +30,7 @@ class SampledRows:
     drafts: list[DraftRow] = field(default_factory=list)  # rows with guesses
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which is quicker to make, in every step
 class Layout:
     """A step as the host knows it: rows, chunks first, and their tokens. The vectors are int64, staged."""
 
@@ -38,12 +38,13 @@ class Layout:
     decode_slots: Tensor  # host, ascending
     q_lens: list[int]
     kv_lens: list[int]
+    columns: int  # of the page table that are in use
     rows: Staged  # slots [B]
     ends: Staged  # [B]
     row_of_token: Staged  # [T]
     positions: Staged  # [T]
     chunk_tokens: Staged  # token ids of the chunks
-    chunk_starts: Staged  # [chunks + 1], empty where there are none
+    chunk_starts: Staged | None  # [chunks + 1], None without chunks
     last_token: Staged  # [S]
     sampled: SampledRows
 
@@ -125,20 +126,19 @@ class SlotTable:
                 drafts = _draft_rows(sample_slots, counts, last_token, chunk_tokens)
                 last_token, sample_slots, sample_ends = _with_drafts(counts, last_token, sample_slots, sample_ends)
 
-        starts = torch.empty(0, dtype=torch.int64)
-        if num_chunks:
-            starts = torch.nn.functional.pad(q_lens[:num_chunks].cumsum(0), (1, 0))
+        starts = torch.nn.functional.pad(q_lens[:num_chunks].cumsum(0), (1, 0)) if num_chunks else None
         return Layout(
             num_chunks,
             decode_slots,
             q_lens.tolist(),
             ends.tolist(),
+            -(-int(ends.max()) // self._page_size),
             staging.put(rows),
             staging.put(ends),
             staging.put(row_of_token),
             staging.put(positions),
             staging.put(chunk_tokens),
-            staging.put(starts),
+            None if starts is None else staging.put(starts),
             staging.put(last_token),
             SampledRows(sample_slots, sample_ends, staging.put(sample_slots), drafts),
         )
@@ -146,8 +146,7 @@ class SlotTable:
     def build(self, layout: Layout, shared: SharedPages | None = None) -> ForwardBatch:
         """The batch of a step that was laid out and sent."""
         rows, positions, chunks = layout.rows.tensor, layout.positions.tensor, layout.num_chunks
-        width = -(-max(layout.kv_lens) // self._page_size)
-        page_table = self._page_table[:, :width].index_select(0, rows)
+        page_table = self._page_table[:, : layout.columns].index_select(0, rows)
         columns = positions // self._page_size
         if chunks:
             pages = page_table[layout.row_of_token.tensor, columns]
@@ -164,7 +163,7 @@ class SlotTable:
             kv_lens_host=layout.kv_lens,
             num_prefill_rows=chunks,
             logit_rows=layout.last_token.tensor,
-            chunk_starts=layout.chunk_starts.tensor if chunks else None,
+            chunk_starts=layout.chunk_starts.tensor if layout.chunk_starts is not None else None,
             shared=shared,
         )
 

@@ -1,6 +1,6 @@
 """Attention alone, every backend: its error beside the reference in float32, and the time of a layer.
 
-    python -m bench.gpu.attention [--small]
+    python -m bench.gpu.attention [--backend triton] [--small]
 
 The shapes are those of an 8B Llama, bfloat16: a mixed step, decodes, and decodes that begin with the same pages, once
 read row by row and once together. Beside a time stands how much of it reading K and V at the copy bandwidth takes:
@@ -25,6 +25,7 @@ from worker_proc.cuda.backends import choose_attention
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.shared_pages import Tile
 
+NAMES = ("triton", "flashinfer")
 HEADS, KV_HEADS, DIM = 32, 8, 128
 BOUND = 2e-2
 MIXED = [(300, 300), (17, 1041), (64, 129), (1, 1), (1, 17), (1, 1024), (1, 4097)]  # new tokens, all tokens
@@ -74,16 +75,18 @@ def cases(*, small: bool) -> list[Case]:
 
 @click.command()
 @click.option("--small", is_flag=True, help="Short contexts and no times, for slow tools.")
+@click.option("--backend", "names", multiple=True, type=click.Choice(NAMES), default=NAMES)
 @torch.inference_mode()
-def main(small: bool) -> None:
+def main(small: bool, names: tuple[str, ...]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     device, failed = torch.device("cuda"), False
     bandwidth = 1.0 if small else measure().bandwidth
-    backends: dict[str, AttentionBackend] = {"triton": choose_attention("triton", torch.bfloat16, DIM, device)}
-    try:
-        backends["flashinfer"] = choose_attention("flashinfer", torch.bfloat16, DIM, device)
-    except ConfigError as error:
-        print(f"not run: {error}")
+    backends: dict[str, AttentionBackend] = {}
+    for name in names:
+        try:
+            backends[name] = choose_attention(name, torch.bfloat16, DIM, device)
+        except ConfigError as error:
+            print(f"not run: {error}")
     for case in cases(small=small):
         torch.manual_seed(0)
         tokens = len(case.batch.token_ids)
