@@ -11,6 +11,7 @@
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 
 #include "amx_vectors.h"
+#include "attention_amx_packed.h"
 #include "attention_kernel.h"
 
 namespace rhizome {
@@ -54,11 +55,14 @@ class AmxKernel {
     if (source.k_scales != nullptr) widen_codes(source, first, count_, v_rows_);
     packed_ = packs(num_queries);
     few_ = packed_ ? 0 : few_of(num_queries);
-    if (packed_)
-      for (int group = 0; group < count_; group += 16) pack_keys(group, std::min(16, count_ - group));
-    // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time (V).
-    std::fill_n(k_rows_ + count_, round_up(count_, 32) - count_, k_rows_[0]);
+    ahead_.count = 0;
+    // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time.
     std::fill_n(v_rows_ + count_, kAhead, v_rows_[count_ - 1]);
+    std::fill_n(k_rows_ + count_, round_up(count_, 32) - count_, k_rows_[0]);
+    if (packed_) {
+      std::copy_n(v_rows_, 16, k_rows_ + round_up(count_, 16));
+      for (int group = 0; group < count_; group += 16) pack_keys(group, std::min(16, count_ - group));
+    }
     if (few_ > 0) return;
     for (int step = 0; step < count_; step += 32) {
       if (count_ - step >= 32 && v_dim_ % 32 == 0)
@@ -66,6 +70,19 @@ class AmxKernel {
       else
         pack_values(v_rows_, step, std::min(32, count_ - step));
     }
+  }
+
+  // The tokens first .. first + count - 1 of `source`, at least 32 and at most kAttentionBlock, come after this block.
+  void expect(const KeySource& source, int first, int count) {
+    ahead_.done = ahead_.count = 0;
+    ahead_.bytes = (source.k_scales != nullptr ? 1 : 2) * std::max(k_dim_, v_dim_);
+    if (packed_) {
+      source.walk(first, count, [&](int, const char* k, const char* v) {
+        ahead_.rows[ahead_.count++] = k;
+        ahead_.rows[ahead_.count++] = v;
+      });
+    }
+    if (few_ > 0) source.walk(first, kAhead, [&](int i, const char* k, const char*) { v_rows_[count_ + i] = k; });
   }
 
   // Put queries into `memory` (query_bytes) as `attend` needs them for blocks set with the same `num_queries`.
@@ -114,10 +131,7 @@ class AmxKernel {
       const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
       if (how.softcap > 0)
         squash(scores_ + i * kScoreStride + begin, end - begin, how.scale / how.softcap, how.softcap * kLog2E);
-      if (first == begin && stop == end)
-        softmax<false>(i, begin, end, first, stop, how, state);
-      else
-        softmax<true>(i, begin, end, first, stop, how, state);
+      softmax(i, begin, end, first, stop, how, state);
     }
     if (few_ == 1)
       add_values_few<1>(tile.count, begin, end, state);
@@ -129,6 +143,25 @@ class AmxKernel {
       add_values<2>(begin, end, state);
     else
       add_values<1>(begin, end, state);
+  }
+
+  // As `attend`, and adds the result to `total`, which may be `empty`. `now` is free memory.
+  void extend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& total,
+              const State& now, bool empty) {
+    if (packed_) {
+      if (config_ != few_) _tile_loadconfig(&kTileConfigs[config_ = few_]);
+      const auto* q = reinterpret_cast<const uint16_t*>(queries);
+      const PackedBlock block{q, k_, v_, k_width_, v_width_, first_};
+      const int from = (begin - first_) & ~31, to = round_up(end - first_, 32);
+      if (tile.count > 16
+              ? PackedTile<2>(block, tile, how, ahead_, weights_, kWeightStride).run(from, to, total, now, empty)
+              : PackedTile<1>(block, tile, how, ahead_, weights_, kWeightStride).run(from, to, total, now, empty))
+        return;
+    }
+    attend(tile, queries, begin, end, how, empty ? total : now);
+    if (empty) return;
+    const Merge merge(total, now.shift, now.sum, tile.count);
+    for (int i = 0; i < tile.count; ++i) merge.add(i, v_width_, now.out + i * v_width_, total.out + i * v_width_);
   }
 
  private:
@@ -161,8 +194,10 @@ class AmxKernel {
   void pack_keys(int group, int count) {
     for (int d = 0; d < k_width_; d += 32) {
       __m512i rows[16];
-      for (int j = 0; j < 16; ++j)
+      for (int j = 0; j < 16; ++j) {
         rows[j] = j < count ? load_numbers(k_rows_[group + j], d, k_dim_) : _mm512_setzero_si512();
+        _mm_prefetch(k_rows_[group + 16 + j] + 2 * d, _MM_HINT_T0);
+      }
       transpose(rows);
       uint16_t* to = k_ + group * k_width_ + d * 16;
       for (int j = 0; j < 16; ++j) _mm512_store_si512(to + 32 * j, rows[j]);
@@ -178,7 +213,7 @@ class AmxKernel {
       for (int t = 0; t < 32; t += 2, to += 32) {
         for (int i = t; i < t + 2; ++i) {
           _mm_prefetch(rows[i + kAhead] + 2 * d, _MM_HINT_T0);
-          if (d < k_dim_) _mm_prefetch(k_rows[i] + 2 * d, _MM_HINT_T1);
+          if (!packed_ && d < k_dim_) _mm_prefetch(k_rows[i] + 2 * d, _MM_HINT_T1);
         }
         const __m512i even = _mm512_loadu_si512(rows[t] + 2 * d), odd = _mm512_loadu_si512(rows[t + 1] + 2 * d);
         _mm512_store_si512(to, _mm512_permutex2var_epi16(even, low, odd));
@@ -276,12 +311,22 @@ class AmxKernel {
       const char *k0 = k_rows_[t], *k1 = k_rows_[t + 16];
       _tile_zero(0);
       _tile_zero(1);
-      for (int d = 0; d < k_width_; d += 32) {
+      // K of the next tokens, and after the last of them the first values.
+      const char* const* const next = t + 32 < end ? k_rows_ + t + 32 : v_rows_ + begin;
+      for (int d = 0; d < k_width_; d += 64) {
         _tile_loadd(6, q + d * kColumns, 4 * kColumns);
         _tile_loadd(4, k0 + 2 * d, k_token_);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(4, k1 + 2 * d, k_token_);
-        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, k1 + 2 * d, k_token_);
+        _tile_dpbf16ps(1, 5, 6);
+        for (int i = 0; i < 32; ++i) _mm_prefetch(next[i] + 2 * d, _MM_HINT_T0);
+        if (d + 32 == k_width_) break;
+        _tile_loadd(7, q + (d + 32) * kColumns, 4 * kColumns);
+        _tile_loadd(2, k0 + 2 * d + 64, k_token_);
+        _tile_dpbf16ps(0, 2, 7);
+        _tile_loadd(3, k1 + 2 * d + 64, k_token_);
+        _tile_dpbf16ps(1, 3, 7);
+        for (int i = 0; i < 32; ++i) _mm_prefetch(next[i] + 2 * d + 64, _MM_HINT_T0);
       }
       if constexpr (kColumns == 1) {
         _tile_stored(0, scores_ + t, 4);
@@ -296,35 +341,43 @@ class AmxKernel {
     }
   }
 
-  // Scores of a row become weights in bfloat16; those outside of [first, stop) become 0.
-  template <bool kMasked>
+  // Scores of a row become weights in bfloat16; those outside of [first, stop) become 0. See attention_amx_packed.h for
+  // the shift.
   void softmax(int i, int begin, int end, int first, int stop, const Scores& how, const State& state) {
     const float* scores = scores_ + i * kScoreStride;
-    uint16_t* weights = weights_ + i * kWeightStride;
-    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    const auto read = [&](int t) {
-      if constexpr (kMasked)
-        return _mm512_mask_load_ps(nothing, lanes(t, first, stop), scores + t);
-      else
-        return _mm512_load_ps(scores + t);
-    };
-    __m512 high0 = nothing, high1 = nothing;
-    for (int t = begin; t < end; t += 32) {
-      high0 = _mm512_max_ps(high0, read(t));
-      high1 = _mm512_max_ps(high1, read(t + 16));
-    }
     const float factor = how.softcap > 0 ? 1.0f : how.scale;
-    state.max[i] = _mm512_reduce_max_ps(_mm512_max_ps(high0, high1)) * factor;
-    const __m512 shift = _mm512_set1_ps(shift_of(state.max[i])), scale = _mm512_set1_ps(factor);
-    __m512 sum0 = _mm512_setzero_ps(), sum1 = sum0;
-    for (int t = begin; t < end; t += 32) {
-      const __m512 low = exp2_short(_mm512_fmsub_ps(read(t), scale, shift));
-      const __m512 high = exp2_short(_mm512_fmsub_ps(read(t + 16), scale, shift));
-      sum0 = _mm512_add_ps(sum0, low);
-      sum1 = _mm512_add_ps(sum1, high);
-      _mm512_store_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    if (first >= stop) {
+      state.shift[i] = -std::numeric_limits<float>::infinity();
+      state.sum[i] = 0;
+      std::memset(weights_ + i * kWeightStride + begin, 0, 2 * (end - begin));
+      return;
     }
-    state.sum[i] = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1));
+    state.shift[i] = factor * scores[first];
+    state.sum[i] = weigh(i, begin, end, first, stop, factor, state.shift[i]);
+    if (state.sum[i] <= kHighestSum) return;
+    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 highest = nothing;
+    for (int t = begin; t < end; t += 32) {
+      const __mmask32 seen = lanes(t, first, stop);
+      highest = _mm512_max_ps(highest, _mm512_mask_load_ps(nothing, static_cast<__mmask16>(seen), scores + t));
+      highest = _mm512_max_ps(highest, _mm512_mask_load_ps(nothing, static_cast<__mmask16>(seen >> 16), scores + t + 16));
+    }
+    state.shift[i] = factor * _mm512_reduce_max_ps(highest);
+    state.sum[i] = weigh(i, begin, end, first, stop, factor, state.shift[i]);
+  }
+
+  // Returns the sum of the weights.
+  float weigh(int i, int begin, int end, int first, int stop, float factor, float shift) {
+    const float* scores = scores_ + i * kScoreStride;
+    uint16_t* weights = weights_ + i * kWeightStride;
+    __m512 sum = _mm512_setzero_ps();
+    for (int t = begin; t < end; t += 32) {
+      if (t >= first && t + 32 <= stop)
+        sum = Weights(scores + t, factor, shift).put(weights + t, sum);
+      else
+        sum = Weights(scores + t, factor, shift, lanes(t, first, stop)).put(weights + t, sum);
+    }
+    return add_lanes(sum);
   }
 
   template <int kTiles>
@@ -435,7 +488,8 @@ class AmxKernel {
   int count_ = 0, few_ = 0;
   uint16_t *k_, *v_, *weights_, *widened_;
   float* scores_;
-  const char* k_rows_[kAttentionBlock];
+  RowsAhead ahead_;
+  const char* k_rows_[kAttentionBlock + 16];
   const char* v_rows_[kAttentionBlock + kAhead];
 };
 
