@@ -31,6 +31,9 @@ alignas(64) static constexpr TileConfig kTileConfigs[] = {
     few_queries(4),
 };
 
+// What was stored before may be loaded into tiles: compilers do not know that those instructions read memory.
+inline void before_tiles() { asm volatile("" ::: "memory"); }
+
 // 32 numbers from `d` on of a head of `dim`, with zeros behind it.
 inline __m512i load_numbers(const char* head, int d, int dim) {
   const char* from = head + 2 * d;

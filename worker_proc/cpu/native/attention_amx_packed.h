@@ -73,7 +73,7 @@ class PackedTile {
     const int last = end - 32;
     squash_step(last);
     for (int i = 0; i < kRows; ++i) weigh_seen(i, last, scores_[last / 32 % 2], now.shift);
-    fence();
+    before_tiles();
     const State& to = empty ? total : now;
     add_values(0, begin, end, to, [](int, int) {});
     for (int i = 0; i < kRows; i += 16) _mm512_store_ps(to.sum + i, add_rows(sums_ + 16 * i));
@@ -93,9 +93,6 @@ class PackedTile {
 
  private:
   static constexpr int kRows = 16 * kTiles;
-
-  // The compiler does not know that the instructions that load tiles read memory.
-  static void fence() { asm volatile("" ::: "memory"); }
 
   // Scores of the step at t; calls beside(row, stop) in between for all rows.
   template <class Beside>
