@@ -50,7 +50,7 @@ class PackedTile {
       seen_by_all_ = std::max(seen_by_all_, tile.first[i]);
       seen_end_ = std::min(seen_end_, tile.end[i]);
     }
-    seen_by_all_ -= block.first;
+    seen_by_all_ = std::max(0, seen_by_all_ - block.first);
     seen_end_ -= block.first;
   }
 
@@ -62,17 +62,18 @@ class PackedTile {
     score(begin, [](int, int) {});
     for (int t = begin + 32; t < end; t += 32) {
       squash_step(t - 32);
-      const float* const scores = scores_[(t - 32) / 32 % 2];
       if (t - 32 < seen_by_all_ || t > seen_end_)
-        score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh_seen(i, t - 32, scores, now.shift); });
-      else if (t - 32 == begin && begin == seen_by_all_)
-        score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh<true>(i, t - 32, scores, now.shift); });
+        score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh_seen(i, t - 32, now.shift); });
+      else if (t - 32 == seen_by_all_)
+        score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh<true>(i, t - 32, now.shift); });
       else
-        score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh<false>(i, t - 32, scores, now.shift); });
+        score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh<false>(i, t - 32, now.shift); });
     }
-    const int last = end - 32;
-    squash_step(last);
-    for (int i = 0; i < kRows; ++i) weigh_seen(i, last, scores_[last / 32 % 2], now.shift);
+    squash_step(end - 32);
+    if (end - 32 > seen_by_all_ && end <= seen_end_)
+      for (int i = 0; i < kRows; ++i) weigh<false>(i, end - 32, now.shift);
+    else
+      for (int i = 0; i < kRows; ++i) weigh_seen(i, end - 32, now.shift);
     before_tiles();
     const State& to = empty ? total : now;
     add_values(0, begin, end, to, [](int, int) {});
@@ -139,16 +140,16 @@ class PackedTile {
 
   // Scores of a row and step become weights.
   template <bool kFirst>
-  void weigh(int i, int t, const float* scores, float* shifts) {
-    const float* const from = scores + 32 * i;
+  void weigh(int i, int t, float* shifts) {
+    const float* const from = scores_[t / 32 % 2] + 32 * i;
     if constexpr (kFirst) shifts[i] = from[0] * factor_;
     put(i, t, Weights(from, factor_, shifts[i]));
   }
 
   // The same where not every query sees every token.
-  void weigh_seen(int i, int t, const float* scores, float* shifts) {
+  void weigh_seen(int i, int t, float* shifts) {
     if (i >= tile_.count) return;
-    const float* const from = scores + 32 * i;
+    const float* const from = scores_[t / 32 % 2] + 32 * i;
     const int first = std::max(tile_.first[i] - block_.first, 0), stop = tile_.end[i] - block_.first;
     if (first >= t && first < std::min(t + 32, stop)) shifts[i] = from[first - t] * factor_;
     put(i, t, Weights(from, factor_, shifts[i], lanes(t, first, stop)));
