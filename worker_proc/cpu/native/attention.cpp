@@ -122,8 +122,7 @@ class Attention {
     }
   }
 
-  void write(int row, int kv_head, int query, const float* sums, float sum) const {
-    const int token = query / group_, head = kv_head * group_ + query % group_;
+  void write(int row, int token, int head, const float* sums, float sum) const {
     auto* out = static_cast<Element*>(layer_.out) + (batch_.q_starts[row] + token) * layer_.out_stride +
                 int64_t{head} * batch_.v_dim;
     const float factor = 1 / sum;
@@ -207,9 +206,9 @@ class Attention {
           else if (end == length && head + 1 < stop_head && first_block * kAttentionBlock + 32 <= length)
             kernel.expect(source(task.row, head + 1), first_block * kAttentionBlock, 32);
           kernel.extend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, total, now, empty);
-            }
+        }
         for (int i = 0; i < tile.count; ++i)
-          write(task.row, head, first + i, total.out + i * v_stride_, total.sum[i]);
+          write(task.row, 0, head * group_ + first + i, total.out + i * v_stride_, total.sum[i]);
       }
     }
   }
@@ -251,10 +250,16 @@ class Attention {
         empty[n] = false;
       }
     }
+    int token = task.first / group_, head = task.first % group_;
     for (int n = 0; n < num_tiles; ++n) {
-      const State now = state(thread, n);
-      for (int i = 0; i < std::min(kTile, task.count - n * kTile); ++i)
-        write(task.row, task.kv_head, task.first + n * kTile + i, now.out + i * v_stride_, now.sum[i]);
+      const State total = state(thread, n);
+      for (int i = 0; i < tiles[n].count; ++i) {
+        write(task.row, token, task.kv_head * group_ + head, total.out + i * v_stride_, total.sum[i]);
+        if (++head == group_) {
+          head = 0;
+          ++token;
+        }
+      }
     }
   }
 
