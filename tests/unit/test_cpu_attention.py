@@ -89,6 +89,20 @@ class Step:
         )
         return replace(self, q=self.q[tokens], k=self.k[tokens], v=self.v[tokens], batch=batch)
 
+    def chunk(self, begin: int, end: int) -> "Step":
+        """Tokens begin .. end - 1 of a step of one whole prompt, as a step of their own."""
+        tokens = slice(begin, end)
+        batch = replace(
+            self.batch,
+            positions=self.batch.positions[tokens],
+            slot_mapping=self.batch.slot_mapping[tokens],
+            kv_lens=torch.tensor([end]),
+            q_lens=[end - begin],
+            kv_lens_host=[end],
+            num_prefill_rows=int(end - begin > 1),
+        )
+        return replace(self, q=self.q[tokens], k=self.k[tokens], v=self.v[tokens], batch=batch)
+
     def exact(self) -> "Step":
         """The same numbers in float32, for the reference to tell what is right."""
         return self.plain(torch.float32)
@@ -252,18 +266,7 @@ def test_a_tokens_bits_do_not_depend_on_chunks(
     whole = make_step(shape, [(1100, 1100)])
     expected = whole.run(CpuAttention(library))
     for begin, end in ((0, 1), (0, 300), (300, 303), (255, 256), (256, 257), (303, 700), (700, 701), (701, 1100)):
-        tokens = slice(begin, end)
-        batch = replace(
-            whole.batch,
-            positions=whole.batch.positions[tokens],
-            slot_mapping=whole.batch.slot_mapping[tokens],
-            kv_lens=torch.tensor([end]),
-            q_lens=[end - begin],
-            kv_lens_host=[end],
-            num_prefill_rows=int(end - begin > 1),
-        )
-        part = replace(whole, q=whole.q[tokens], k=whole.k[tokens], v=whole.v[tokens], batch=batch)
-        assert torch.equal(part.run(CpuAttention(library)), expected[tokens]), (begin, end)
+        assert torch.equal(whole.chunk(begin, end).run(CpuAttention(library)), expected[begin:end]), (begin, end)
 
 
 @pytest.mark.parametrize("dims", [(32, 32), (64, 96), (128, 128), (128, 40)])
@@ -278,17 +281,16 @@ def test_one_query_has_the_bits_of_many(
     whole = replace(whole, v=(whole.v.float() * factor).to(whole.v.dtype))
     expected = whole.run(CpuAttention(library))
     for at in (0, 1, 31, 32, 254, 255, 256, 511, *range(33, 600, 27)):
-        batch = replace(
-            whole.batch,
-            positions=whole.batch.positions[at : at + 1],
-            slot_mapping=whole.batch.slot_mapping[at : at + 1],
-            kv_lens=torch.tensor([at + 1]),
-            q_lens=[1],
-            kv_lens_host=[at + 1],
-            num_prefill_rows=0,
-        )
-        part = replace(whole, q=whole.q[at, None], k=whole.k[at, None], v=whole.v[at, None], batch=batch)
-        assert torch.equal(part.run(CpuAttention(library))[0], expected[at]), at
+        assert torch.equal(whole.chunk(at, at + 1).run(CpuAttention(library))[0], expected[at]), at
+
+
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_large_scores_have_the_bits_of_any_chunk(library: NativeLibrary, group: int) -> None:
+    """Where the first score that a query sees of a block is far below the highest."""
+    whole = make_step(Shape(2 * group, 2, 128, 128), [(700, 700)], magnitude=60.0)
+    expected = whole.run(CpuAttention(library))
+    for begin, end in ((0, 130), (130, 170), (170, 700), *((at, at + 1) for at in (0, 31, 255, 256, 300, 699))):
+        assert torch.equal(whole.chunk(begin, end).run(CpuAttention(library)), expected[begin:end]), (begin, end)
 
 
 def test_many_rows_share(library: NativeLibrary) -> None:

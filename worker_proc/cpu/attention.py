@@ -10,6 +10,7 @@ from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.memory import HugePages
 from worker_proc.kv_cache import KVCache
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -102,7 +103,7 @@ class NativeAttention:
         struct.plan = plan.data_ptr()
         needed = int(self._functions.rhizome_attention_workspace(struct)) + _ALIGNMENT
         if self._workspace.numel() < needed:
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
+            self._workspace = HugePages(needed).take(needed, torch.uint8)
         struct.workspace = -(-self._workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         return AttentionStep(self._functions, struct, batch, cache, (numbers, table, plan, self._workspace))
 

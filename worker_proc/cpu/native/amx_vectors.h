@@ -19,7 +19,7 @@ struct alignas(64) TileConfig {
 
 constexpr TileConfig few_queries(uint8_t n) {
   const uint16_t bytes = static_cast<uint16_t>(4 * n);
-  return {1, 0, {}, {bytes, bytes, 64, 64, 64, 64, bytes, 64}, {16, 16, n, n, 16, n, 16, 16}};
+  return {1, 0, {}, {bytes, bytes, 64, 64, 64, 64, bytes, bytes}, {16, 16, 16, 16, 16, 16, 16, 16}};
 }
 
 // Static, as the compiler does not know that all of it is read when it is loaded.
@@ -30,6 +30,9 @@ alignas(64) static constexpr TileConfig kTileConfigs[] = {
     {},
     few_queries(4),
 };
+
+// What was stored before may be loaded into tiles: compilers do not know that those instructions read memory.
+inline void before_tiles() { asm volatile("" ::: "memory"); }
 
 // 32 numbers from `d` on of a head of `dim`, with zeros behind it.
 inline __m512i load_numbers(const char* head, int d, int dim) {
@@ -77,6 +80,28 @@ inline __m512 exp2_short(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
+// What 32 scores become: weights 2^(scale * score - shift), of which only those in `seen` are not 0.
+struct Weights {
+  __m512 low, high;
+
+  Weights(const float* scores, float factor, float minus) {
+    const __m512 scale = _mm512_set1_ps(factor), shift = _mm512_set1_ps(minus);
+    low = exp2_short(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, shift));
+    high = exp2_short(_mm512_fmsub_ps(_mm512_load_ps(scores + 16), scale, shift));
+  }
+
+  Weights(const float* scores, float factor, float minus, __mmask32 seen) : Weights(scores, factor, minus) {
+    low = _mm512_maskz_mov_ps(static_cast<__mmask16>(seen), low);
+    high = _mm512_maskz_mov_ps(static_cast<__mmask16>(seen >> 16), high);
+  }
+
+  // Stores them in bfloat16 and returns `sums`, to which they are added.
+  __m512 put(uint16_t* to, __m512 sums) const {
+    _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    return _mm512_add_ps(sums, _mm512_add_ps(low, high));
+  }
+};
+
 // Numbers [16][kColumns], 2 or 4 columns, become rows of 16 that are `stride` apart.
 template <int kColumns>
 inline void turn(const float* from, float* to, int stride) {
@@ -109,11 +134,29 @@ inline void squash(float* numbers, int count, float scale, float cap) {
   }
 }
 
-// The lanes of tokens t .. t + 15 that are in [first, stop).
-inline __mmask16 lanes(int t, int first, int stop) {
-  const uint32_t below = stop <= t ? 0 : stop - t >= 16 ? 0xffff : (1u << (stop - t)) - 1;
-  const uint32_t above = first <= t ? 0 : first - t >= 16 ? 0xffff : (1u << (first - t)) - 1;
-  return static_cast<__mmask16>(below & ~above);
+// The sum of 16 numbers, and 16 such sums of rows of 16: halves are added until one number is left.
+inline float add_lanes(__m512 x) {
+  x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+  x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
+  x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
+  return _mm512_cvtss_f32(x);
+}
+
+inline __m512 add_rows(const float* from) {
+  __m512i rows[16];
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_load_si512(from + 16 * i);
+  transpose(rows);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) rows[i] = (__m512i)_mm512_add_ps((__m512)rows[i], (__m512)rows[i + half]);
+  return (__m512)rows[0];
+}
+
+// The lanes of tokens t .. t + 31 that are in [first, stop).
+inline __mmask32 lanes(int t, int first, int stop) {
+  const uint64_t below = (uint64_t{1} << std::clamp(stop - t, 0, 32)) - 1;
+  const uint64_t above = (uint64_t{1} << std::clamp(first - t, 0, 32)) - 1;
+  return static_cast<__mmask32>(below & ~above);
 }
 
 }  // namespace rhizome

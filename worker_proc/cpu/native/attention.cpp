@@ -122,8 +122,7 @@ class Attention {
     }
   }
 
-  void write(int row, int kv_head, int query, const float* sums, float sum) const {
-    const int token = query / group_, head = kv_head * group_ + query % group_;
+  void write(int row, int token, int head, const float* sums, float sum) const {
     auto* out = static_cast<Element*>(layer_.out) + (batch_.q_starts[row] + token) * layer_.out_stride +
                 int64_t{head} * batch_.v_dim;
     const float factor = 1 / sum;
@@ -169,7 +168,7 @@ class Attention {
         const int query = first + i;
         float* to = partial(run.first_partial + query / group_, kv_head * group_ + query % group_);
         std::memcpy(to, now.out + i * v_stride_, 4 * v_stride_);
-        to[v_stride_] = now.max[i];
+        to[v_stride_] = now.shift[i];
         to[v_stride_ + 1] = now.sum[i];
       }
     }
@@ -191,50 +190,38 @@ class Attention {
         for (int block = 0; block < planned; ++block, empty = false) {
           const int number = (plan_->numbers() + plan_->rows()[task.row].partials)[block];
           const float* from = partial(number, head * group_ + first);
+          const State& to = empty ? total : now;
           for (int i = 0; i < tile.count; ++i) {
-            now.max[i] = from[i * (v_stride_ + 2) + v_stride_];
-            now.sum[i] = from[i * (v_stride_ + 2) + v_stride_ + 1];
+            to.shift[i] = from[i * (v_stride_ + 2) + v_stride_];
+            to.sum[i] = from[i * (v_stride_ + 2) + v_stride_ + 1];
           }
-          merge(total, from, v_stride_ + 2, now.max, now.sum, tile.count, empty);
+          add(total, now, from, tile.count, empty);
         }
         kernel.set_queries(tile, group_, queries(thread, 0));
         for (int block = first_block; block * kAttentionBlock < length; ++block, empty = false) {
           const int begin = block * kAttentionBlock, end = std::min(length, begin + kAttentionBlock);
           kernel.set_block(source(task.row, head), begin, end, group_);
-          kernel.attend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, now);
-          merge(total, now.out, v_stride_, now.max, now.sum, tile.count, empty);
+          if (end + 32 <= length)
+            kernel.expect(source(task.row, head), end, 32);
+          else if (end == length && head + 1 < stop_head && first_block * kAttentionBlock + 32 <= length)
+            kernel.expect(source(task.row, head + 1), first_block * kAttentionBlock, 32);
+          kernel.extend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, total, now, empty);
         }
         for (int i = 0; i < tile.count; ++i)
-          write(task.row, head, first + i, total.out + i * v_stride_, total.sum[i]);
+          write(task.row, 0, head * group_ + first + i, total.out + i * v_stride_, total.sum[i]);
       }
     }
   }
 
-  // Adds the results of a block to those of the blocks before it: `out` has rows that are `stride` apart.
-  void merge(const State& total, const float* out, int stride, const float* max, const float* sum, int count,
-             bool first) const {
-    alignas(64) float old_factors[kTile], factors[kTile];
-    for (int i = 0; i < count; ++i) {
-      const float highest = first ? max[i] : std::max(total.max[i], max[i]), shift = shift_of(highest);
-      old_factors[i] = first ? 0.0f : total.max[i] - shift;
-      factors[i] = max[i] - shift;
-      total.max[i] = highest;
+  // Adds a planned block, whose shifts and sums are in `now`, or already in `total` if that is empty.
+  void add(const State& total, const State& now, const float* from, int count, bool empty) const {
+    if (empty) {
+      for (int i = 0; i < count; ++i) std::memcpy(total.out + i * v_stride_, from + i * (v_stride_ + 2), 4 * v_stride_);
+      return;
     }
-    for (int i = 0; i < count; i += kLanes) {
-      store(old_factors + i, exp2(load(old_factors + i)));
-      store(factors + i, exp2(load(factors + i)));
-    }
-    for (int i = 0; i < count; ++i, out += stride) {
-      float* to = total.out + i * v_stride_;
-      if (first) {
-        std::memcpy(to, out, 4 * v_stride_);
-        total.sum[i] = sum[i];
-        continue;
-      }
-      for (int d = 0; d < v_stride_; d += kLanes)
-        store(to + d, load(to + d) * old_factors[i] + load(out + d) * factors[i]);
-      total.sum[i] = total.sum[i] * old_factors[i] + sum[i] * factors[i];
-    }
+    const Merge merge(total, now.shift, now.sum, count);
+    for (int i = 0; i < count; ++i)
+      merge.add(i, v_stride_, from + i * (v_stride_ + 2), total.out + i * v_stride_);
   }
 
   void run_prefill(const Task& task, int thread) {
@@ -242,32 +229,37 @@ class Attention {
     const KeySource keys = source(task.row, task.kv_head);
     const int num_tiles = (task.count + kTile - 1) / kTile;
     bool empty[kMaxQueries / kTile];
-    std::fill_n(empty, num_tiles, true);
-    const auto tile_of = [&](int n) {
-      Tile tile;
-      add_queries(tile, task.row, task.kv_head, task.first + n * kTile, std::min(kTile, task.count - n * kTile));
-      return tile;
-    };
-    for (int n = 0; n < num_tiles; ++n) kernel.set_queries(tile_of(n), task.count, queries(thread, n));
-    const Tile first_tile = tile_of(0), last_tile = tile_of(num_tiles - 1);
+    Tile tiles[kMaxQueries / kTile];
+    for (int n = 0; n < num_tiles; ++n) {
+      add_queries(tiles[n], task.row, task.kv_head, task.first + n * kTile, std::min(kTile, task.count - n * kTile));
+      kernel.set_queries(tiles[n], task.count, queries(thread, n));
+      empty[n] = true;
+    }
+    const Tile& last_tile = tiles[num_tiles - 1];
     const int last_end = last_tile.end[last_tile.count - 1];
-    for (int block = first_tile.first[0] / kAttentionBlock; block * kAttentionBlock < last_end; ++block) {
+    const State now = state(thread, kMaxQueries / kTile);
+    for (int block = tiles[0].first[0] / kAttentionBlock; block * kAttentionBlock < last_end; ++block) {
       const int begin = block * kAttentionBlock, end = std::min(last_end, begin + kAttentionBlock);
       kernel.set_block(keys, begin, end, task.count);
+      if (const int left = last_end - end; left >= 32) kernel.expect(keys, end, std::min(left, kAttentionBlock));
       for (int n = 0; n < num_tiles; ++n) {
-        const Tile tile = tile_of(n);
+        const Tile& tile = tiles[n];
         const int from = std::max(begin, tile.first[0]), to = std::min(end, tile.end[tile.count - 1]);
         if (from >= to) continue;
-        const State total = state(thread, n), now = empty[n] ? total : state(thread, kMaxQueries / kTile);
-        kernel.attend(tile, queries(thread, n), from, to, scores_, now);
-        if (!empty[n]) merge(total, now.out, v_stride_, now.max, now.sum, tile.count, false);
+        kernel.extend(tile, queries(thread, n), from, to, scores_, state(thread, n), now, empty[n]);
         empty[n] = false;
       }
     }
+    int token = task.first / group_, head = task.first % group_;
     for (int n = 0; n < num_tiles; ++n) {
-      const State now = state(thread, n);
-      for (int i = 0; i < std::min(kTile, task.count - n * kTile); ++i)
-        write(task.row, task.kv_head, task.first + n * kTile + i, now.out + i * v_stride_, now.sum[i]);
+      const State total = state(thread, n);
+      for (int i = 0; i < tiles[n].count; ++i) {
+        write(task.row, token, task.kv_head * group_ + head, total.out + i * v_stride_, total.sum[i]);
+        if (++head == group_) {
+          head = 0;
+          ++token;
+        }
+      }
     }
   }
 

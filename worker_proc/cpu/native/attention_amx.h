@@ -4,13 +4,14 @@
 // a tile's rows as they are, the queries are packed into the other operand, and the transposed scores are turned round.
 // With many queries, K is packed once (pairs of numbers of 16 tokens side by side), and the queries are the rows.
 // V is packed (pairs of tokens side by side), with zeros for tokens that are outside of the block: their memory may hold
-// NaN. For up to four queries packing would take longer than the sums do, so that they are made with vectors, in the
-// very order of TDPBF16PS: one chain of fused sums for the even tokens of 32, one for the odd ones, and denormals are 0.
+// NaN. For up to four queries it is not packed, see attention_amx_few.h; attention_amx_packed.h has the case of many.
 #pragma once
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 
 #include "amx_vectors.h"
+#include "attention_amx_few.h"
+#include "attention_amx_packed.h"
 #include "attention_kernel.h"
 
 namespace rhizome {
@@ -54,11 +55,14 @@ class AmxKernel {
     if (source.k_scales != nullptr) widen_codes(source, first, count_, v_rows_);
     packed_ = packs(num_queries);
     few_ = packed_ ? 0 : few_of(num_queries);
-    if (packed_)
-      for (int group = 0; group < count_; group += 16) pack_keys(group, std::min(16, count_ - group));
-    // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time (V).
+    ahead_.count = 0;
+    // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time.
+    std::fill_n(v_rows_ + count_, kTokensAhead, v_rows_[count_ - 1]);
     std::fill_n(k_rows_ + count_, round_up(count_, 32) - count_, k_rows_[0]);
-    std::fill_n(v_rows_ + count_, kAhead, v_rows_[count_ - 1]);
+    if (packed_) {
+      std::copy_n(v_rows_, 16, k_rows_ + round_up(count_, 16));
+      for (int group = 0; group < count_; group += 16) pack_keys(group, std::min(16, count_ - group));
+    }
     if (few_ > 0) return;
     for (int step = 0; step < count_; step += 32) {
       if (count_ - step >= 32 && v_dim_ % 32 == 0)
@@ -66,6 +70,19 @@ class AmxKernel {
       else
         pack_values(v_rows_, step, std::min(32, count_ - step));
     }
+  }
+
+  // The tokens first .. first + count - 1 of `source`, at least 32 and at most kAttentionBlock, come after this block.
+  void expect(const KeySource& source, int first, int count) {
+    ahead_.done = ahead_.count = 0;
+    ahead_.bytes = (source.k_scales != nullptr ? 1 : 2) * std::max(k_dim_, v_dim_);
+    if (packed_) {
+      source.walk(first, count, [&](int, const char* k, const char* v) {
+        ahead_.rows[ahead_.count++] = k;
+        ahead_.rows[ahead_.count++] = v;
+      });
+    }
+    if (few_ > 0) source.walk(first, kTokensAhead, [&](int i, const char* k, const char*) { v_rows_[count_ + i] = k; });
   }
 
   // Put queries into `memory` (query_bytes) as `attend` needs them for blocks set with the same `num_queries`.
@@ -100,12 +117,13 @@ class AmxKernel {
     begin = (begin - first_) & ~31;
     end = round_up(end - first_, 32);
     if (config_ != few_) _tile_loadconfig(&kTileConfigs[config_ = few_]);
+    before_tiles();
     if (few_ == 1)
-      score_few<1>(q, begin, end);
+      score_few<1>(few_block(), q, begin, end, scores_, kScoreStride);
     else if (few_ == 2)
-      score_few<2>(q, begin, end);
+      score_few<2>(few_block(), q, begin, end, scores_, kScoreStride);
     else if (few_ == 4)
-      score_few<4>(q, begin, end);
+      score_few<4>(few_block(), q, begin, end, scores_, kScoreStride);
     else if (packed_)
       score_packed(q, tile.count, begin, end);
     else
@@ -114,38 +132,50 @@ class AmxKernel {
       const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
       if (how.softcap > 0)
         squash(scores_ + i * kScoreStride + begin, end - begin, how.scale / how.softcap, how.softcap * kLog2E);
-      if (first == begin && stop == end)
-        softmax<false>(i, begin, end, first, stop, how, state);
-      else
-        softmax<true>(i, begin, end, first, stop, how, state);
+      softmax(i, begin, end, first, stop, how, state);
     }
+    before_tiles();
     if (few_ == 1)
-      add_values_few<1>(tile.count, begin, end, state);
+      add_values_few<1>(few_block(), weights_, kWeightStride, tile.count, begin, end, state);
     else if (few_ == 2)
-      add_values_few<2>(tile.count, begin, end, state);
+      add_values_few<2>(few_block(), weights_, kWeightStride, tile.count, begin, end, state);
     else if (few_ == 4)
-      add_values_few<4>(tile.count, begin, end, state);
+      add_values_few<4>(few_block(), weights_, kWeightStride, tile.count, begin, end, state);
     else if (tile.count > 16)
       add_values<2>(begin, end, state);
     else
       add_values<1>(begin, end, state);
   }
 
+  // As `attend`, and adds the result to `total`, which may be `empty`. `now` is free memory.
+  void extend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& total,
+              const State& now, bool empty) {
+    if (packed_) {
+      if (config_ != few_) _tile_loadconfig(&kTileConfigs[config_ = few_]);
+      const auto* q = reinterpret_cast<const uint16_t*>(queries);
+      before_tiles();
+      const PackedBlock block{q, k_, v_, k_width_, v_width_, first_};
+      const int from = (begin - first_) & ~31, to = round_up(end - first_, 32);
+      if (tile.count > 16
+              ? PackedTile<2>(block, tile, how, ahead_, weights_, kWeightStride).run(from, to, total, now, empty)
+              : PackedTile<1>(block, tile, how, ahead_, weights_, kWeightStride).run(from, to, total, now, empty))
+        return;
+    }
+    attend(tile, queries, begin, end, how, empty ? total : now);
+    if (empty) return;
+    const Merge merge(total, now.shift, now.sum, tile.count);
+    for (int i = 0; i < tile.count; ++i) merge.add(i, v_width_, now.out + i * v_width_, total.out + i * v_width_);
+  }
+
  private:
   // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
   static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
-
-  // V is fetched this many tokens before it is packed, and K while V is: the processor's own prefetching ends at the
-  // end of every page of the cache, as the next one may be anywhere.
-  static constexpr int kAhead = 32;
-
-  static constexpr uint32_t kDenormalsAreZero = 0x8040;  // of MXCSR, as operands and as results
 
   // Codes become rows of bfloat16, which stand in for those of the pages from here on.
   void widen_codes(const KeySource& source, int first, int count, const char** v_rows) {
     uint16_t* const v_widened = widened_ + kAttentionBlock * k_width_;
     source.walk_scales(first, count, [&](int i, float k_scale, float v_scale) {
-      const int ahead = std::min(i + kAhead, count - 1);
+      const int ahead = std::min(i + kTokensAhead, count - 1);
       for (int d = 0; d < k_dim_; d += 64) _mm_prefetch(k_rows_[ahead] + d, _MM_HINT_T0);
       for (int d = 0; d < v_dim_; d += 64) _mm_prefetch(v_rows[ahead] + d, _MM_HINT_T0);
       uint16_t *const k_to = widened_ + i * k_width_, *const v_to = v_widened + i * v_width_;
@@ -161,8 +191,10 @@ class AmxKernel {
   void pack_keys(int group, int count) {
     for (int d = 0; d < k_width_; d += 32) {
       __m512i rows[16];
-      for (int j = 0; j < 16; ++j)
+      for (int j = 0; j < 16; ++j) {
         rows[j] = j < count ? load_numbers(k_rows_[group + j], d, k_dim_) : _mm512_setzero_si512();
+        _mm_prefetch(k_rows_[group + 16 + j] + 2 * d, _MM_HINT_T0);
+      }
       transpose(rows);
       uint16_t* to = k_ + group * k_width_ + d * 16;
       for (int j = 0; j < 16; ++j) _mm512_store_si512(to + 32 * j, rows[j]);
@@ -177,8 +209,8 @@ class AmxKernel {
       uint16_t* to = v_ + step * v_width_ + d * 32;
       for (int t = 0; t < 32; t += 2, to += 32) {
         for (int i = t; i < t + 2; ++i) {
-          _mm_prefetch(rows[i + kAhead] + 2 * d, _MM_HINT_T0);
-          if (d < k_dim_) _mm_prefetch(k_rows[i] + 2 * d, _MM_HINT_T1);
+          _mm_prefetch(rows[i + kTokensAhead] + 2 * d, _MM_HINT_T0);
+          if (!packed_ && d < k_dim_) _mm_prefetch(k_rows[i] + 2 * d, _MM_HINT_T1);
         }
         const __m512i even = _mm512_loadu_si512(rows[t] + 2 * d), odd = _mm512_loadu_si512(rows[t + 1] + 2 * d);
         _mm512_store_si512(to, _mm512_permutex2var_epi16(even, low, odd));
@@ -269,62 +301,44 @@ class AmxKernel {
     }
   }
 
-  // As `score_in_place`, but tiles have only the columns that are used.
-  template <int kColumns>
-  void score_few(const uint16_t* q, int begin, int end) {
-    for (int t = begin; t < end; t += 32) {
-      const char *k0 = k_rows_[t], *k1 = k_rows_[t + 16];
-      _tile_zero(0);
-      _tile_zero(1);
-      for (int d = 0; d < k_width_; d += 32) {
-        _tile_loadd(6, q + d * kColumns, 4 * kColumns);
-        _tile_loadd(4, k0 + 2 * d, k_token_);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(4, k1 + 2 * d, k_token_);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      if constexpr (kColumns == 1) {
-        _tile_stored(0, scores_ + t, 4);
-        _tile_stored(1, scores_ + t + 16, 4);
-      } else {
-        alignas(64) float turned[32 * kColumns];
-        _tile_stored(0, turned, 4 * kColumns);
-        _tile_stored(1, turned + 16 * kColumns, 4 * kColumns);
-        turn<kColumns>(turned, scores_ + t, kScoreStride);
-        turn<kColumns>(turned + 16 * kColumns, scores_ + t + 16, kScoreStride);
-      }
-    }
-  }
-
-  // Scores of a row become weights in bfloat16; those outside of [first, stop) become 0.
-  template <bool kMasked>
+  // Scores of a row become weights in bfloat16; those outside of [first, stop) become 0. See attention_amx_packed.h for
+  // the shift.
   void softmax(int i, int begin, int end, int first, int stop, const Scores& how, const State& state) {
     const float* scores = scores_ + i * kScoreStride;
-    uint16_t* weights = weights_ + i * kWeightStride;
-    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    const auto read = [&](int t) {
-      if constexpr (kMasked)
-        return _mm512_mask_load_ps(nothing, lanes(t, first, stop), scores + t);
-      else
-        return _mm512_load_ps(scores + t);
-    };
-    __m512 high0 = nothing, high1 = nothing;
-    for (int t = begin; t < end; t += 32) {
-      high0 = _mm512_max_ps(high0, read(t));
-      high1 = _mm512_max_ps(high1, read(t + 16));
-    }
     const float factor = how.softcap > 0 ? 1.0f : how.scale;
-    state.max[i] = _mm512_reduce_max_ps(_mm512_max_ps(high0, high1)) * factor;
-    const __m512 shift = _mm512_set1_ps(shift_of(state.max[i])), scale = _mm512_set1_ps(factor);
-    __m512 sum0 = _mm512_setzero_ps(), sum1 = sum0;
-    for (int t = begin; t < end; t += 32) {
-      const __m512 low = exp2_short(_mm512_fmsub_ps(read(t), scale, shift));
-      const __m512 high = exp2_short(_mm512_fmsub_ps(read(t + 16), scale, shift));
-      sum0 = _mm512_add_ps(sum0, low);
-      sum1 = _mm512_add_ps(sum1, high);
-      _mm512_store_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    if (first >= stop) {
+      state.shift[i] = -std::numeric_limits<float>::infinity();
+      state.sum[i] = 0;
+      std::memset(weights_ + i * kWeightStride + begin, 0, 2 * (end - begin));
+      return;
     }
-    state.sum[i] = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1));
+    state.shift[i] = factor * scores[first];
+    state.sum[i] = weigh(i, begin, end, first, stop, factor, state.shift[i]);
+    if (state.sum[i] <= kHighestSum) return;
+    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 highest = nothing;
+    for (int t = begin; t < end; t += 32) {
+      const __mmask32 seen = lanes(t, first, stop);
+      const auto low = static_cast<__mmask16>(seen), high = static_cast<__mmask16>(seen >> 16);
+      highest = _mm512_max_ps(highest, _mm512_mask_load_ps(nothing, low, scores + t));
+      highest = _mm512_max_ps(highest, _mm512_mask_load_ps(nothing, high, scores + t + 16));
+    }
+    state.shift[i] = factor * _mm512_reduce_max_ps(highest);
+    state.sum[i] = weigh(i, begin, end, first, stop, factor, state.shift[i]);
+  }
+
+  // Returns the sum of the weights.
+  float weigh(int i, int begin, int end, int first, int stop, float factor, float shift) {
+    const float* scores = scores_ + i * kScoreStride;
+    uint16_t* weights = weights_ + i * kWeightStride;
+    __m512 sum = _mm512_setzero_ps();
+    for (int t = begin; t < end; t += 32) {
+      if (t >= first && t + 32 <= stop)
+        sum = Weights(scores + t, factor, shift).put(weights + t, sum);
+      else
+        sum = Weights(scores + t, factor, shift, lanes(t, first, stop)).put(weights + t, sum);
+    }
+    return add_lanes(sum);
   }
 
   template <int kTiles>
@@ -358,67 +372,7 @@ class AmxKernel {
     }
   }
 
-  // Sums of `kQueries` rows of weights, of which `count` are real, over V as it lies in the pages.
-  template <int kQueries>
-  void add_values_few(int count, int begin, int end, const State& state) {
-    constexpr int kLines = kQueries <= 2 ? 2 : 1;  // of 32 numbers at once: what fits in the registers
-    const uint32_t control = _mm_getcsr();
-    _mm_setcsr(control | kDenormalsAreZero);
-    end = std::min(end, count_);
-    alignas(64) float weights[kQueries][kAttentionBlock];
-    for (int i = 0; i < kQueries; ++i)
-      for (int t = begin; t < end; t += 16) _mm512_store_ps(weights[i] + t, i < count ? widened(i, t) : __m512{});
-    for (int i = 0; i < count; ++i) std::memset(state.out + i * v_width_, 0, 4 * v_width_);
-    for (int t = begin; t < end; t += 32) {
-      const int stop = std::min(end, t + 32);
-      for (int d = 0; d < v_width_; d += 32 * kLines) {
-        // [chain of tokens][query][line][even or odd numbers]
-        __m512 sums[2][kQueries][kLines][2] = {};
-        for (int token = t; token < stop; token += 2) {
-          add_token<0, kQueries, kLines>(weights, token, d, sums);
-          if (token + 1 < stop) add_token<1, kQueries, kLines>(weights, token + 1, d, sums);
-        }
-        for (int i = 0; i < count; ++i)
-          for (int line = 0; line < kLines && d + 32 * line < v_width_; ++line) {
-            float* out = state.out + i * v_width_ + d + 32 * line;
-            for (int odd = 0; odd < 2; ++odd)
-              _mm512_storeu_ps(out + 16 * odd, _mm512_add_ps(_mm512_loadu_ps(out + 16 * odd),
-                                                            sums[0][i][line][odd] + sums[1][i][line][odd]));
-          }
-      }
-    }
-    // Even and odd numbers apart become numbers in order.
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    for (float* out = state.out; out < state.out + count * v_width_; out += 32) {
-      const __m512 even = _mm512_loadu_ps(out), odd = _mm512_loadu_ps(out + 16);
-      _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, low, odd));
-      _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(even, high, odd));
-    }
-    _mm_setcsr(control);
-  }
-
-  template <int kChain, int kQueries, int kLines>
-  void add_token(const float weights[][kAttentionBlock], int token, int d,
-                 __m512 sums[2][kQueries][kLines][2]) const {
-    for (int line = 0; line < kLines; ++line) {
-      _mm_prefetch(v_rows_[token + kAhead] + 2 * d + 64 * line, _MM_HINT_T0);
-      const __m512i both = load_numbers(v_rows_[token], d + 32 * line, v_dim_);
-      const __m512 even = (__m512)_mm512_slli_epi32(both, 16);
-      const __m512 odd = (__m512)_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
-      for (int i = 0; i < kQueries; ++i) {
-        const __m512 weight = _mm512_set1_ps(weights[i][token]);
-        sums[kChain][i][line][0] = _mm512_fmadd_ps(weight, even, sums[kChain][i][line][0]);
-        sums[kChain][i][line][1] = _mm512_fmadd_ps(weight, odd, sums[kChain][i][line][1]);
-      }
-    }
-  }
-
-  // Weights t .. t + 15 of a row.
-  __m512 widened(int row, int t) const {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights_ + row * kWeightStride + t));
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-  }
+  FewBlock few_block() const { return {k_rows_, v_rows_, k_token_, k_width_, v_dim_, v_width_, count_}; }
 
   // Whether K is packed for so many queries in all.
   bool packs(int num_queries) const { return num_queries > 2 * kTile || !in_place_; }
@@ -435,8 +389,9 @@ class AmxKernel {
   int count_ = 0, few_ = 0;
   uint16_t *k_, *v_, *weights_, *widened_;
   float* scores_;
-  const char* k_rows_[kAttentionBlock];
-  const char* v_rows_[kAttentionBlock + kAhead];
+  RowsAhead ahead_;
+  const char* k_rows_[kAttentionBlock + 16];
+  const char* v_rows_[kAttentionBlock + kTokensAhead];
 };
 
 }  // namespace rhizome

@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "attention.h"
+#include "vector.h"
 
 namespace rhizome {
 
@@ -62,11 +63,11 @@ struct Tile {
   int end[kTile];
 };
 
-// Softmax over a part of the context, in base 2: sum = sum of 2^(score - max), out = the same sum weighted by v.
+// Softmax over a part of the context, in base 2: sum = sum of 2^(score - shift), out = the same sum weighted by v.
 struct State {
-  float* out;  // [kTile, v_stride]; rows beyond the tile's count hold anything
-  float* max;  // [kTile]; -inf where a query sees nothing of the part
-  float* sum;  // [kTile]
+  float* out;    // [kTile, v_stride]; rows beyond the tile's count hold anything
+  float* shift;  // [kTile]: a score at or below the highest; -inf where a query sees nothing of the part
+  float* sum;    // [kTile]
 };
 
 struct Scores {
@@ -76,7 +77,37 @@ struct Scores {
   Scores(float factor, float cap) : scale(factor * (cap > 0 ? 1.0f : kLog2E)), softcap(cap) {}
 };
 
-// What is subtracted from scores whose maximum is `max`.
-inline float shift_of(float max) { return max == -std::numeric_limits<float>::infinity() ? 0.0f : max; }
+// What is subtracted from scores: anything where there are none.
+inline float finite(float shift) { return shift == -std::numeric_limits<float>::infinity() ? 0.0f : shift; }
+
+// Adds the results of a block to those of the blocks before it. The same code for all callers, and so the same bits.
+class Merge {
+ public:
+  Merge() = default;
+
+  // Brings shifts and sums of `total` up to date, so that every row of `out` must be added afterwards.
+  __attribute__((noinline)) Merge(const State& total, const float* shift, const float* sum, int count) {
+    for (int i = 0; i < count; ++i) {
+      const float highest = std::max(total.shift[i], shift[i]);
+      old_factors_[i] = total.shift[i] - finite(highest);
+      factors_[i] = shift[i] - finite(highest);
+      total.shift[i] = highest;
+    }
+    for (int i = 0; i < count; i += kLanes) {
+      store(old_factors_ + i, exp2(load(old_factors_ + i)));
+      store(factors_ + i, exp2(load(factors_ + i)));
+    }
+    for (int i = 0; i < count; ++i) total.sum[i] = total.sum[i] * old_factors_[i] + sum[i] * factors_[i];
+  }
+
+  // `count` numbers, whole vectors, of row i.
+  void add(int i, int count, const float* from, float* to) const {
+    for (int d = 0; d < count; d += kLanes)
+      store(to + d, multiply_add(load(to + d), broadcast(old_factors_[i]), load(from + d) * factors_[i]));
+  }
+
+ private:
+  alignas(64) float old_factors_[kTile] = {}, factors_[kTile] = {};
+};
 
 }  // namespace rhizome

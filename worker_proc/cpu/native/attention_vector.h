@@ -36,6 +36,8 @@ class VectorKernel {
     });
   }
 
+  void expect(const KeySource& /*source*/, int /*first*/, int /*count*/) {}
+
   // Put queries into `memory` (query_bytes) as `attend` needs them.
   void set_queries(const Tile& tile, int /*num_queries*/, char* memory) const {
     auto* q = reinterpret_cast<float*>(memory);
@@ -62,6 +64,15 @@ class VectorKernel {
       for (; column + 4 * kLanes <= v_width_; column += 4 * kLanes) add_values<4>(i, column, begin, end, state);
       for (; column < v_width_; column += kLanes) add_values<1>(i, column, begin, end, state);
     }
+  }
+
+  // As `attend`, and adds the result to `total`, which may be `empty`. `now` is free memory.
+  void extend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& total,
+              const State& now, bool empty) {
+    attend(tile, queries, begin, end, how, empty ? total : now);
+    if (empty) return;
+    const Merge merge(total, now.shift, now.sum, tile.count);
+    for (int i = 0; i < tile.count; ++i) merge.add(i, v_width_, now.out + i * v_width_, total.out + i * v_width_);
   }
 
  private:
@@ -132,8 +143,8 @@ class VectorKernel {
       scores[t] = score;
       highest = std::max(highest, score);
     }
-    state.max[i] = highest;
-    const float shift = shift_of(highest);
+    state.shift[i] = highest;
+    const float shift = finite(highest);
     Floats sums = {};
     for (int t = begin; t < end; t += kLanes) {
       const Floats weights = exp2(load(scores + t) - shift);

@@ -4,6 +4,14 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own headers do it on purpose
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+#endif
+
 namespace rhizome {
 
 #if defined(__AVX512F__)
@@ -28,6 +36,15 @@ inline Floats load(const float* from) {
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
 inline Floats broadcast(float x) { return Floats{} + x; }
+
+// a * b + c, rounded once where the CPU can: said outright, as compilers may choose anew wherever a sum is inlined.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
