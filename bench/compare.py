@@ -5,7 +5,7 @@
 Every system runs every case once per repeat, in an order that rotates, while the others rest (stopped by a signal, so
 that they use no CPU; Rhizome is ended and started again). The figures are medians over the repeats. The floor is what
 the machine's own rates, measured before, between and after, allow: decode steps read weights and keys and values once,
-prompts take their arithmetic. A system that is not named is left out.
+prompts take their arithmetic. A system that is not named is left out. bench.compare_plot draws what --json-file holds.
 """
 
 import ctypes
@@ -70,7 +70,9 @@ def floor_s(case: Case, shape: ModelShape, bandwidth: float, flops: float) -> fl
     return arithmetic / flops + rounds * (case.output - 1) * max(step / bandwidth, step_flops / flops)
 
 
-def run_all(systems: list[System], repeats: int) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[Any]]:
+def run_all(
+    systems: list[System], cases: list[Case], repeats: int
+) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[Any]]:
     """results[system][case] of all repeats, and the limits of the machine before each."""
     results: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     limits = [measure_limits()]
@@ -82,7 +84,7 @@ def run_all(systems: list[System], repeats: int) -> tuple[dict[str, dict[str, li
                 system.wake()
             results[system.name]["start"].append({"start_s": system.start_s})
             system.run(WARM_UP)
-            for case in CASES:
+            for case in cases:
                 figures = system.run(case)
                 results[system.name][case.name].append(figures)
                 click.echo(f"  {system.name}: {case.name}: {figures[case.rate]:.1f} tok/s", err=True)
@@ -102,13 +104,17 @@ def run_all(systems: list[System], repeats: int) -> tuple[dict[str, dict[str, li
 @click.option(
     "--flag", "flags", multiple=True, help="A further argument of launch.py, such as --flag=--kv-memory=3GiB."
 )
+@click.option("--only", default="", help="Cases whose names begin so, separated by semicolons; all if empty.")
 @click.option("--repeats", default=3)
 @click.option("--json-file", type=click.File("w"), default=None)
 def main(
     model: Path, vllm: Path | None, vllm_preload: str, openvino: Path | None, openvino_model: Path | None,
-    vocabulary: int, flags: tuple[str, ...], repeats: int, json_file: Any,
+    vocabulary: int, flags: tuple[str, ...], only: str, repeats: int, json_file: Any,
 ) -> None:  # fmt: skip
     """Print one table: systems beside each other and beside the floor."""
+    cases = [case for case in CASES if case.name.startswith(tuple(only.split(";")))]
+    if not cases:
+        raise click.BadParameter("no case begins so", param_hint="--only")
     port = free_port()
     command = [
         sys.executable,
@@ -128,7 +134,7 @@ def main(
     if openvino is not None and openvino_model is not None:
         systems.append(OpenVino(openvino / "bin" / "python", openvino_model, vocabulary))
     try:
-        results, limits = run_all(systems, repeats)
+        results, limits = run_all(systems, cases, repeats)
     except BenchError as error:
         raise click.ClickException(str(error)) from None
     finally:
@@ -141,12 +147,13 @@ def main(
     names = [system.name for system in systems]
     click.echo("| case | " + " | ".join(names) + " | floor | Rhizome / best other | Rhizome / floor |")
     click.echo("|---" * (len(names) + 4) + "|")
-    for case in CASES:
+    floors: dict[str, float] = {}
+    for case in cases:
         rates = [statistics.median(r[case.rate] for r in results[name][case.name]) for name in names]
         tokens = case.requests * case.output
         if case.rate == "total_tokens_per_s":
             tokens += case.requests * (case.prefix + case.input)
-        floor = tokens / floor_s(case, shape, bandwidth, flops)
+        floor = floors[case.name] = tokens / floor_s(case, shape, bandwidth, flops)
         ahead = f"{rates[0] / max(rates[1:]):.2f}" if len(rates) > 1 else ""
         unit = "output tok/s" if case.rate.startswith("output") else "total tok/s"
         shown = " | ".join(f"{rate:.1f}" for rate in rates)
@@ -161,7 +168,8 @@ def main(
         values = [statistics.median(r[figure] for r in results[name][key]) / scale for name in names]
         click.echo(f"| {label} | " + " | ".join(f"{value:.1f}" for value in values) + " | | | |")
     if json_file is not None:
-        report = {"machine": machine(), "limits": limits, "results": results}
+        rates_of = {case.name: case.rate for case in cases}
+        report = {"machine": machine(), "limits": limits, "floors": floors, "rates": rates_of, "results": results}
         json.dump(report, json_file, indent=1)
 
 

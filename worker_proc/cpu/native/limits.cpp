@@ -27,31 +27,48 @@ RHIZOME_EXPORT uint32_t rhizome_read(const uint32_t* memory, int64_t bytes) {
   return checksum;
 }
 
-// Multiplies and adds with operands in registers or in the L1 cache, on all threads; returns how many floating-point
-// operations that were.
+// Multiplies and adds random numbers from the L1 cache, on all threads; returns how many floating-point operations that
+// were. Not zeros, nor the same operands again and again: with those, some processors draw less power and run faster than
+// with any real matrix.
 RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
   using namespace rhizome;
   const int threads = num_threads();
   constexpr int64_t kSteps = 8;
-  parallel_for(threads, [&](int64_t, int) {
+  parallel_for(threads, [&](int64_t, int thread) {
     alignas(64) static thread_local bf16 x[kBlockRows * kSteps * 32], weights[kSteps * 2 * kTileElements];
     alignas(64) static thread_local float sums[kBlockRows * kPanel];
-    for (int64_t round = 0; round < rounds; ++round) {
-#if defined(__AMX_BF16__)
-      if (round == 0) {
-        configure_tiles(kBlockRows);
-        for (int tile = 0; tile < 4; ++tile) amx_block<true>(x, kSteps * 32, weights, 1, sums, false, {nullptr, 0});
+    uint32_t state = 1 + static_cast<uint32_t>(thread);
+    const auto fill = [&](bf16* numbers, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) {
+        state = state * 1664525u + 1013904223u;
+        numbers[i] = to_bf16(static_cast<float>(static_cast<int32_t>(state)) * 0x1p-31f);
       }
+    };
+    fill(x, kBlockRows * kSteps * 32);
+    fill(weights, kSteps * 2 * kTileElements);
+#if defined(__AMX_BF16__)
+    configure_tiles(kBlockRows);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t round = 0; round < rounds; ++round)
       for (int64_t step = 0; step < kSteps; ++step) {
+        const bf16* const upper = x + step * 32;
+        _tile_loadd(6, weights + step * 2 * kTileElements, 64);
+        _tile_loadd(4, upper, kSteps * 64);
         _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + (step * 2 + 1) * kTileElements, 64);
         _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, upper + kTile * kSteps * 32, kSteps * 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
+    _tile_stored(0, sums, kPanel * sizeof(float));
 #else
+    for (int64_t round = 0; round < rounds; ++round)
       simd_block(x, kSteps * 32, kBlockRows, weights, kSteps, sums, round > 0);
 #endif
-    }
   });
   return 2.0 * threads * static_cast<double>(rounds) * kBlockRows * kPanel * kSteps * 32;
 }
