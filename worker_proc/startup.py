@@ -17,6 +17,7 @@ from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.attention import DTYPES
 from worker_proc.cpu.features import LEVELS, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library
+from worker_proc.cpu.prefault import Prefault
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.host_tier import HostPages
 from worker_proc.kv_cache import KVCache
@@ -33,6 +34,7 @@ from worker_proc.sampler import DrawRows
 log = logging.getLogger(__name__)
 
 _SMALL_MODEL_BYTES = 2**25
+_PREFAULT_S = 3.0  # that a start waits at most for memory of the KV cache; the rest comes beside the first requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def load_worker(
         )
     )
     cache = KVCache(spec, num_pages, page_size, device)
+    prefault = Prefault(cache.page_tensors, torch.get_num_threads()) if device.type == "cpu" else None
     if device.type == "cuda" and model_config.cuda_graphs:
         model = with_graphs(model, cache, steps.max_running, context_len, progress)
     host = None
@@ -124,6 +127,9 @@ def load_worker(
     runner.warm_up()
     if grammars is not None:
         grammars.wait_ready()
+    if prefault is not None:
+        prefault.wait(_PREFAULT_S)
+        prefault.lower()
     if rank == 0:
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))
