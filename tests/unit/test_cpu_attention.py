@@ -224,6 +224,13 @@ def test_equals_the_reference(
         check(library, make_step(shape, lengths, shared=shared, seed=seed))
 
 
+def test_windows_of_a_tile_that_begin_on_both_sides_of_a_step(library: NativeLibrary) -> None:
+    """Tokens are taken 32 at a time: some windows of a tile of queries begin before such a border, the last one at it."""
+    shape = Shape(6, 2, 64, 64, 16, torch.bfloat16, 100)
+    for old in range(120, 184):
+        check(library, make_step(shape, [(33, old + 33)], seed=old))
+
+
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [16, 17])

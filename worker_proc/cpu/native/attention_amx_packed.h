@@ -62,9 +62,10 @@ class PackedTile {
     score(begin, [](int, int) {});
     for (int t = begin + 32; t < end; t += 32) {
       squash_step(t - 32);
-      if (t - 32 < seen_by_all_ || t > seen_end_)
+      const bool all_begin = t - 32 == seen_by_all_ && t - 32 == begin;
+      if ((t - 32 <= seen_by_all_ && !all_begin) || t > seen_end_)
         score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh_seen(i, t - 32, now.shift); });
-      else if (t - 32 == seen_by_all_)
+      else if (all_begin)
         score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh<true>(i, t - 32, now.shift); });
       else
         score(t, [&](int i, int stop) { for (; i < stop; ++i) weigh<false>(i, t - 32, now.shift); });
