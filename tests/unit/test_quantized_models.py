@@ -198,7 +198,8 @@ def test_stored_codes_are_what_they_stand_for(
         assert error(got, want) < 0.02
     else:
         assert torch.equal(got, want)
-    assert error(logits(load_torch(codes, None)), want) < 0.02
+    # in float32, where only the plain weights are rounded to bfloat16
+    assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
 
 
 def test_modules_that_are_stored_plain_stay_so(tmp_path: Path) -> None:
