@@ -225,7 +225,7 @@ def test_equals_the_reference(
 
 
 def test_windows_of_a_tile_that_begin_on_both_sides_of_a_step(library: NativeLibrary) -> None:
-    """Tokens are taken 32 at a time: some windows of a tile of queries begin before such a border, the last one at it."""
+    """Tokens are taken 32 at a time: some windows of a tile begin before such a border, the last one at it."""
     shape = Shape(6, 2, 64, 64, 16, torch.bfloat16, 100)
     for old in range(120, 184):
         check(library, make_step(shape, [(33, old + 33)], seed=old))

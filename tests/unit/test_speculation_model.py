@@ -99,8 +99,8 @@ def test_on_and_off_are_the_same(model: LanguageModel, page_size: int, in_flight
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_under_memory_pressure(model: LanguageModel, page_size: int) -> None:
-    """Less than a third of the room that all need together: requests are preempted with guesses on their way, in which of
-    the pools depends on the last bits."""
+    """Less than a third of the room that all need together: requests are preempted with guesses on their way;
+    in which of the pools depends on the last bits."""
     plain, _ = serve_all(model, guess=False, pages=448 // page_size, page_size=page_size)
     preempted = 0
     for tokens in (80, 96, 112, 128):
