@@ -16,12 +16,12 @@ namespace rhizome {
 namespace {
 
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
-constexpr int64_t kGroupRows = 512;           // of x that a task takes at most: they should stay in the L2 cache
+constexpr int64_t kGroupRows = 576;           // of x that a task takes at most, for the L2 cache: 512 and some decodes
 constexpr int64_t kStreamRows = 512;  // results of so many rows are read again much later: not from a cache
 constexpr int64_t kSteps = 8;         // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
 constexpr int64_t kWholeSteps = 32;   // more blocks are taken in parts
 constexpr int64_t kPartSteps = 16;    // blocks in a part
-constexpr int64_t kPartRows = 256;    // the same where the inputs are taken in parts
+constexpr int64_t kPartRows = 320;    // the same where the inputs are taken in parts: 256 and some decodes
 constexpr int64_t kMaxChunk = kMaxHead / kPanel;
 constexpr int64_t kChunk = 4;         // panels per task when many rows share them: their results lie side by side
 constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
