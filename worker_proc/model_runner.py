@@ -85,6 +85,7 @@ class ModelRunner:
         self._greedy = model if isinstance(model, GreedyModel) else None
         self._cache = cache
         self._copies = PageCopies(cache, host)
+        self.launched_at = 0.0  # by time.monotonic(): when the last step began
         self._tp = tp
         self._device = torch.device(device)
         self._group = group
@@ -133,6 +134,7 @@ class ModelRunner:
         (no guesses, grammars or log probabilities), a GPU computes it after this returns.
         """
         self._check_order(plan)
+        self.launched_at = time.monotonic()
         staging = Staging(self._device)
         self._slots.apply(plan, staging)
         self._draw_step.apply(plan, staging)

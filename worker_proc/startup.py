@@ -34,7 +34,8 @@ from worker_proc.sampler import DrawRows
 log = logging.getLogger(__name__)
 
 _SMALL_MODEL_BYTES = 2**25
-_PREFAULT_S = 3.0  # that a start waits at most for memory of the KV cache; the rest comes beside the first requests
+_PREFAULT_S = 3.0  # that a start waits at most for memory of the KV cache; the rest comes while the worker rests
+_REST_S = 1.5  # without a new step: longer than any step takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def load_worker(
         grammars.wait_ready()
     if prefault is not None:
         prefault.wait(_PREFAULT_S)
-        prefault.lower()
+        prefault.step_back(lambda: time.monotonic() - runner.launched_at > _REST_S)
     if rank == 0:
         log.info("%s, %s on %s, context window of %d tokens", info.architecture, dtype, device.type, context_len)
         log.info("%s", describe_cache(num_pages, page_size, spec))

@@ -71,18 +71,26 @@ def test_a_system_that_cannot_is_asked_once_per_thread() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_lowered_threads_step_back_and_finish() -> None:
+def test_after_stepping_back_work_goes_on_only_while_the_worker_rests() -> None:
     memory = HugePages(8 * HUGE).take(8 * HUGE, torch.uint8)
-    go, seen = threading.Event(), list[int]()
+    go, asked, resting = threading.Event(), threading.Event(), threading.Event()
+    seen: list[int] = []
 
     def advise(begin: int, size: int) -> bool:
         go.wait(30)
         seen.append(begin)
         return True
 
+    def rests() -> bool:
+        asked.set()
+        return resting.is_set()
+
     work = Prefault([memory], 1, advise)
-    assert not work.wait(0)
-    work.lower()
+    work.step_back(rests)
     go.set()
+    assert asked.wait(30)
+    assert len(seen) <= 1  # what had begun
+    assert not work.wait(0)
+    resting.set()
     assert work.wait(30)
     assert len(seen) == 8

@@ -24,6 +24,7 @@ _POPULATE_WRITE = (
 )
 _LEAST_BYTES = 2**29  # of a cache: less is written soon enough
 _LOWEST_PRIORITY = 19
+_LOOK_S = 0.1
 
 Advise = Callable[[int, int], bool]
 
@@ -37,8 +38,8 @@ def populate(begin: int, nbytes: int) -> bool:
 class Prefault:
     """Threads that go through `tensors` (on the CPU), from the first to the last rows of all at the same time.
 
-    They begin at once, at the priority of the process, and go on at the lowest after `lower`. A cache of less than half
-    a GiB is left alone.
+    They begin at once. After `step_back` one goes on, at the lowest priority and only while the worker rests: even
+    so it takes memory bandwidth that steps need. A cache of less than half a GiB is left alone.
     """
 
     def __init__(self, tensors: Sequence[Tensor], threads: int, advise: Advise = populate) -> None:
@@ -46,8 +47,11 @@ class Prefault:
         self._slices = _slices(tensors) if total >= _LEAST_BYTES else iter(())
         self._lock = threading.Lock()
         self._advise = advise
-        self._lowered = threading.Event()
-        self._threads = [threading.Thread(target=self._run, name="prefault", daemon=True) for _ in range(threads)]
+        self._resting: Callable[[], bool] | None = None
+        self._threads = [
+            threading.Thread(target=self._run, args=(number == 0,), name="prefault", daemon=True)
+            for number in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -58,24 +62,34 @@ class Prefault:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def lower(self) -> None:
-        """Leave the processors to others from now on."""
-        self._lowered.set()
+    def step_back(self, resting: Callable[[], bool]) -> None:
+        """Go on only while `resting()`."""
+        self._resting = resting
 
-    def _run(self) -> None:
-        low = False
-        while (piece := self._next()) is not None:
-            if self._lowered.is_set() and not low:
-                low = True
-                with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux priorities are a process's
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-            if not self._advise(*piece):
-                log.debug("the system cannot populate memory ahead")
+    def _run(self, first: bool) -> None:
+        while self._resting is None:
+            if not self._populate_next():
+                return
+        if not first:
+            return
+        with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux priorities are a process's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        while True:
+            while not self._resting():
+                time.sleep(_LOOK_S)
+            if not self._populate_next():
                 return
 
-    def _next(self) -> tuple[int, int] | None:
+    def _populate_next(self) -> bool:
+        """False at the end."""
         with self._lock:
-            return next(self._slices, None)
+            piece = next(self._slices, None)
+        if piece is None:
+            return False
+        if not self._advise(*piece):
+            log.debug("the system cannot populate memory ahead")
+            return False
+        return True
 
 
 def _slices(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
