@@ -22,7 +22,7 @@ _HUGE_PAGE = 2**21
 _POPULATE_WRITE = (
     23  # MADV_POPULATE_WRITE of linux/mman.h, since Linux 5.14: as if each page were written with what it holds
 )
-_LEAST_BYTES = 2**29  # of a cache: less is written soon enough
+_LEAST_BYTES = 2**30  # of a cache: less is written soon enough
 _LOWEST_PRIORITY = 19
 _LOOK_S = 0.1
 
@@ -39,7 +39,7 @@ class Prefault:
     """Threads that go through `tensors` (on the CPU), from the first to the last rows of all at the same time.
 
     They begin at once. After `step_back` one goes on, at the lowest priority and only while the worker rests: even
-    so it takes memory bandwidth that steps need. A cache of less than half a GiB is left alone.
+    so it takes memory bandwidth that steps need. A cache of less than a GiB is left alone.
     """
 
     def __init__(self, tensors: Sequence[Tensor], threads: int, advise: Advise = populate) -> None:
