@@ -12,7 +12,7 @@ demo: .venv/installed
 	scripts/demo.sh
 
 test: lint
-	$(PY) -m pytest --soak 2000 --hypothesis-seed 0
+	$(PY) -m pytest --durations 15 --soak 2000 --hypothesis-seed 0
 
 lint: .venv/installed-test
 	$(PY) -m ruff check .
