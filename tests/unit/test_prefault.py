@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from worker_proc.cpu import prefault
+from worker_proc.cpu.memory import HUGE_PAGE as HUGE
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.prefault import Prefault, populate
-
-HUGE = 2**21
 
 
 def resident() -> int:

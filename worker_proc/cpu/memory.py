@@ -5,7 +5,7 @@ import mmap
 import torch
 from torch import Tensor
 
-_HUGE_PAGE = 2**21
+HUGE_PAGE = 2**21
 _ALIGNMENT = 64
 
 
@@ -13,14 +13,14 @@ class HugePages:
     """One zeroed block of memory, handed out piece by piece. It lives as long as any piece of it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError:  # a kernel without transparent huge pages
                 pass
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        begin = -whole.data_ptr() % _HUGE_PAGE
+        begin = -whole.data_ptr() % HUGE_PAGE
         self._bytes = whole[begin : begin + nbytes]
         self._used = 0
 

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
+from worker_proc.cpu.memory import HUGE_PAGE
+
 log = logging.getLogger(__name__)
 
-_HUGE_PAGE = 2**21
-_POPULATE_WRITE = (
-    23  # MADV_POPULATE_WRITE of linux/mman.h, since Linux 5.14: as if each page were written with what it holds
-)
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, since Linux 5.14
 _LEAST_BYTES = 2**30  # of a cache: less is written soon enough
 _LOWEST_PRIORITY = 19
 _LOOK_S = 0.1
@@ -96,10 +95,10 @@ def _slices(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Addresses and lengths of all whole huge pages: the first of each tensor, then the second of each."""
     regions = []
     for tensor in tensors:
-        begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        regions.append(range(begin, tensor.data_ptr() + tensor.nbytes - _HUGE_PAGE + 1, _HUGE_PAGE))
+        begin = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        regions.append(range(begin, tensor.data_ptr() + tensor.nbytes - HUGE_PAGE + 1, HUGE_PAGE))
     for row in itertools.zip_longest(*regions):
-        yield from ((begin, _HUGE_PAGE) for begin in row if begin is not None)
+        yield from ((begin, HUGE_PAGE) for begin in row if begin is not None)
 
 
 @functools.cache

@@ -48,32 +48,10 @@ inline void rms_norm(const From* x, const float* weight, int64_t size, float eps
   });
 }
 
-// The same for `kHalf` vectors in each half of the head, which stay in registers.
-template <int kHalf>
-inline void norm_and_rotate_whole(const bf16* x, const float* weight, float eps, const float* cos, const float* sin,
-                                  bf16* out) {
-  constexpr int kDim = 2 * kHalf * kLanes;
-  floats numbers[2 * kHalf], squares[2] = {};
-  for (int i = 0; i < 2 * kHalf; ++i) numbers[i] = load(x + i * kLanes);
-  if (weight != nullptr) {
-    for (int i = 0; i < 2 * kHalf; ++i) squares[i % 2] += numbers[i] * numbers[i];
-    const floats scale = splat(1.0f / sqrtf(sum(squares[0] + squares[1]) / kDim + eps));
-    for (int i = 0; i < 2 * kHalf; ++i) numbers[i] = numbers[i] * scale * load(weight + i * kLanes);
-  }
-  for (int i = 0; i < kHalf; ++i) {
-    const floats first = numbers[i], second = numbers[kHalf + i];
-    const floats c = load(cos + i * kLanes), s = load(sin + i * kLanes);
-    store(out + i * kLanes, first * c - second * s);
-    store(out + (kHalf + i) * kLanes, second * c + first * s);
-  }
-}
-
 // One head of `dim` numbers: RMSNorm when there is a weight, then dimension i is turned with i + dim / 2 by the angle
 // whose cosine and sine are cos[i] and sin[i].
 inline void norm_and_rotate(const bf16* x, const float* weight, float eps, const float* cos, const float* sin,
                             int64_t dim, bf16* out) {
-  if (dim == 128) return norm_and_rotate_whole<64 / kLanes>(x, weight, eps, cos, sin, out);
-  if (dim == 64) return norm_and_rotate_whole<32 / kLanes>(x, weight, eps, cos, sin, out);
   const int64_t half = dim / 2;
   const float scale = weight != nullptr ? inverse_rms(x, dim, eps) : 1.0f;
   for_lanes(half, [&](int64_t i, int count) {
