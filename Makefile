@@ -1,9 +1,10 @@
 # make demo   install, start a cluster on the demo model, stream an answer, shut down
-# make test   install with the test extra, then lint, check types and run the tests
+# make test   install with the test extra, then lint, check types and run the tests: those without processes side by side
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
 
 PYTHON ?= python3
 PY := .venv/bin/python
+TEST_FLAGS := --durations 15 --soak 2000 --hypothesis-seed 0
 SET_UP := pyproject.toml constraints.txt scripts/set_up.sh
 
 .PHONY: demo test lint clean
@@ -12,7 +13,8 @@ demo: .venv/installed
 	scripts/demo.sh
 
 test: lint
-	$(PY) -m pytest --durations 15 --soak 2000 --hypothesis-seed 0
+	$(PY) -m pytest tests/unit $(TEST_FLAGS) --numprocesses logical --maxprocesses 8 --dist worksteal
+	$(PY) -m pytest --ignore tests/unit $(TEST_FLAGS)
 
 lint: .venv/installed-test
 	$(PY) -m ruff check .

@@ -27,7 +27,8 @@ from common.stamps import Lost
 
 log = logging.getLogger(__name__)
 MAX_FILES = 65_536  # open files of a process, where the hard limit allows it
-PULSE_S = 0.25  # how often a process says that it lives
+PULSE_S = 0.5  # how often a process says that it lives, or more often: each wake-up takes a core from the model
+PULSES = 6  # within --freeze-timeout
 
 
 class Child:
@@ -51,6 +52,7 @@ class Child:
         self.refused = RefusedFrames()  # for all of its inboxes
         self.control = self.open_control()
         self._inbox = Inbox(self.control, Go, refused=self.refused)
+        self.pulse_s = min(PULSE_S, self.config.supervision.freeze_timeout_s / PULSES)
         self._pulse_due = 0.0
 
     @property
@@ -85,7 +87,7 @@ class Child:
         deadline = time.monotonic() + self.config.start_timeout_s
         while not self.stopping and time.monotonic() < deadline:
             self.pulse()
-            poller.poll(int(PULSE_S * 1000))
+            poller.poll(int(self.pulse_s * 1000))
             go = self.news()
             if go is not None:
                 return go
@@ -111,7 +113,7 @@ class Child:
         now = time.monotonic()
         if now >= self._pulse_due:
             self.tell(Pulse(self.name, 0, False, self.refused.total))
-            self._pulse_due = now + PULSE_S
+            self._pulse_due = now + self.pulse_s
         return self._pulse_due - now
 
     def close(self) -> None:

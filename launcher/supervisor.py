@@ -29,7 +29,7 @@ from launcher.table import GATEWAY, TOKENIZER, WORKERS, process_table
 log = logging.getLogger(__name__)
 STOP_GRACE_S = 1.5  # from SIGTERM to SIGKILL for a child
 BLAME_S = 0.3  # after a first failure in the start, wait this long for its cause to show
-TICK_S = 0.1
+TICK_S, QUIET_TICK_S = 0.1, 0.5  # how long to wait for news: while something is to be done, and else
 
 
 class ClusterError(RuntimeError):
@@ -263,8 +263,13 @@ class Supervisor:
     def _procs(self) -> list[Proc]:
         return [proc for unit in self._units.values() for proc in unit.procs.values()]
 
+    @property
+    def _settled(self) -> bool:
+        """Whether everybody serves, and nothing is to be done before somebody says something."""
+        return self._announced and all(unit.state is State.LOADED for unit in self._units.values())
+
     def _poll(self) -> None:
-        for identity, msg in self._control.poll(TICK_S):
+        for identity, msg in self._control.poll(QUIET_TICK_S if self._settled else TICK_S):
             own = identity[: identity.rfind(b".") + 1]
             proc = next((p for p in self._procs() if p.control_identity == own), None)
             if proc is not None and proc.name == msg.name:

@@ -44,6 +44,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 TOKENIZING_THREADS = 4  # a long prompt keeps one busy, and short ones pass it by
 COMPILING_THREADS = 2  # for grammars
 FLUSH_S = 0.02  # how often backlogs are tried again
+LOOK_S = 0.1  # how often it is seen whether there are any: each wake-up takes a core from the model
 BEAT_S = 0.5
 BURST = 64  # messages handled from one socket before the others have their turn
 STOP_S = 0.5  # how long the last answers may take at the end
@@ -78,6 +79,11 @@ class Links:
         self.inbox.socket.close(0)
         self.scheduler.close()
         self.detokenizer.close()
+
+    @property
+    def backlog(self) -> int:
+        """Messages that the others have not taken yet."""
+        return self.scheduler.backlog + self.detokenizer.backlog
 
     def flush(self) -> None:
         self.scheduler.flush()
@@ -182,7 +188,7 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
                 frontend.restarts, frontend.refused_elsewhere = go.restarts, go.refused
                 if go.draining:
                     frontend.drain()
-                await asyncio.wait([receiving], timeout=FLUSH_S)
+                await asyncio.wait([receiving], timeout=FLUSH_S if links.backlog or go.draining else LOOK_S)
                 if receiving.done():
                     receiving.result()
                 links.flush()
@@ -237,7 +243,7 @@ async def _receive(socket: zmq.asyncio.Socket, handle: Callable[[list[bytes]], N
 async def _tick(frontend: Frontend) -> None:
     next_beat = time.monotonic() + BEAT_S
     while True:
-        await asyncio.sleep(FLUSH_S)
+        await asyncio.sleep(FLUSH_S if frontend.has_backlog else LOOK_S)
         frontend.flush()
         if time.monotonic() >= next_beat:
             next_beat = time.monotonic() + BEAT_S

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import zmq
 
-from common.child import PULSE_S, Child
+from common.child import Child
 from common.codec import encode
 from common.messages import Pulse
 from worker_proc.parallel import TensorParallel
@@ -56,7 +56,7 @@ class Watch:
 
     def _run(self) -> None:
         socket = self._child.open_control("watch")
-        while not self._end.wait(PULSE_S):
+        while not self._end.wait(self._child.pulse_s):
             try:
                 socket.send(encode(self.pulse()), zmq.NOBLOCK)
             except zmq.Again:
