@@ -21,11 +21,11 @@ from common.sampling_params import DrawParams
 from worker_proc.random import uniforms
 from worker_proc.staging import Staged, Staging
 
-_UNIT = float(2**34)
+UNIT = float(2**34)  # the weight of the likeliest token
 _FIRST_CANDIDATES = 256  # a nucleus is searched among so many tokens first: nearly always enough, and cheap
 _MAX_ELEMENTS = 2**24  # weights that are worked on at once, which bounds the memory of a step
 _BLOCK = 128  # tokens that are added up first
-_NEVER = -40.0  # exp of this rounds to no weight at all; exp of much less is slow on CPUs
+NEVER = -40.0  # exp of this rounds to no weight at all; exp of much less is slow on CPUs
 _COLDEST = 1e-30  # lower temperatures, which float32 cannot divide by, leave no token but the likeliest either
 
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(4)
@@ -43,7 +43,7 @@ class DrawRows(Protocol):
     """Draws for some rows without the host, see `worker_proc/cuda/sampling.py`."""
 
     def __call__(
-        self, weights: Tensor, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor, unit: float
+        self, logits: Tensor, best: Tensor, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor
     ) -> None: ...
 
 
@@ -108,21 +108,27 @@ class Sampler:
         step = max(1, _MAX_ELEMENTS // logits.shape[1])
         for start in range(0, index.shape[1], step):
             part = slice(start, start + step)
-            rows, on_device = index[0, part], self._params[:, index[1, part]]
-            weights = _weights(logits.index_select(0, rows), best[rows], on_device[_TEMPERATURE].float())
             if self._draw_rows is not None:
-                self._draw_rows(weights, self._params, self._seeds, index[:, part], tokens, _UNIT)
+                self._draw_rows(logits, best, self._params, self._seeds, index[:, part], tokens)
                 continue
             assert numbers is not None
+            rows, on_device = index[0, part], self._params[:, index[1, part]]
+            temperature, exact = on_device[_TEMPERATURE].float(), self.device.type != "cpu"
+            weights = weights_of(logits.index_select(0, rows), best[rows], temperature, exact=exact)
             _filter(weights, drawing.params[:, part], on_device)
             tokens[rows] = _draw(weights, numbers[part])
         return tokens
 
 
-def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """Whole numbers in proportion to `softmax(logits / temperature)`, 2**34 for the likeliest; overwrites `logits`."""
-    scaled = logits.sub_(best[:, None]).div_(temperature[:, None])
-    return scaled.clamp_min_(_NEVER).exp_().mul_(_UNIT).round_()
+def weights_of(logits: Tensor, best: Tensor, temperature: Tensor, *, exact: bool) -> Tensor:
+    """Whole numbers in proportion to `softmax(logits / temperature)`, 2**34 for the likeliest; overwrites `logits`.
+
+    With `exact`, exponentials are the nearest float32 numbers: they are rounded from float64. Without, they are those
+    of torch for float32, which take half the time on a CPU, and whose last bit depends on its vector units.
+    """
+    scaled = logits.sub_(best[:, None]).div_(temperature[:, None]).clamp_min_(NEVER)
+    powers = scaled.double().exp_().float() if exact else scaled.exp_()
+    return powers.mul_(UNIT).round_()
 
 
 def _filter(weights: Tensor, host: Tensor, device: Tensor) -> None:
@@ -147,7 +153,7 @@ def _filter(weights: Tensor, host: Tensor, device: Tensor) -> None:
         edge = _nucleus_edge(part, wanted, _FIRST_CANDIDATES)
         weights.index_copy_(0, rows, part.masked_fill_(part < edge, 0))
     if bool((host[_MIN_P] > 0).any()):
-        weights.masked_fill_(weights < (device[_MIN_P] * _UNIT).float()[:, None], 0)
+        weights.masked_fill_(weights < (device[_MIN_P] * UNIT).float()[:, None], 0)
 
 
 def _nucleus_edge(weights: Tensor, wanted: Tensor, candidates: int) -> Tensor:

@@ -252,9 +252,9 @@ def choose_draw_rows(device: torch.device) -> DrawRows | None:
     """How the sampler filters and draws: in a kernel of its own on a GPU."""
     if device.type != "cuda":
         return None
-    from worker_proc.cuda.sampling import draw
+    from worker_proc.cuda.sampling import draw_rows
 
-    return draw
+    return draw_rows
 
 
 def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:

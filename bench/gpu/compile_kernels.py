@@ -2,8 +2,9 @@
 
     python -m bench.gpu.compile_kernels --dtype bf16 --dtype fp32
 
-A line per kernel: shared memory in bytes, which matrix instructions it has, and, where the CUDA toolkit's cuobjdump is
-installed, registers per thread and bytes of stack (spills).
+A line per kernel: shared memory in bytes, which matrix instructions it has, whether some of its float32 instructions
+are approximations (divisions, powers), and, where the CUDA toolkit's cuobjdump is installed, registers per thread and
+bytes of stack (spills).
 """
 
 import re
@@ -23,12 +24,13 @@ from worker_proc.cuda import layer_kernels as layers
 from worker_proc.cuda import sampling_kernels as sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
-_FLOATS = {"scale", "softcap", "eps", "attention_factor", "unit"}
+_FLOATS = {"scale", "softcap", "eps", "attention_factor", "unit", "never"}
 _POINTERS = dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "slots_ptr", "positions_ptr"), "*i64")
 _POINTERS |= dict.fromkeys(("seeds_ptr", "index_ptr", "tokens_ptr", "skipped_ptr", "tiles_ptr"), "*i64") | {
     "params_ptr": "*fp64"
 }
 _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
+_POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -55,6 +57,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"PAGE": 16, "DIM": 128, "HALF_BLOCK": 64, "NORM": norm}
         yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
+    yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
     yield "draw", sampling.draw_kernel, {"BLOCK": 4096}
 
 
@@ -93,8 +96,9 @@ def main(dtypes: tuple[str, ...]) -> None:
         for name, kernel, constants in variants():
             made = compiled(kernel, constants, numbers)
             unit = "wgmma" if "wgmma" in made.asm["ptx"] else "mma" if "mma.sync" in made.asm["ptx"] else "-"
+            rounded = "approx" if re.search(r"\.approx|div\.full", made.asm["ptx"]) else "-"
             usage = resources(made.asm["cubin"])
-            print(f"{numbers}  {name:<28} shared {made.metadata.shared:>6}  {unit:<5} {usage}", flush=True)
+            print(f"{numbers}  {name:<28} shared {made.metadata.shared:>6}  {unit:<5} {rounded:<6} {usage}", flush=True)
 
 
 if __name__ == "__main__":

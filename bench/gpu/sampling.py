@@ -1,8 +1,9 @@
 """What drawing tokens takes on the GPU, by search and by sorting, and whether both draw the same.
 
-    python -m bench.gpu.sampling
+    python -m bench.gpu.sampling [--small]
 
-Medians in microseconds for rows of 151,936 random logits. Both work on the same weights: all tokens must be the same.
+Medians in microseconds for rows of 151,936 random logits, weights included. Weights of the kernel and of torch must
+have the same bits, and all tokens must be the same.
 """
 
 import sys
@@ -13,8 +14,8 @@ import torch
 
 from bench.gpu.limits import seconds
 from common.sampling_params import DrawParams
-from worker_proc.cuda.sampling import draw
-from worker_proc.sampler import Sampler
+from worker_proc.cuda.sampling import draw_rows, make_weights
+from worker_proc.sampler import Sampler, weights_of
 from worker_proc.staging import Staging
 
 CASES = {
@@ -27,21 +28,40 @@ CASES = {
 }
 
 
+def weights(logits: torch.Tensor) -> bool:
+    """Whether both make the same weights, and what that takes."""
+    count = len(logits)
+    params, rows = torch.full((4, count), 0.8, dtype=torch.float64, device="cuda"), torch.arange(count, device="cuda")
+    index, best = torch.stack((rows, rows, rows)), logits.max(-1).values
+
+    def by_kernel() -> torch.Tensor:
+        return make_weights(logits, best, params, index)
+
+    def by_torch() -> torch.Tensor:
+        return weights_of(logits.index_select(0, rows), best[rows], params[0].float(), exact=True)
+
+    same = torch.equal(by_kernel(), by_torch())
+    times = [seconds(make, repeats=10) * 1e6 for make in (by_kernel, by_torch)]
+    bits = "same bits" if same else "OTHER BITS: WRONG"
+    print(f"{count:>4} rows, weights: kernel {times[0]:9.1f} us, torch {times[1]:9.1f} us, {bits}", flush=True)
+    return same
+
+
 @click.command()
-@click.option("--vocab", default=151_936)
-@click.option("--rows", multiple=True, type=int, default=(1, 64, 256))
+@click.option("--small", is_flag=True, help="Few rows of a small vocabulary, for slow tools.")
 @torch.inference_mode()
-def main(vocab: int, rows: tuple[int, ...]) -> None:
-    failed = False
-    for count in rows:
+def main(small: bool) -> None:
+    failed, vocab = False, 9001 if small else 151_936
+    for count in (3,) if small else (1, 64, 256):
         logits = torch.randn(count, vocab, device="cuda") * 3
+        failed |= not weights(logits)
         slots = torch.arange(count)
         for name, kind in CASES.items():
             draws = [DrawParams(kind.temperature, kind.top_k, kind.top_p, kind.min_p, seed=i) for i in range(count)]
             times, drawn = [], []
-            for draw_rows in (draw, None):
+            for how in (draw_rows, None):
                 staging = Staging("cuda")
-                sampler = Sampler(count, "cuda", draw_rows)
+                sampler = Sampler(count, "cuda", how)
                 sampler.set_params(range(count), draws, staging)
                 drawing = sampler.prepare(slots, slots * 7, staging)
                 staging.send()

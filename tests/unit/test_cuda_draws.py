@@ -13,10 +13,8 @@ pytest.importorskip("triton")
 
 from common.sampling_params import DrawParams
 from worker_proc import sampler as reference
-from worker_proc.cuda.sampling import draw
+from worker_proc.cuda.sampling import draw, make_weights
 from worker_proc.random import uniforms
-
-UNIT = float(2**34)
 
 
 def params_of(draws: list[DrawParams]) -> tuple[Tensor, Tensor]:
@@ -30,7 +28,7 @@ def both(weights: Tensor, draws: list[DrawParams], positions: list[int]) -> tupl
     rows, at = torch.arange(len(draws)), torch.tensor(positions)
     tokens = torch.full((len(draws) + 1,), -1)
     on = [tensor.to(DEVICE) for tensor in (weights, params, seeds, torch.stack((rows + 1, rows, at)), tokens)]
-    draw(*on, UNIT)
+    draw(*on)
     assert int(on[-1][0]) == -1, "a row was written to another place"
     kept = weights.clone()
     reference._filter(kept, params, params)
@@ -38,7 +36,7 @@ def both(weights: Tensor, draws: list[DrawParams], positions: list[int]) -> tupl
 
 
 def as_weights(logits: Tensor) -> Tensor:
-    return reference._weights(logits.clone(), logits.max(-1).values, torch.ones(len(logits)))
+    return reference.weights_of(logits.clone(), logits.max(-1).values, torch.ones(len(logits)), exact=True)
 
 
 KS = [0, 1, 2, 7, 39, 40, 41, 10**9]
@@ -95,3 +93,52 @@ def test_rows_that_hold_nan_end() -> None:
     draws = [DrawParams(top_p=0.5), DrawParams(top_k=3), DrawParams(1.0, 3, 0.5, 0.1)]
     got, _ = both(weights.clone(), draws, [0, 1, 2])
     assert all(0 <= token < 50 for token in got)
+
+
+def made(logits: Tensor, temperatures: list[float], rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Weights of `rows` of `logits`, row i at `temperatures[i]`: by the kernel, and by torch."""
+    params, _ = params_of([DrawParams(temperature) for temperature in reversed(temperatures)])
+    slots = torch.arange(len(rows)).flip(0)
+    index, best = torch.stack((torch.tensor(rows), slots, slots)), logits.max(-1).values
+    got = make_weights(*(tensor.to(DEVICE) for tensor in (logits, best, params, index)))
+    want = reference.weights_of(logits[rows], best[rows], params[0, slots].float(), exact=True)
+    return got.cpu().view(torch.int32), want.view(torch.int32)
+
+
+NUMBERS = st.one_of(st.floats(width=32), st.floats(-60, 60, width=32), st.sampled_from([-torch.inf, 0.0, -1e-42]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(NUMBERS, min_size=7, max_size=7), min_size=1, max_size=3),
+    st.lists(st.sampled_from([1e-30, 1e-9, 0.1, 0.7, 1.0, 1.3, 100.0]) | st.floats(1e-30, 1e5), min_size=3, max_size=3),
+)
+def test_weights_have_the_bits_of_torch(numbers: list[list[float]], temperatures: list[float]) -> None:
+    rows = [len(numbers) - 1, *range(len(numbers))][:3]
+    got, want = made(torch.tensor(numbers), temperatures[: len(rows)], rows)
+    numbers_are_equal = got == want
+    neither_is_one = got.view(torch.float32).isnan() & want.view(torch.float32).isnan()
+    assert bool((numbers_are_equal | neither_is_one).all())
+
+
+def test_weights_of_more_than_a_block_have_the_bits_of_torch() -> None:
+    """Rows of a wider matrix, whose logits stay as they are."""
+    wide = torch.randn(4, 5100, generator=torch.Generator().manual_seed(7)) * 4
+    logits = wide[:, :5001]
+    before = wide.clone()
+    got, want = made(logits, [0.3, 0.8, 1.0, 2.5, 0.8], [2, 0, 1, 3, 3])
+    assert torch.equal(got, want) and torch.equal(wide, before)
+    values = got.view(torch.float32)
+    assert torch.equal(values, values.round()) and bool((values.max(-1).values == reference.UNIT).all())
+    assert len(values.unique()) > 10_000, "weights that are all alike prove nothing"
+
+
+def test_the_weights_of_a_cpu_are_within_a_rounding_of_these() -> None:
+    """Which can move a draw, so rarely that it does not here: every row draws the same token."""
+    logits = torch.randn(300, 500, generator=torch.Generator().manual_seed(8)) * 3
+    best, ones = logits.max(-1).values, torch.ones(300)
+    exact = reference.weights_of(logits.clone(), best, ones, exact=True)
+    quick = reference.weights_of(logits.clone(), best, ones, exact=False)
+    assert bool(((exact - quick).abs() <= exact * 2.0**-22 + 1).all())
+    numbers = uniforms(torch.arange(300), torch.arange(300))
+    assert torch.equal(reference._draw(exact, numbers), reference._draw(quick, numbers))

@@ -11,7 +11,7 @@ from worker_proc.staging import Staging
 
 pytest.importorskip("triton")
 
-from worker_proc.cuda.sampling import draw
+from worker_proc.cuda.sampling import draw_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
 
@@ -39,7 +39,7 @@ def test_draws_equal_those_of_the_cpu(vocab: int) -> None:
     drawn = []
     for device in ("cpu", "cuda"):
         staging = Staging(device)
-        sampler = Sampler(rows, device, draw if device == "cuda" else None)
+        sampler = Sampler(rows, device, draw_rows if device == "cuda" else None)
         sampler.set_params(range(rows), draws, staging)
         drawing = sampler.prepare(slots, positions, staging)
         staging.send()

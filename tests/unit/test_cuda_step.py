@@ -22,7 +22,7 @@ from tests.helpers_simulated_gpu import GPU, SimulatedGpu, on_gpu, on_host
 from tests.unit.test_cuda_decoder import load
 from worker_proc.attention.interface import ForwardBatch, SharedPages
 from worker_proc.cuda.decoder import CudaDecoder
-from worker_proc.cuda.sampling import draw
+from worker_proc.cuda.sampling import draw_rows
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
 from worker_proc.parallel import TensorParallel
@@ -89,11 +89,11 @@ def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bo
     device = GPU if gpu is not None else torch.device("cpu")
     cache = KVCache(model.kv_spec, PAGES, PAGE)
     used: Any = model
-    draw_rows = None
+    drawing = None
     if gpu is not None:
         plain, cache = cache, KVCache(model.kv_spec, PAGES, PAGE)
         cache.k, cache.v = [on_gpu(pages) for pages in plain.k], [on_gpu(pages) for pages in plain.v]
-        used, draw_rows = OnPaper(model, gpu, plain), gpu.kernel(draw)
+        used, drawing = OnPaper(model, gpu, plain), gpu.kernel(draw_rows)
     return ModelRunner(
         used,
         cache,
@@ -102,7 +102,7 @@ def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bo
         group="0",
         tp=TensorParallel(),
         device=device,
-        draw_rows=draw_rows,
+        draw_rows=drawing,
         share_pages=share_pages,
     )
 

@@ -13,6 +13,30 @@ import triton.language as tl
 
 
 @triton.jit
+def weights_kernel(
+    logits_ptr, best_ptr, params_ptr, index_ptr, weights_ptr,
+    vocab, logits_row, index_row, never, unit,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): block j of row i of `weights` float32 `[R, vocab]`, from row `index[0, i]` of `logits` float32,
+    its largest in `best`, and the temperature of slot `index[1, i]`, as `worker_proc.sampler.weights_of` has it.
+
+    Every operation is rounded as IEEE 754 says, and the exponential from float64, so that the bits are those of torch.
+    """
+    row = tl.program_id(0)
+    source = tl.load(index_ptr + row)
+    temperature = tl.load(params_ptr + tl.load(index_ptr + index_row + row)).to(tl.float32)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + source * logits_row + at, mask=at < vocab, other=0.0)
+    scaled = tl.div_rn(logits - tl.load(best_ptr + source), temperature)
+    scaled = tl.maximum(scaled, never, propagate_nan=tl.PropagateNan.ALL)
+    powers = tl.exp(scaled.to(tl.float64)).to(tl.float32)
+    middle = 4503599627370496.0  # 2**52: what is added to it and taken away again is rounded to a whole number
+    weights = ((powers.to(tl.float64) * unit + middle) - middle).to(tl.float32)
+    tl.store(weights_ptr + row.to(tl.int64) * vocab + at, weights, mask=at < vocab)
+
+
+@triton.jit
 def draw_kernel(
     weights_ptr, params_ptr, seeds_ptr, index_ptr, tokens_ptr,
     vocab, weights_row, params_row, index_row, unit,
