@@ -5,7 +5,8 @@ conftest.py chooses, before anything imports Triton.
 
 import torch
 
-from worker_proc.attention.interface import ForwardBatch
+from worker_proc.attention.interface import TILE_COLUMNS, ForwardBatch, SharedPages
+from worker_proc.shared_pages import Tile, layout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -23,3 +24,10 @@ def on_device(batch: ForwardBatch) -> ForwardBatch:
         batch.num_prefill_rows,
         batch.logit_rows.to(DEVICE),
     )
+
+
+def shared_pages(tiles: list[Tile], rows: int, page_size: int, idle: int = 0) -> SharedPages:
+    """The tiles of a batch of `rows` decodes on `DEVICE`, and some that are idle, as in a graph."""
+    skipped, levels, numbers = (torch.tensor(part, dtype=torch.int64) for part in layout(tiles, rows, page_size))
+    table = torch.cat((numbers.view(-1, TILE_COLUMNS), torch.zeros(idle, TILE_COLUMNS, dtype=torch.int64)))
+    return SharedPages(skipped.to(DEVICE), levels.to(DEVICE), table.to(DEVICE))

@@ -10,7 +10,7 @@ from torch import Tensor
 from common.logprobs import LogprobRows
 from common.messages import StepPlan
 from worker_proc import shared_pages
-from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
+from worker_proc.attention.interface import ForwardBatch, SharedPages
 from worker_proc.draw_step import DrawStep
 from worker_proc.drawn import DrawnTokens
 from worker_proc.errors import PlanError
@@ -92,7 +92,7 @@ class ModelRunner:
         self._epoch = -1  # before the first plan
         self._next_step = 0
         self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows)
-        self._finder = SharedPageFinder(cache.page_size, TILE_ROWS) if share_pages else None
+        self._finder = SharedPageFinder(cache.page_size) if share_pages else None
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -202,10 +202,9 @@ class ModelRunner:
         tiles = self._finder.tiles(slots, layout.kv_lens[layout.num_chunks :])
         if not tiles:
             return lambda: None
-        skipped, numbers = shared_pages.layout(tiles, len(slots), size, TILE_ROWS)
-        there = staging.put(torch.frombuffer(skipped, dtype=torch.int64))
-        table = staging.put(torch.frombuffer(numbers, dtype=torch.int64).view(len(tiles), -1))
-        return lambda: SharedPages(there.tensor, table.tensor)
+        numbers = (torch.frombuffer(part, dtype=torch.int64) for part in shared_pages.layout(tiles, len(slots), size))
+        skipped, levels, table = (staging.put(part) for part in numbers)
+        return lambda: SharedPages(skipped.tensor, levels.tensor, table.tensor.view(len(tiles), -1))
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:

@@ -2,9 +2,10 @@
 
     python -m bench.gpu.attention [--backend triton] [--small]
 
-The shapes are those of an 8B Llama, bfloat16: a mixed step, decodes, and decodes that begin with the same pages, once
-read row by row and once together. Beside a time stands how much of it reading K and V at the copy bandwidth takes:
-each page once per row, or once per tile where it is shared. The error bound is 2e-2 of the reference's norm.
+The shapes are those of an 8B Llama, bfloat16: a mixed step, decodes, and decodes that begin with the same pages, read
+row by row and together, on one level and on two. Beside a time stands how much of it reading K and V at the copy
+bandwidth takes: each page once per row, or once per tile where it is shared. The error bound is 2e-2 of the reference's
+norm.
 """
 
 import sys
@@ -39,38 +40,42 @@ class Case:
     read: int  # pages that must be read, where shared ones are read once per tile
 
 
-def shared_decodes(rows: int, prefix: int, own: int) -> tuple[Case, Case]:
-    """`rows` decodes whose first `prefix` pages are the same, with `own` pages each: row by row, and together."""
-    plain = make_batch(rows, 1, (prefix + own) * PAGE)
+def shared_decodes(rows: int, prefix: int, own: int, inner: int = 0) -> list[Case]:
+    """`rows` decodes whose first `prefix` pages are the same, then `inner` pages of every eight of them, then `own`
+    pages each: row by row, with the outer pages together, and with both."""
+    plain = make_batch(rows, 1, (prefix + inner + own) * PAGE)
     table = plain.page_table.clone()
     table[:, :prefix] = table[0, :prefix]
+    for first in range(0, rows, 8):
+        table[first : first + 8, prefix : prefix + inner] = table[first, prefix : prefix + inner]
     columns = plain.positions // PAGE
     slots = table.gather(1, columns[:, None])[:, 0] * PAGE + plain.positions % PAGE
     batch = replace(plain, page_table=table, slot_mapping=slots)
-    tiles = [Tile(prefix, tuple(range(i, min(i + TILE_ROWS, rows)))) for i in range(0, rows, TILE_ROWS)]
-    skipped, numbers = shared_pages.layout(tiles, rows, PAGE, TILE_ROWS)
-    shared = SharedPages(
-        torch.tensor(skipped, device="cuda"), torch.tensor(numbers, device="cuda").view(len(tiles), -1)
-    )
-    pages = rows * (prefix + own)
-    name = f"{rows} decodes, {prefix * PAGE} tokens shared, {own * PAGE} own"
-    together = replace(batch, shared=shared)
-    return (
-        Case(f"{name}, row by row", batch, pages, pages),
-        Case(f"{name}, together", together, pages, len(tiles) * prefix + rows * own),
-    )
+    outer = [Tile(prefix, tuple(range(i, min(i + TILE_ROWS, rows)))) for i in range(0, rows, TILE_ROWS)]
+    both = outer + [Tile(prefix + inner, tuple(range(i, min(i + 8, rows))), prefix, 1) for i in range(0, rows, 8)]
+    pages = rows * (prefix + inner + own)
+    name = f"{rows} decodes, {prefix * PAGE}" + f" + {inner * PAGE}" * bool(inner) + f" shared, {own * PAGE} own"
+    made = [Case(f"{name}, row by row", batch, pages, pages)]
+    for how, tiles in (("together", outer), ("on two levels", both if inner else [])):
+        if tiles:
+            numbers = (torch.tensor(part, device="cuda") for part in shared_pages.layout(tiles, rows, PAGE))
+            skipped, levels, table = numbers
+            shared = SharedPages(skipped, levels, table.view(len(tiles), -1))
+            read = sum(tile.pages - tile.above for tile in tiles) + pages - int(skipped.sum()) // PAGE
+            made.append(Case(f"{name}, {how}", replace(batch, shared=shared), pages, read))
+    return made
 
 
 def cases(*, small: bool) -> list[Case]:
     batch, pages = mixed_batch([(new, min(total, 129)) for new, total in MIXED[1:]] if small else MIXED, 1000)
     made = [Case("mixed", batch, pages, pages)]
     if small:
-        return [*made, *shared_decodes(20, 4, 2)]
+        return [*made, *shared_decodes(20, 4, 2), *shared_decodes(20, 4, 1, 3)]
     for rows in (1, 64, 256):
         made.append(
             Case(f"{rows} decodes of 1024", make_batch(rows, 1, 1024), rows * 1024 // PAGE, rows * 1024 // PAGE)
         )
-    return [*made, *shared_decodes(64, 128, 16), *shared_decodes(256, 128, 16)]
+    return [*made, *shared_decodes(64, 128, 16), *shared_decodes(256, 128, 16), *shared_decodes(256, 128, 16, 64)]
 
 
 @click.command()
@@ -105,7 +110,7 @@ def main(small: bool, names: tuple[str, ...]) -> None:
             error = float((got - want).norm() / want.norm())
             wrong = not error < BOUND
             failed |= wrong
-            line = f"{case.name:<52} {name:<10} error {error:.1e}{' WRONG' * wrong}"
+            line = f"{case.name:<58} {name:<10} error {error:.1e}{' WRONG' * wrong}"
             if not small:
                 run = partial(attention.forward, 0, q, k, v, case.batch, cache, scale=scale)
                 taken = seconds(run, repeats=10)

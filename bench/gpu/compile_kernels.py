@@ -26,9 +26,9 @@ from worker_proc.cuda import sampling_kernels as sampling
 HOPPER = GPUTarget("cuda", 90, 32)
 _FLOATS = {"scale", "softcap", "eps", "attention_factor", "unit", "never"}
 _POINTERS = dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "slots_ptr", "positions_ptr"), "*i64")
-_POINTERS |= dict.fromkeys(("seeds_ptr", "index_ptr", "tokens_ptr", "skipped_ptr", "tiles_ptr"), "*i64") | {
-    "params_ptr": "*fp64"
-}
+_POINTERS |= dict.fromkeys(
+    ("seeds_ptr", "index_ptr", "tokens_ptr", "skipped_ptr", "levels_ptr", "tiles_ptr"), "*i64"
+) | {"params_ptr": "*fp64"}
 _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
 _POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
 

@@ -49,7 +49,8 @@ class OnPaper:
         assert not batch.num_prefill_rows or batch.chunk_starts is not None, "attention would have to send them"
         values = {f.name: on_host(getattr(batch, f.name)) for f in fields(batch)}
         if batch.shared is not None:
-            values["shared"] = SharedPages(on_host(batch.shared.skipped), on_host(batch.shared.tiles))
+            shared = batch.shared
+            values["shared"] = SharedPages(*on_host((shared.skipped, shared.levels, shared.tiles)))
         return ForwardBatch(**values)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers_triton import DEVICE, on_device
+from tests.helpers_triton import DEVICE, on_device, shared_pages
 
 pytest.importorskip("triton")
 
@@ -17,12 +17,12 @@ from tests.helpers_models import make_checkpoint
 from tests.helpers_paged import Row, make_batch
 from tests.helpers_plans import GREEDY, empty_plan
 from tests.unit.test_cuda_decoder import load, run_again
-from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
+from worker_proc.attention.interface import SHARED_LEVELS, TILE_COLUMNS, TILE_ROWS, ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.graphs import GraphedDecoder
 from worker_proc.kv_cache import KVCache, KVSpec
-from worker_proc.shared_pages import SharedPageFinder, Tile, layout
+from worker_proc.shared_pages import LEVEL_TOKENS, SharedPageFinder, Tile, layout, max_tiles
 
 PAGE = 4
 
@@ -39,9 +39,9 @@ def entering(pages: dict[int, list[int]]) -> StepPlan:
     )
 
 
-def find(rows: list[list[int]], tile_rows: int = TILE_ROWS) -> list[Tile]:
+def find(rows: list[list[int]], tile_rows: int = TILE_ROWS, level_tokens: int = LEVEL_TOKENS) -> list[Tile]:
     """Rows whose last page has one token."""
-    finder = SharedPageFinder(PAGE, tile_rows)
+    finder = SharedPageFinder(PAGE, tile_rows, level_tokens)
     finder.apply(entering(dict(enumerate(rows))))
     return finder.tiles(range(len(rows)), [PAGE * (len(pages) - 1) + 1 for pages in rows])
 
@@ -67,13 +67,13 @@ def test_what_does_not_pay_is_left_alone() -> None:
 
 
 def test_a_page_that_is_still_written_is_not_shared() -> None:
-    finder = SharedPageFinder(PAGE, TILE_ROWS)
+    finder = SharedPageFinder(PAGE)
     finder.apply(entering({0: [1, 2], 1: [1, 2]}))
     assert finder.tiles([0, 1], [8, 8]) == [Tile(1, (0, 1))], "the newest token is in page 2"
 
 
 def test_rows_that_come_and_go_change_the_tiles() -> None:
-    finder = SharedPageFinder(PAGE, TILE_ROWS)
+    finder = SharedPageFinder(PAGE)
     finder.apply(entering({0: [1, 2, 3], 1: [1, 2, 4]}))
     assert finder.tiles([0, 1], [9, 9]) == [Tile(2, (0, 1))]
     finder.apply(replace(empty_plan(), page_slots=ints(0), page_counts=ints(1), pages=ints(17)))
@@ -86,18 +86,116 @@ def test_rows_that_come_and_go_change_the_tiles() -> None:
     assert finder.tiles([0, 1], [1, 1]) == []
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=12), st.integers(2, 4))
-def test_tiles_hold_what_their_rows_have_in_common(beginnings: list[list[int]], tile_rows: int) -> None:
-    rows = [[*pages, 1000 + i] for i, pages in enumerate(beginnings)]
-    tiles = find(rows, tile_rows)
-    members = [row for tile in tiles for row in tile.rows]
-    assert len(members) == len(set(members)) and len(tiles) <= len(rows) // 2
-    for tile in tiles:
-        assert 1 < len(tile.rows) <= tile_rows and tile.pages > 0
+def test_prefixes_nest() -> None:
+    """A prompt of all, a document of some, two answers to a question: more than three levels do not fit."""
+    rows = [[*range(50), 900], [*range(50), *range(60, 80), 901]]
+    rows += [[*range(50), *range(60, 100), 902 + i] for i in range(2)]
+    inside = find(rows)
+    assert inside == [Tile(50, (0, 1, 2, 3)), Tile(70, (1, 2, 3), 50, 1), Tile(90, (2, 3), 70, 2)]
+    deeper = [[7] * 40 + row for row in [*rows, [500]]]
+    most = find(deeper)
+    assert most[0] == Tile(40, (0, 1, 2, 3, 4)) and max(tile.level for tile in most) == 2
+    assert sum((len(t.rows) - 1) * (t.pages - t.above) for t in most) == 4 * 40 + 3 * 50 + 40
+    assert find([[1] * 9 + row for row in rows[2:]] + [[1] * 9 + [77]]) == [Tile(99, (0, 1))], "a level that costs more"
+
+
+def test_a_chain_of_many_prefixes() -> None:
+    """As deep as there are rows; what is looked at has an end, and rows that are read together stay so."""
+    tiles = find([[*range(1, 2 + i), 5000 + i] for i in range(900)], level_tokens=0)
+    check_tiles(tiles, [[*range(1, 2 + i), 5000 + i] for i in range(900)], TILE_ROWS)
+
+
+def check_tiles(tiles: list[Tile], rows: list[list[int]], tile_rows: int) -> None:
+    assert len(tiles) <= max_tiles(len(rows))
+    reached = [0] * len(rows)
+    levels = [0] * len(rows)
+    for tile in sorted(tiles, key=lambda tile: tile.level):
+        assert 1 < len(tile.rows) <= tile_rows and tile.pages > tile.above
         assert len({tuple(rows[row][: tile.pages]) for row in tile.rows}) == 1
-    skipped, numbers = layout(tiles, len(rows), PAGE, tile_rows)
-    assert [n // PAGE for n in skipped] == [sum(t.pages for t in tiles if row in t.rows) for row in range(len(rows))]
-    assert len(numbers) == len(tiles) * (2 + tile_rows)
+        for row in tile.rows:
+            assert (reached[row], levels[row]) == (tile.above, tile.level), "a gap, or twice on a level"
+            reached[row], levels[row] = tile.pages, tile.level + 1
+    assert max(levels) <= SHARED_LEVELS and all(done < len(pages) for done, pages in zip(reached, rows, strict=True))
+    skipped, counts, numbers = layout(tiles, len(rows), PAGE)
+    assert [n // PAGE for n in skipped] == reached and list(counts) == levels
+    assert len(numbers) == len(tiles) * TILE_COLUMNS
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=40),
+    st.integers(3, 5),
+    st.sampled_from([0, 1, 5, LEVEL_TOKENS]),
+)
+def test_tiles_hold_what_their_rows_have_in_common(beginnings: list[list[int]], size: int, cost: int) -> None:
+    rows = [[*pages, 1000 + i] for i, pages in enumerate(beginnings)]
+    check_tiles(find(rows, size, cost), rows, size)
+
+
+def most_saved(rows: list[list[int]], cost: int) -> int:
+    """The best of all ways to read together, by trying them: for each prefix of several rows, whether it is a level."""
+
+    def best(group: list[int], above: int, level: int, depth: int) -> int:
+        common = [pages for pages in range(depth + 1, 9) if len({tuple(rows[r][:pages]) for r in group}) == 1]
+        here = max(common, default=depth)
+        inner: dict[tuple[int, ...], list[int]] = {}
+        for row in group:
+            inner.setdefault(tuple(rows[row][: here + 1]), []).append(row)
+        several = [rows_inside for rows_inside in inner.values() if len(rows_inside) > 1] if len(group) > 1 else []
+        result = sum(best(rows_inside, above, level, here) for rows_inside in several)
+        if level < SHARED_LEVELS and here > above and len(group) > 1:
+            saved = (len(group) - -(-len(group) // TILE_ROWS)) * (here - above) * PAGE
+            taken = saved - (len(group) * cost if level else 0)
+            result = max(result, taken + sum(best(rows_inside, here, level + 1, here) for rows_inside in several))
+        return result
+
+    return best(list(range(len(rows))), 0, 0, 0)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=2, max_size=8), st.sampled_from([0, 3, 6]))
+def test_no_other_levels_save_more(beginnings: list[list[int]], cost: int) -> None:
+    rows = [[*pages, 1000 + i] for i, pages in enumerate(beginnings)]
+    wanted = most_saved(rows, cost)
+    tiles = find(rows, level_tokens=cost)
+    if wanted * 8 < sum(PAGE * (len(pages) - 1) + 1 for pages in rows):
+        assert tiles == []
+        return
+    saved = sum((len(t.rows) - 1) * (t.pages - t.above) * PAGE - (len(t.rows) * cost if t.level else 0) for t in tiles)
+    assert saved == wanted
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=2, max_size=20),
+    st.sampled_from([(2, 4, 16), (4, 16, 16)]),
+    st.integers(0, 2**32),
+)
+def test_any_tree_of_prefixes_equals_the_reference(
+    beginnings: list[list[int]], sizes: tuple[int, int, int], seed: int
+) -> None:
+    """Pages of 4 and 16 tokens: with the latter, tiles are cut into several parts."""
+    heads, page_size, dim = sizes
+    torch.manual_seed(seed)
+    names: dict[tuple[int, ...], int] = {}
+    pages = [[names.setdefault(tuple(path[: i + 1]), len(names)) for i in range(len(path))] for path in beginnings]
+    last = [len(names) + i for i in range(len(pages))]
+    rows = []
+    for i, held in enumerate(pages):
+        length = len(held) * page_size + 1 + i % page_size
+        rows.append(Row([0] * length, [*held, last[i]], length - 1))
+    batch = make_batch(rows, [1] * len(rows), page_size)
+    finder = SharedPageFinder(page_size, level_tokens=0)
+    finder.apply(entering({i: row.pages for i, row in enumerate(rows)}))
+    tiles = finder.tiles(range(len(rows)), batch.kv_lens_host)
+    spec = KVSpec(1, 2, dim, dim, torch.float32)
+    cache, there = (KVCache(spec, len(names) + len(rows), page_size, device) for device in ("cpu", DEVICE))
+    for a, b in zip((*there.k, *there.v), (*cache.k, *cache.v), strict=True):
+        b.normal_()
+        a.copy_(b)
+    q, k, v = (torch.randn(len(rows), n, dim) for n in (heads, 2, 2))
+    want = ReferenceAttention().forward(0, q, k, v, batch, cache, scale=0.25)
+    step = replace(on_device(batch), shared=shared_pages(tiles, len(rows), page_size, idle=1))
+    got = TritonAttention().forward(0, *(part.to(DEVICE) for part in (q, k, v)), step, there, scale=0.25)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
 
 
 def shared_batch(page_size: int) -> tuple[ForwardBatch, int]:
@@ -110,14 +208,11 @@ def shared_batch(page_size: int) -> tuple[ForwardBatch, int]:
         length = len(start) * page_size + 1 + i % page_size
         rows.append(Row([0] * length, [*start, next(free)], length - 1))
     batch = make_batch(rows, [7] + [1] * 22, page_size)
-    finder = SharedPageFinder(page_size, TILE_ROWS)
+    finder = SharedPageFinder(page_size)
     finder.apply(entering({i: row.pages for i, row in enumerate(rows[1:])}))
     tiles = finder.tiles(range(22), batch.kv_lens_host[1:])
-    assert sorted(len(tile.rows) for tile in tiles) == [2, 3, 16]
-    skipped, numbers = layout(tiles, 22, page_size, TILE_ROWS)
-    idle = torch.zeros(2, 2 + TILE_ROWS, dtype=torch.int64)  # as in a graph
-    table = torch.cat((torch.tensor(numbers).view(len(tiles), -1), idle))
-    return replace(batch, shared=SharedPages(torch.tensor(skipped), table)), 54  # the last page is nobody's
+    assert sorted(len(tile.rows) for tile in tiles) == [2, 9, 10]
+    return replace(batch, shared=shared_pages(tiles, 22, page_size, idle=2)), 54  # the last page is nobody's
 
 
 @pytest.mark.parametrize("heads, kv_heads, dim, page_size, softcap", [
@@ -128,9 +223,7 @@ def test_shared_pages_equal_the_reference(
 ) -> None:
     torch.manual_seed(1)
     batch, pages = shared_batch(page_size)
-    assert batch.shared is not None
-    shared = SharedPages(batch.shared.skipped.to(DEVICE), batch.shared.tiles.to(DEVICE))
-    there_batch = replace(on_device(batch), shared=shared)
+    there_batch = replace(on_device(batch), shared=batch.shared)
     tokens = len(batch.token_ids)
     q, k, v = (torch.randn(tokens, n, dim) for n in (heads, kv_heads, kv_heads))
     spec = KVSpec(1, kv_heads, dim, dim, torch.float32)
@@ -154,9 +247,9 @@ def test_tiles_read_the_pages_of_their_first_row_only() -> None:
     assert batch.shared is not None
     table = batch.page_table.clone()
     for tile in batch.shared.tiles[:3]:
-        for row in tile[3:].tolist():
+        for row in tile[5:].tolist():
             if row >= 0:
-                table[1 + row, : int(tile[1]) // 8] = pages - 1
+                table[1 + row, : int(tile[2]) // 8] = pages - 1
     q, k, v = (torch.randn(len(batch.token_ids), 2, 16, device=DEVICE) for _ in range(3))
     outputs = []
     for used in (batch.page_table, table):
@@ -168,8 +261,7 @@ def test_tiles_read_the_pages_of_their_first_row_only() -> None:
         on = KVCache(cache.spec, pages, 8, DEVICE)
         on.k[0].copy_(cache.k[0])
         on.v[0].copy_(cache.v[0])
-        shared = SharedPages(batch.shared.skipped.to(DEVICE), batch.shared.tiles.to(DEVICE))
-        step = replace(on_device(replace(batch, page_table=used)), shared=shared)
+        step = replace(on_device(replace(batch, page_table=used)), shared=batch.shared)
         outputs.append(TritonAttention().forward(0, q, k, v, step, on, scale=0.25))
     assert torch.equal(outputs[0], outputs[1]) and bool(outputs[0].isfinite().all())
 
@@ -184,20 +276,22 @@ def test_graphs_of_decodes_that_share_pages(tmp_path: Path) -> None:
     graphed = GraphedDecoder(model, 9, 16, None if DEVICE.type == "cuda" else run_again)
     graphed.capture(caches[0])
     assert sorted(graphed._graphs) == [(1, False), (2, False), (4, False), (8, False), (8, True), (9, False), (9, True)]
-    rows = [Row([5 + i] * 16, [30, 31, 10 + i] if i < 6 else [32, 10 + i, 20 + i], 9) for i in range(9)]
-    for chosen, tiles in ((range(9), [6, 3]), (range(1, 9), [5, 3]), (range(8, 5, -1), []), (range(9), [6, 3])):
+    second = [31, 31, 31, 33, 34, 35]  # one prefix inside another one
+    rows = [Row([5 + i] * 16, [30, second[i], 10 + i] if i < 6 else [32, 10 + i, 20 + i], 9) for i in range(9)]
+    for chosen, tiles in (
+        (range(9), [6, 3, 3]),
+        (range(1, 9), [5, 3, 2]),
+        (range(8, 5, -1), []),
+        (range(9), [6, 3, 3]),
+    ):
         step = [rows[i] for i in chosen]
         batch = make_batch(step, [1] * len(step), PAGE)
-        finder = SharedPageFinder(PAGE, TILE_ROWS)
+        finder = SharedPageFinder(PAGE, level_tokens=0)
         finder.apply(entering({i: row.pages for i, row in enumerate(step)}))
         found = finder.tiles(range(len(step)), batch.kv_lens_host) if tiles else []
         assert sorted((len(tile.rows) for tile in found), reverse=True) == tiles
-        skipped, numbers = layout(found, len(step), PAGE, TILE_ROWS)
         want = model.forward(on_device(batch), caches[1])
-        shared = SharedPages(
-            torch.tensor(skipped, dtype=torch.int64, device=DEVICE),
-            torch.tensor(numbers, dtype=torch.int64, device=DEVICE).view(-1, 2 + TILE_ROWS),
-        )
+        shared = shared_pages(found, len(step), PAGE)
         got = graphed.forward(replace(on_device(batch), shared=shared if found else None), caches[0])
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
         for row in step:

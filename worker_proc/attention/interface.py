@@ -8,14 +8,19 @@ from torch import Tensor
 from worker_proc.kv_cache import KVCache
 
 TILE_ROWS = 16  # decode rows that attend to pages together, at most
+TILE_COLUMNS = 4 + TILE_ROWS
+SHARED_LEVELS = 3  # tiles that a row is in, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPages:
     """Pages that decode rows of a batch have in common at their beginnings. Rows are counted from the first decode."""
 
-    skipped: Tensor  # int64 [decode rows]; tokens of the row that are in a tile, whole pages
-    tiles: Tensor  # int64 [T, 2 + TILE_ROWS]; the row whose pages are read, tokens, the rows that read them (-1: none)
+    skipped: Tensor  # int64 [decode rows]; tokens of the row that are in tiles, whole pages
+    levels: Tensor  # int64 [decode rows]; tiles that the row is in: one on each level from 0 on
+    # int64 [T, TILE_COLUMNS]; the row whose pages are read, from which token on, up to which one (idle: the same), the
+    # level, and the rows that read them (-1: none)
+    tiles: Tensor
 
 
 # eq=False: batches are compared by identity (comparing tensors element by element is never what is meant)

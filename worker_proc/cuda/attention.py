@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
+from worker_proc.attention.interface import SHARED_LEVELS, TILE_ROWS, ForwardBatch, SharedPages
 from worker_proc.cuda.attention_kernels import (
     combine_kernel,
     decode_kernel,
@@ -20,6 +20,7 @@ _BLOCK_N = 64  # cached tokens that a program looks at together
 _BLOCK_M = 64  # queries of a prefill program
 _MIN_GROUP = 16  # rows of the smallest matrix product
 _MAX_SPLITS = 64
+_MAX_PARTS = 128  # of a row and head, which one program joins
 _PROGRAMS = 264  # two per multiprocessor of an H100 or H200: what a decode step is cut into when its rows are few
 
 
@@ -116,11 +117,12 @@ def decode(
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
     group, longest = heads // kv_heads, page_table.shape[1] * cache.page_size
     splits = num_splits(rows, kv_heads, longest)
-    more = 0 if shared is None else num_splits(triton.cdiv(rows, TILE_ROWS), kv_heads, longest)
-    parts = splits + more
+    more = 0 if shared is None else shared_splits(splits, rows, kv_heads, longest)
+    parts = splits + SHARED_LEVELS * more
     partial = torch.empty(rows, heads, parts, dim_v, dtype=torch.float32, device=q.device)
     sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
-    skipped = kv_lens if shared is None else shared.skipped  # read where there is something shared only
+    # read where there is something shared only
+    skipped, levels = (kv_lens, kv_lens) if shared is None else (shared.skipped, shared.levels)
     sizes = (_block(dim_k), _block(dim_v), _BLOCK_N)
     strides = (k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0))
     decode_kernel[rows, kv_heads, splits](
@@ -130,12 +132,12 @@ def decode(
     )  # fmt: skip
     if shared is not None:
         shared_kernel[len(shared.tiles), kv_heads, more](
-            q, k_pages, v_pages, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, more, parts,
+            q, k_pages, v_pages, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, splits, more, parts,
             q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v, TILE_ROWS,
             max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *sizes, softcap is not None,
         )  # fmt: skip
     combine_kernel[rows, heads](
-        partial, sums, out, skipped, splits, parts, out.stride(0), out.stride(1), dim_v, _block(dim_v),
+        partial, sums, out, levels, splits, more, parts, out.stride(0), out.stride(1), dim_v, _block(dim_v),
         triton.next_power_of_2(parts), shared is not None,
     )  # fmt: skip
 
@@ -165,6 +167,12 @@ def num_splits(rows: int, kv_heads: int, longest: int) -> int:
     """
     wanted = -(-_PROGRAMS // (rows * kv_heads))
     return max(1, min(wanted, _MAX_SPLITS, -(-longest // _BLOCK_N)))
+
+
+def shared_splits(own: int, rows: int, kv_heads: int, longest: int) -> int:
+    """Parts into which the tokens of a tile are cut, on each level, beside `own` parts of each row."""
+    wanted = num_splits(triton.cdiv(rows, TILE_ROWS), kv_heads, longest)
+    return min(wanted, (_MAX_PARTS - own) // SHARED_LEVELS)
 
 
 def _block(dim: int) -> int:

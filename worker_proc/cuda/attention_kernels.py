@@ -2,9 +2,9 @@
 
 Decode splits the cached tokens of a row over several programs (Flash-Decoding, Dao et al., 2023) and joins their
 results by the log of their weights' sums. Rows that begin with the same pages attend to them together, and the results
-are more parts to join (Hydragen, Juravsky et al., 2024; FlashInfer's cascades). Prefill is FlashAttention-2 (Dao, 2023)
-whose keys come from pages. A program of any of them reads K and V of one KV head once for all of its query heads.
-Accumulation is float32; powers are of two.
+are more parts to join (Hydragen, Juravsky et al., 2024; FlashInfer's cascades), of several prefixes one inside the
+other. Prefill is FlashAttention-2 (Dao, 2023) whose keys come from pages. A program of any of them reads K and V of one
+KV head once for all of its query heads. Accumulation is float32; powers are of two.
 """
 
 import triton
@@ -75,7 +75,7 @@ def decode_kernel(
 @triton.jit
 def shared_kernel(
     q_ptr, k_pages_ptr, v_pages_ptr, partial_ptr, sums_ptr, table_ptr, tiles_ptr,
-    scale, softcap, splits, parts,
+    scale, softcap, own, splits, parts,
     q_row, q_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, MEMBERS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -83,21 +83,20 @@ def shared_kernel(
 ):  # fmt: skip
     """Program (t, h, s): part s of the tokens that the rows of tile t share, for their query heads of KV head h.
 
-    `tiles` int64 `[T, 2 + MEMBERS]`: the row whose pages are read, how many tokens (none in an idle tile), and the
-    rows, -1 for none. Results go to `partial` and `sums` behind those of `decode_kernel`, whose parts are
-    `parts - splits`.
+    `tiles` int64 `[T, 4 + MEMBERS]` are those of `SharedPages`. Results go to `partial` and `sums` behind the `own`
+    parts of `decode_kernel`, `splits` of each level after those of the one before.
     """
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tile_ptr = tiles_ptr + tile * (2 + MEMBERS)
-    length = tl.load(tile_ptr + 1).to(tl.int32)
-    if length == 0:
+    tile_ptr = tiles_ptr + tile * (4 + MEMBERS)
+    first, last = tl.load(tile_ptr + 1).to(tl.int32), tl.load(tile_ptr + 2).to(tl.int32)
+    if first == last:
         return
-    each = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
-    begin = part * each
-    end = tl.minimum(begin + each, length)
+    each = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
+    begin = first + part * each
+    end = tl.minimum(begin + each, last)
 
     queries, dims_k, dims_v = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    rows = tl.load(tile_ptr + 2 + queries // GROUP, mask=queries < MEMBERS * GROUP, other=-1)
+    rows = tl.load(tile_ptr + 4 + queries // GROUP, mask=queries < MEMBERS * GROUP, other=-1)
     real = rows >= 0
     heads = head * GROUP + queries % GROUP
     q_at = q_ptr + (rows * q_row + heads * q_head)[:, None] + dims_k[None, :]
@@ -108,7 +107,8 @@ def shared_kernel(
         begin, end, scale, softcap, k_page_stride, v_page_stride,
         PAGE, DIM_K, DIM_V, BLOCK_G, BLOCK_K, BLOCK_V, BLOCK_N, SOFTCAP,
     )  # fmt: skip
-    place = (rows * tl.num_programs(1) * GROUP + heads) * parts + parts - splits + part
+    behind = own + tl.load(tile_ptr + 3) * splits + part
+    place = (rows * tl.num_programs(1) * GROUP + heads) * parts + behind
     to_mean = partial_ptr + place[:, None] * DIM_V + dims_v[None, :]
     tl.store(to_mean, mean, mask=real[:, None] & (dims_v[None, :] < DIM_V))
     tl.store(sums_ptr + place, logs, mask=real)
@@ -154,17 +154,17 @@ def _attend_part(
 
 @triton.jit
 def combine_kernel(
-    partial_ptr, sums_ptr, out_ptr, skipped_ptr, splits, parts, out_row, out_head,
+    partial_ptr, sums_ptr, out_ptr, levels_ptr, own, splits, parts, out_row, out_head,
     DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h) joins the parts that `decode_kernel` computed for row b and query head h, and, with `SHARED`,
-    those of `shared_kernel` where row b left tokens to it."""
+    those of `shared_kernel`, on as many levels as `levels[b]` says."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     place = (row * tl.num_programs(1) + head) * parts
     numbers, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
-    count = splits
+    count = own
     if SHARED:
-        count = tl.where(tl.load(skipped_ptr + row) > 0, parts, splits)
+        count = own + tl.load(levels_ptr + row).to(tl.int32) * splits
     logs = tl.load(sums_ptr + place + numbers, mask=numbers < count, other=float("-inf"))
     weights = tl.exp2(logs - tl.max(logs, 0))
     at = partial_ptr + (place + numbers)[:, None] * DIM_V + dims[None, :]

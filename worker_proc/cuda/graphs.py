@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker_proc.attention.interface import TILE_ROWS, ForwardBatch, SharedPages
+from worker_proc.attention.interface import TILE_COLUMNS, ForwardBatch, SharedPages
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.interface import CudaAttention
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.shared_pages import max_tiles
 
 _SHARED_FROM = 8  # rows of the smallest graph for decodes that share pages; fewer read theirs one by one
 _LARGEST = 256  # rows; beyond, kernels run long enough to hide their launches
@@ -27,11 +28,6 @@ def graph_sizes(max_rows: int) -> list[int]:
     largest = min(max_rows, _LARGEST)
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST + 1, 16)]
     return [size for size in steps if size < largest] + [largest]
-
-
-def max_tiles(rows: int) -> int:
-    """Tiles of shared pages that a graph of so many rows has room for: as many as can be among them."""
-    return max(1, rows // 2)
 
 
 Outputs = tuple[Tensor, Tensor]  # logits `[rows, vocab]`, likeliest tokens int64 `[rows]`
@@ -50,6 +46,7 @@ class _Inputs:
     kv_lens: Tensor
     page_table: Tensor
     skipped: Tensor
+    levels: Tensor
     tiles: Tensor
 
     @classmethod
@@ -58,9 +55,9 @@ class _Inputs:
             return torch.full((rows,), value, dtype=torch.int64, device=device)
 
         table = torch.full((rows, columns), cache.scratch_page, dtype=torch.int64, device=device)
-        tiles = torch.zeros(max_tiles(rows), 2 + TILE_ROWS, dtype=torch.int64, device=device)
+        tiles = torch.zeros(max_tiles(rows), TILE_COLUMNS, dtype=torch.int64, device=device)
         slots = column(cache.scratch_page * cache.page_size)
-        return cls(column(0), column(0), slots, column(1), table, column(0), tiles)
+        return cls(column(0), column(0), slots, column(1), table, column(0), column(0), tiles)
 
     def vectors(self, rows: slice) -> list[Tensor]:
         return [self.token_ids[rows], self.positions[rows], self.slot_mapping[rows], self.kv_lens[rows]]
@@ -77,8 +74,11 @@ class _Inputs:
             kv_lens_host=[],  # differ from replay to replay, and no kernel needs them
             num_prefill_rows=0,
             logit_rows=torch.arange(rows, device=self.token_ids.device),
-            shared=SharedPages(self.skipped[everyone], self.tiles[: max_tiles(rows)]) if shared else None,
+            shared=self._shared(rows) if shared else None,
         )
+
+    def _shared(self, rows: int) -> SharedPages:
+        return SharedPages(self.skipped[:rows], self.levels[:rows], self.tiles[: max_tiles(rows)])
 
 
 class GraphedDecoder:
@@ -183,7 +183,9 @@ class GraphedDecoder:
         if batch.shared is not None:
             inputs, used = self._inputs, len(batch.shared.tiles)
             inputs.skipped[theirs].copy_(batch.shared.skipped)
+            inputs.levels[theirs].copy_(batch.shared.levels)
             inputs.skipped[rest].zero_()
+            inputs.levels[rest].zero_()
             inputs.tiles[:used].copy_(batch.shared.tiles)
             inputs.tiles[used : max_tiles(size)].zero_()  # a tile without tokens is idle
 
