@@ -17,7 +17,7 @@ from worker_proc.cuda.attention_kernels import (
 from worker_proc.kv_cache import KVCache
 
 _BLOCK_N = 64  # cached tokens that a program looks at together
-_BLOCK_M = 64  # queries of a prefill program
+_BLOCK_M = 64  # queries of a prefill program, all query heads of a KV head counted
 _MIN_GROUP = 16  # rows of the smallest matrix product
 _MAX_SPLITS = 64
 _MAX_PARTS = 128  # of a row and head, which one program joins
@@ -148,14 +148,15 @@ def prefill(
 ) -> None:  # fmt: skip
     """The rows whose tokens in `q` `[T, Hq, Dk]` begin at `starts` (int64 `[rows + 1]`), the longest of them with
     `longest` tokens."""
-    heads, dim_k = q.shape[1:]
+    dim_k = q.shape[2]
     k_pages, v_pages = cache.k[layer], cache.v[layer]
-    dim_v = v_pages.shape[3]
-    prefill_kernel[triton.cdiv(longest, _BLOCK_M), heads, len(starts) - 1](
+    kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
+    group = q.shape[1] // kv_heads
+    prefill_kernel[triton.cdiv(longest * group, _BLOCK_M), kv_heads, len(starts) - 1](
         q, k_pages, v_pages, out, page_table, kv_lens, starts, scale, softcap or 1.0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0),
-        cache.page_size, heads // k_pages.shape[1], dim_k, dim_v, _BLOCK_M, _block(dim_k), _block(dim_v), _BLOCK_N,
+        cache.page_size, group, dim_k, dim_v, _BLOCK_M, _block(dim_k), _block(dim_v), _BLOCK_N,
         window or 0, softcap is not None,
     )  # fmt: skip
 

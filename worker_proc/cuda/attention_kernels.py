@@ -183,29 +183,30 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h, b): queries i * BLOCK_M .. of row b and query head h. Tokens `starts[b] .. starts[b + 1]` of `q`
-    are the newest ones of the row, whose keys are in the cache already."""
-    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (i, h, b): queries i * BLOCK_M .. of row b and KV head h; a token has one for each query head of that
+    KV head. Tokens `starts[b] .. starts[b + 1]` of `q` are the newest ones of the row, whose keys are in the
+    cache already."""
+    block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + row)
     count = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)
-    if block * BLOCK_M >= count:
+    if block * BLOCK_M >= count * GROUP:
         return
     length = tl.load(lens_ptr + row).to(tl.int32)
-    asking = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    asking, heads = queries // GROUP, kv_head * GROUP + queries % GROUP
     real = asking < count
     position = length - count + asking
     tokens = tl.arange(0, BLOCK_N)
     dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    q_at = q_ptr + (start + asking)[:, None] * q_token + head * q_head + dims_k[None, :]
+    q_at = q_ptr + ((start + asking) * q_token + heads * q_head)[:, None] + dims_k[None, :]
     q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     first_key = 0
     if WINDOW > 0:
-        first_key = tl.maximum(length - count + block * BLOCK_M - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    last_key = tl.minimum(length, length - count + (block + 1) * BLOCK_M)
-    kv_head = head // GROUP
+        first_key = tl.maximum(length - count + block * BLOCK_M // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    last_key = tl.minimum(length, length - count + ((block + 1) * BLOCK_M - 1) // GROUP + 1)
     for at_key in range(first_key, last_key, BLOCK_N):
         at = at_key + tokens
         here = at < last_key
@@ -231,7 +232,7 @@ def prefill_kernel(
         total = total * shrink + tl.sum(weights, 1)
         highest = higher
     mean = mean / tl.where(total > 0, total, 1.0)[:, None]
-    to = out_ptr + (start + asking)[:, None] * out_token + head * out_head + dims_v[None, :]
+    to = out_ptr + ((start + asking) * out_token + heads * out_head)[:, None] + dims_v[None, :]
     tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims_v[None, :] < DIM_V))
 
 
