@@ -52,15 +52,16 @@ if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("
 else
     echo "== attention: FlashInfer is not installed"
 fi
-part 100 "worker beside the machine's limits" "$python" -m bench.gpu.worker
+part 110 "worker beside the machine's limits, profiles" "$python" -m bench.gpu.worker
 model="$out/model"
 part 30 "checkpoint" "$python" -m bench.gpu.checkpoint --shape qwen3-0.6b --out "$model"
 part 90 "cluster: offline benchmark" "$python" -m bench.gpu.offline --model "$model" --repeats 1
 part 90 "cluster beside a bare loop" "$python" -m bench.hidden --model "$model" --batch 1 --batch 64 --batch 256
 if command -v compute-sanitizer >/dev/null; then
     part 60 "compute-sanitizer: decoder" compute-sanitizer --error-exitcode 1 "$python" -m bench.gpu.parity --small
-    part 40 "compute-sanitizer: attention" compute-sanitizer --error-exitcode 1 "$python" -m bench.gpu.attention \
-        --backend triton --small
+    part 40 "compute-sanitizer: attention, shared pages" compute-sanitizer --error-exitcode 1 "$python" \
+        -m bench.gpu.attention --backend triton --small
+    part 30 "compute-sanitizer: sampling" compute-sanitizer --error-exitcode 1 "$python" -m bench.gpu.sampling --small
 else
     echo "== compute-sanitizer: not installed"
 fi

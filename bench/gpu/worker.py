@@ -3,19 +3,24 @@
     python -m bench.gpu.worker --model qwen3-0.6b --model llama-8b
 
 Random weights, bfloat16, one GPU. A decode's floor is its weights and KV over the copy bandwidth, a prefill's its
-products over the matrix rate, both measured in the same run. `idle` is the share of the time between the first and the
-last kernel of twenty decode steps in which no kernel ran, from a profiler trace.
+products over the matrix rate, both measured in the same run. Then twenty steps of the worker's ModelRunner are profiled
+for each batch size: `idle` is the share of the time between their first and their last kernel in which nothing ran on
+the GPU. More than 3 %, a call between their launches that waits for the GPU, or tokens of graphs that differ make the
+exit status 1. For some sizes the ten kernels that take most time are listed.
 """
 
+import sys
 import time
 from dataclasses import replace
 
 import click
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.limits import Limits, measure, seconds
 from bench.gpu.shapes import CONFIGS, make_model, weight_bytes
+from bench.gpu.steady import STEPS, SteadyDecode
+from bench.gpu.trace import table
+from common.sampling_params import DrawParams
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.graphs import GraphedDecoder
@@ -23,6 +28,9 @@ from worker_proc.kv_cache import KVCache
 
 PAGE = 16
 CONTEXT = 1024
+MOST_IDLE = 0.03
+TABLES = (1, 64)  # rows for which kernels are listed, and draws profiled too
+DRAWS = {"greedy": DrawParams(temperature=0.0), "drawn": DrawParams(0.8, top_p=0.95, seed=1)}
 
 
 def make_batch(rows: int, new: int, total: int) -> ForwardBatch:
@@ -44,7 +52,8 @@ def make_batch(rows: int, new: int, total: int) -> ForwardBatch:
     )
 
 
-def decode(model: CudaDecoder, batches: list[int], limits: Limits) -> None:
+def decode(model: CudaDecoder, batches: list[int], limits: Limits) -> bool:
+    """Whether graphs give the tokens of plain steps, and steps neither wait nor idle."""
     spec = model.kv_spec
     cache = KVCache(spec, max(batches) * CONTEXT // PAGE, PAGE, "cuda")
     for pages in (*cache.k, *cache.v):
@@ -53,6 +62,7 @@ def decode(model: CudaDecoder, batches: list[int], limits: Limits) -> None:
     started = time.perf_counter()
     graphed.capture(cache)
     print(f"  graphs captured in {time.perf_counter() - started:.1f} s")
+    good = True
     for rows in batches:
         batch = make_batch(rows, 1, CONTEXT)
         moved = weight_bytes(model) + rows * CONTEXT * spec.bytes_per_token
@@ -62,22 +72,33 @@ def decode(model: CudaDecoder, batches: list[int], limits: Limits) -> None:
         equal = torch.equal(model.greedy(batch, cache), graphed.greedy(batch, cache))
         print(
             f"  decode batch {rows:>4}: {replayed * 1e3:7.3f} ms with graphs, {eager * 1e3:7.3f} without, floor "
-            f"{floor * 1e3:6.3f} ms = {floor / replayed:4.0%}  {rows / replayed:9,.0f} tok/s  idle "
-            f"{idle_share(graphed, batch, cache):5.1%}  {'equal tokens' if equal else 'TOKENS DIFFER'}"
+            f"{floor * 1e3:6.3f} ms = {floor / replayed:4.0%}  {rows / replayed:9,.0f} tok/s  "
+            f"{'equal tokens' if equal else 'TOKENS DIFFER'}"
         )
+        good &= equal
+    return steady(graphed, cache, batches) and good
 
 
-def idle_share(model: GraphedDecoder, batch: ForwardBatch, cache: KVCache, steps: int = 20) -> float:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            model.greedy(batch, cache)
-        torch.cuda.synchronize()
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
-    busy, reached = 0.0, spans[0][0]
-    for begin, end in spans:
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return 1 - busy / (reached - spans[0][0])
+def steady(graphed: GraphedDecoder, cache: KVCache, batches: list[int]) -> bool:
+    """Profiles of whole steps, draws and copies to and from the host included; whether none waits or idles."""
+    decodes = SteadyDecode(graphed, cache, max(batches), CONTEXT)
+    good = True
+    for rows in batches:
+        for name, draw in DRAWS.items():
+            if name != "greedy" and rows not in TABLES:
+                continue
+            trace = decodes.profile(rows, draw)
+            fine = not trace.waits and trace.idle < MOST_IDLE
+            good &= fine
+            waits = f"WAITS: {', '.join(sorted(set(trace.waits)))}" if trace.waits else "no wait between launches"
+            print(
+                f"  steps of {rows:>4}, {name:<6}: {trace.span / STEPS:8.0f} us, idle {trace.idle:5.1%}, {waits}, "
+                f"{trace.tokens_waited_for} of {STEPS} waited for their last tokens{'' if fine else '  NOT STEADY'}",
+                flush=True,
+            )
+            if rows in TABLES:
+                print("\n".join(table(trace, STEPS)), flush=True)
+    return good
 
 
 def prefill(model: CudaDecoder, lengths: list[int], limits: Limits) -> None:
@@ -104,13 +125,15 @@ def main(models: tuple[str, ...], batches: tuple[int, ...], prompts: tuple[int, 
     limits = measure()
     reached = f"{limits.bandwidth / 1e12:.2f} TB/s, {limits.matrix_rate / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {reached}")
+    good = True
     for shape in models:
         print(shape)
         model = make_model(shape)
-        decode(model, sorted(batches), limits)
+        good &= decode(model, sorted(batches), limits)
         prefill(model, list(prompts), limits)
         del model
         torch.cuda.empty_cache()
+    sys.exit(not good)
 
 
 if __name__ == "__main__":
