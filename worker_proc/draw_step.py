@@ -14,7 +14,7 @@ from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
 from worker_proc.input_batch import SampledRows
 from worker_proc.logit_edits import EditStep, LogitEditor
-from worker_proc.sampler import Drawing, DrawRows, Sampler
+from worker_proc.sampler import BestRows, Drawing, DrawRows, Sampler
 from worker_proc.staging import Staged, Staging
 
 
@@ -49,9 +49,10 @@ class DrawStep:
         device: torch.device | str = "cpu",
         grammars: GrammarMatchers | None = None,
         draw_rows: DrawRows | None = None,
+        best_rows: BestRows | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        self._sampler = Sampler(max_slots, device, draw_rows)
+        self._sampler = Sampler(max_slots, device, draw_rows, best_rows)
         self._editor = LogitEditor(max_slots, vocab_size, device)
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
         self._grammars = grammars

@@ -20,7 +20,7 @@ from worker_proc.input_batch import Layout, SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
-from worker_proc.sampler import DrawRows
+from worker_proc.sampler import BestRows, DrawRows
 from worker_proc.shared_pages import SharedPageFinder
 from worker_proc.staging import Staging
 from worker_proc.verification import Verdict, verify
@@ -62,7 +62,7 @@ class LaunchedStep:
 class ModelRunner:
     """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
 
-    `grammars` are those of rank 0; the other ranks have none. `draw_rows` is for the sampler. With
+    `grammars` are those of rank 0; the other ranks have none. `draw_rows` and `best_rows` are for the sampler. With
     `share_pages`, batches say which pages several decodes have in common. `host` has room for pages that leave `cache`.
     """
 
@@ -78,6 +78,7 @@ class ModelRunner:
         device: torch.device | str,
         grammars: GrammarMatchers | None = None,
         draw_rows: DrawRows | None = None,
+        best_rows: BestRows | None = None,
         share_pages: bool = False,
         host: HostPages | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class ModelRunner:
         self._group = group
         self._epoch = -1  # before the first plan
         self._next_step = 0
-        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows)
+        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows, best_rows)
         self._finder = SharedPageFinder(cache.page_size) if share_pages else None
         self._slots = SlotTable(
             max_slots,

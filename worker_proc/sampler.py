@@ -9,7 +9,7 @@ of logits draws the same token alone and in any batch, however a kernel splits t
 less than 2**-35 of the likeliest token's probability per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,11 +40,17 @@ class Drawing:
 
 
 class DrawRows(Protocol):
-    """Draws for some rows without the host, see `worker_proc/cuda/sampling.py`."""
+    """Draws for some rows in a kernel of its own, see `worker_proc/cuda/sampling.py` and `worker_proc/cpu/sampling.py`:
+    writes a token for each column of `index` (int64 `[3, R]`: row of the step, slot, tokens before the drawn one) to
+    `tokens` int64 `[S]`. `best` float32 `[S]` is the largest of each row; `params` float64 `[4, max_slots]` and `seeds`
+    int64 `[max_slots]` are those of all slots."""
 
     def __call__(
         self, logits: Tensor, best: Tensor, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor
     ) -> None: ...
+
+
+BestRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # the largest logit of each row, and where it is
 
 
 class Sampler:
@@ -54,9 +60,16 @@ class Sampler:
     greedy rows cost one maximum, and only rows with a filter pay for it.
     """
 
-    def __init__(self, max_slots: int, device: torch.device | str = "cpu", draw_rows: DrawRows | None = None) -> None:
-        """`draw_rows` filters and draws where sorting does not pay, on GPUs."""
+    def __init__(
+        self,
+        max_slots: int,
+        device: torch.device | str = "cpu",
+        draw_rows: DrawRows | None = None,
+        best_rows: BestRows | None = None,
+    ) -> None:
+        """`draw_rows` filters and draws instead of this class, `best_rows` finds the likeliest tokens."""
         self.device = torch.device(device)
+        self._best_rows = best_rows
         self._draw_rows = draw_rows
         self._host = torch.zeros(4, max_slots, dtype=torch.float64)
         self._params = self._host.to(self.device)
@@ -100,7 +113,7 @@ class Sampler:
         `logits` is float32 `[S, vocab]` on the device and is not changed. `drawing` is from `prepare`, and sent. A row
         that holds NaN gets some token of the vocabulary.
         """
-        best, tokens = logits.max(dim=-1)
+        best, tokens = logits.max(dim=-1) if self._best_rows is None else self._best_rows(logits)
         if drawing is None:
             return tokens
         index = drawing.index.tensor

@@ -18,6 +18,7 @@ from worker_proc.cpu.attention import DTYPES
 from worker_proc.cpu.features import LEVELS, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library
 from worker_proc.cpu.prefault import Prefault
+from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.host_tier import HostPages
 from worker_proc.kv_cache import KVCache
@@ -29,7 +30,7 @@ from worker_proc.models.registry import load_model
 from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme, load_time_scheme
-from worker_proc.sampler import DrawRows
+from worker_proc.sampler import BestRows, DrawRows
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ def load_worker(
     host = None
     if config.cache.host_kv_bytes:
         host = HostPages(cache, tp.min(choose_host_pages(config.cache, cache, model_config.tp)), device)
+    draw_rows, best_rows = choose_draws(device, library)
     runner = ModelRunner(
         model,
         cache,
@@ -121,7 +123,8 @@ def load_worker(
         tp=tp,
         device=device,
         grammars=grammars,
-        draw_rows=choose_draw_rows(device),
+        draw_rows=draw_rows,
+        best_rows=best_rows,
         share_pages=device.type == "cuda" and uses_shared_pages(model),
         host=host,
     )
@@ -248,13 +251,16 @@ def uses_shared_pages(model: LanguageModel) -> bool:
     return isinstance(model, (CudaDecoder, GraphedDecoder)) and model.attention.shares_pages
 
 
-def choose_draw_rows(device: torch.device) -> DrawRows | None:
-    """How the sampler filters and draws: in a kernel of its own on a GPU."""
-    if device.type != "cuda":
-        return None
-    from worker_proc.cuda.sampling import draw_rows
+def choose_draws(device: torch.device, library: NativeLibrary | None) -> tuple[DrawRows | None, BestRows | None]:
+    """How the sampler draws, and how it finds the likeliest tokens: in kernels of its own, where there are any."""
+    if device.type == "cuda":
+        from worker_proc.cuda.sampling import draw_rows
 
-    return draw_rows
+        return draw_rows, None
+    if library is None:
+        return None, None
+    draws = NativeDraws(library)
+    return draws.draw, draws.best
 
 
 def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:

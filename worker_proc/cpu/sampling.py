@@ -1,0 +1,81 @@
+"""The native draw (native/sampling.h): what `worker_proc/sampler.py` does, a row of logits at a time in the caches.
+
+The weights are made, added up by blocks of 128 tokens and filtered without sorting the vocabulary: the block with the
+k-th largest of the blocks' largest weights bounds the k-th largest weight from below, so few blocks need a closer look.
+Given the same weights the tokens are those of the sampler to the last one; weights may differ in the last bit of e**x.
+"""
+
+import ctypes
+from ctypes import c_double, c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from worker_proc.cpu.library import NativeLibrary
+
+
+class _BatchStruct(ctypes.Structure):
+    """`DrawBatch` of native/sampling.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "best", "params", "seeds", "index", "tokens")),
+        *((name, c_int64) for name in ("rows", "vocab", "logits_stride", "params_stride", "index_stride")),
+    )
+
+
+class NativeDraws:
+    """`draw` is a `DrawRows`, `best` a `BestRows` (of several largest the first); all tensors are on the CPU."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        functions = self._functions = library.functions
+        functions.rhizome_best.restype = None
+        functions.rhizome_best.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)
+        functions.rhizome_draw.restype = None
+        functions.rhizome_draw.argtypes = (ctypes.POINTER(_BatchStruct),)
+        functions.rhizome_draw_weights.restype = None
+        functions.rhizome_draw_weights.argtypes = (c_void_p, c_int64, c_float, c_float, c_void_p)
+        functions.rhizome_draw_uniform.restype = c_double
+        functions.rhizome_draw_uniform.argtypes = (c_int64, c_int64)
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of each row of `logits` (float32 `[S, vocab]`) and its index, int64."""
+        rows, vocab = logits.shape
+        logits = _in_rows(logits)
+        best, index = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._functions.rhizome_best(
+            logits.data_ptr(), logits.stride(0), rows, vocab, best.data_ptr(), index.data_ptr()
+        )
+        return best, index
+
+    def draw(self, logits: Tensor, best: Tensor, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor) -> None:
+        """See `DrawRows`."""
+        logits = _in_rows(logits)
+        batch = _BatchStruct(
+            logits=logits.data_ptr(),
+            best=best.data_ptr(),
+            params=params.data_ptr(),
+            seeds=seeds.data_ptr(),
+            index=index.data_ptr(),
+            tokens=tokens.data_ptr(),
+            rows=index.shape[1],
+            vocab=logits.shape[1],
+            logits_stride=logits.stride(0),
+            params_stride=params.stride(0),
+            index_stride=index.stride(0),
+        )
+        self._functions.rhizome_draw(batch)
+
+    def weights(self, logits: Tensor, temperature: float) -> Tensor:
+        """For tests: what one row of logits (float32 `[vocab]`) is drawn from, whole numbers up to `sampler.UNIT`."""
+        weights, best = torch.empty_like(logits), float(self.best(logits[None])[0])
+        self._functions.rhizome_draw_weights(logits.data_ptr(), len(logits), best, temperature, weights.data_ptr())
+        return weights
+
+    def uniform(self, seed: int, position: int) -> float:
+        """For tests: `random.uniforms` of one seed and position."""
+        return float(self._functions.rhizome_draw_uniform(seed, position))
+
+
+def _in_rows(logits: Tensor) -> Tensor:
+    """The numbers of a row side by side."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
