@@ -1,25 +1,27 @@
 """What sampling features cost in a step: `python -m bench.sampling_cost`.
 
-Every case draws tokens for the same logits; cases take turns, so that a busy machine slows all of them alike. Medians
-in milliseconds, and the difference to a batch that uses nothing.
+Every case draws tokens for the same logits, by torch and by the native kernels (`worker_proc/cpu/sampling.py`); cases
+take turns, so that a busy machine slows all of them alike. Medians in milliseconds, and the difference to a batch that
+uses nothing.
 """
 
 import statistics
 import time
 from array import array
-from collections.abc import Callable
 
 import click
 import torch
-from torch import Tensor
 
+from bench.clusters import machine
 from common.messages import History, StepPlan, ints
 from common.sampling_params import DrawParams, LogitEdits
+from worker_proc.cpu.library import best_library
+from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.draw_step import DrawStep
 from worker_proc.input_batch import SampledRows
-from worker_proc.sampler import Sampler
 from worker_proc.staging import Staged, Staging
 
+NOTHING = "nothing"
 CASES = {
     "repetition_penalty": DrawParams(0.0, edits=LogitEdits(repetition_penalty=1.2)),
     "presence_penalty": DrawParams(0.0, edits=LogitEdits(presence_penalty=0.5)),
@@ -35,8 +37,11 @@ CASES = {
 }
 
 
-def step_of(rows: int, vocab: int, draws: list[DrawParams], known: int) -> tuple[DrawStep, SampledRows]:
-    step = DrawStep(rows, vocab)
+def step_of(
+    rows: int, vocab: int, draws: list[DrawParams], known: int, native: NativeDraws | None
+) -> tuple[DrawStep, SampledRows]:
+    kernels = (None, None) if native is None else (native.draw, native.best)
+    step = DrawStep(rows, vocab, "cpu", None, *kernels)
     histories = tuple(
         History(slot, known // 2, ints(*((slot + 7 * i) % vocab for i in range(known))))
         for slot, draw in enumerate(draws)
@@ -59,41 +64,38 @@ def step_of(rows: int, vocab: int, draws: list[DrawParams], known: int) -> tuple
 @click.option("--rows", default=256)
 @click.option("--vocab", default=32_000)
 @click.option("--known", default=512, help="Tokens of each request, half of them output.")
+@click.option("--threads", default=1)
 @click.option("--rounds", default=15)
-def main(rows: int, vocab: int, known: int, rounds: int) -> None:
-    torch.set_num_threads(1)
+def main(rows: int, vocab: int, known: int, threads: int, rounds: int) -> None:
+    torch.set_num_threads(threads)
+    library = best_library()
+    if library is not None:
+        library.set_threads(threads)
+    ways = {"torch": None} if library is None else {"torch": None, "native": NativeDraws(library)}
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
-    sampler = Sampler(rows)
-    staging = Staging("cpu")
-    sampler.set_params(range(rows), [DrawParams(0.0)] * rows, staging)
-    staging.send()
-    index, positions = torch.arange(rows), torch.full((rows,), known)
-    runs: dict[str, Callable[[Tensor], object]] = {
-        "the sampler alone": lambda x: sampler.sample(x, sampler.prepare(index, positions, Staging("cpu")))
-    }
-
-    def add(name: str, draws: list[DrawParams]) -> None:
-        step, sampled = step_of(rows, vocab, draws, known)
-        runs[name] = lambda x: step.draw(x, sampled, step.prepare(sampled, Staging("cpu")))
-
-    add("nothing of it", [DrawParams(0.0)] * rows)
-    for name, draw in CASES.items():
-        add(name, [draw] * rows)
-    add("one row with all penalties", [DrawParams(0.0, edits=LogitEdits({1: 1.0}, 0, ints(), 1.2, 0.5, 0.5)),
-                                       *[DrawParams(0.0)] * (rows - 1)])  # fmt: skip
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    all_penalties = DrawParams(0.0, edits=LogitEdits({1: 1.0}, 0, ints(), 1.2, 0.5, 0.5))
+    cases = {name: [draw] * rows for name, draw in CASES.items()}
+    cases = {NOTHING: [DrawParams(0.0)] * rows} | cases
+    cases["one row with all penalties"] = [all_penalties, *[DrawParams(0.0)] * (rows - 1)]
+    steps = {(name, way): step_of(rows, vocab, cases[name], known, ways[way]) for name in cases for way in ways}
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     with torch.inference_mode():
         for _ in range(rounds):
-            for name, run in runs.items():
+            for key, (step, sampled) in steps.items():
                 fresh = logits.clone()  # edits change them
                 begin = time.perf_counter()
-                run(fresh)
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    plain = statistics.median(times["nothing of it"])
-    click.echo(f"{rows} rows of {vocab} logits, greedy unless said, {known} known tokens each, one thread")
-    for name, values in times.items():
-        median = statistics.median(values)
-        click.echo(f"{name:<28} {median:9.2f} ms {median - plain:+9.2f}")
+                step.draw(fresh, sampled, step.prepare(sampled, Staging("cpu")))
+                times[key].append((time.perf_counter() - begin) * 1e3)
+    middle = {key: statistics.median(values) for key, values in times.items()}
+    click.echo(
+        f"{machine()}: {rows} greedy rows of {vocab} logits, {known} known tokens each, {threads} threads\n"
+    )
+    click.echo(
+        "| in all rows | " + " | ".join(f"{way}, ms | more" for way in ways) + " |\n|---|" + "---|---|" * len(ways)
+    )
+    for name in cases:
+        found = [(middle[name, way], middle[name, way] - middle[NOTHING, way]) for way in ways]
+        click.echo(f"| {name} | " + " | ".join(f"{took:.2f} | {more:+.2f}" for took, more in found) + " |")
 
 
 if __name__ == "__main__":
