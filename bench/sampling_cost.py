@@ -87,9 +87,7 @@ def main(rows: int, vocab: int, known: int, threads: int, rounds: int) -> None:
                 step.draw(fresh, sampled, step.prepare(sampled, Staging("cpu")))
                 times[key].append((time.perf_counter() - begin) * 1e3)
     middle = {key: statistics.median(values) for key, values in times.items()}
-    click.echo(
-        f"{machine()}: {rows} greedy rows of {vocab} logits, {known} known tokens each, {threads} threads\n"
-    )
+    click.echo(f"{machine()}: {rows} greedy rows of {vocab} logits, {known} known tokens each, {threads} threads\n")
     click.echo(
         "| in all rows | " + " | ".join(f"{way}, ms | more" for way in ways) + " |\n|---|" + "---|---|" * len(ways)
     )
