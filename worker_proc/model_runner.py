@@ -64,6 +64,7 @@ class ModelRunner:
 
     `grammars` are those of rank 0; the other ranks have none. `draw_rows` and `best_rows` are for the sampler. With
     `share_pages`, batches say which pages several decodes have in common. `host` has room for pages that leave `cache`.
+    With `loads_by_layer`, the model takes pages that come back from there layer by layer (`ForwardBatch.loads`).
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class ModelRunner:
         best_rows: BestRows | None = None,
         share_pages: bool = False,
         host: HostPages | None = None,
+        loads_by_layer: bool = False,
     ) -> None:
         self._model = model
         self._greedy = model if isinstance(model, GreedyModel) else None
+        self._loads_by_layer = loads_by_layer
         self._cache = cache
         self._copies = PageCopies(cache, host)
         self.launched_at = 0.0  # by time.monotonic(): when the last step began
@@ -141,9 +144,11 @@ class ModelRunner:
         self._draw_step.apply(plan, staging)
         if self._finder is not None:
             self._finder.apply(plan)
+        computes = bool(plan.chunk_slots) or any(plan.decode)
+        loads = None
         if plan.copies:
-            self._copies.stage(plan.copies, staging)
-        if not plan.chunk_slots and not any(plan.decode):
+            loads = self._copies.stage(plan.copies, staging, by_layer=computes and self._loads_by_layer)
+        if not computes:
             staging.send()
             now = time.monotonic_ns()
             return LaunchedStep(StepOutput([], now, now))
@@ -158,6 +163,8 @@ class ModelRunner:
         find_shared = self._stage_shared(layout, staging)
         staging.send()
         batch = self._slots.build(layout, find_shared())
+        if loads is not None:
+            batch = replace(batch, loads=loads)
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, scored.rows.tensor)))
         forward_started = time.monotonic_ns()
