@@ -21,7 +21,7 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.sampler import BestRows, DrawRows
-from worker_proc.shared_pages import SharedPageFinder
+from worker_proc.shared_pages import SharedPageFinder, Tile
 from worker_proc.staging import Staging
 from worker_proc.verification import Verdict, verify
 
@@ -97,6 +97,7 @@ class ModelRunner:
         self._next_step = 0
         self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows, best_rows)
         self._finder = SharedPageFinder(cache.page_size) if share_pages else None
+        self._laid_out: tuple[list[Tile], list[Tensor]] | None = None
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -210,8 +211,10 @@ class ModelRunner:
         tiles = self._finder.tiles(slots, layout.kv_lens[layout.num_chunks :])
         if not tiles:
             return lambda: None
-        numbers = (torch.frombuffer(part, dtype=torch.int64) for part in shared_pages.layout(tiles, len(slots), size))
-        skipped, levels, table = (staging.put(part) for part in numbers)
+        if self._laid_out is None or self._laid_out[0] is not tiles:  # other requests than in the last step
+            parts = shared_pages.layout(tiles, len(slots), size)
+            self._laid_out = tiles, [torch.frombuffer(part, dtype=torch.int64) for part in parts]
+        skipped, levels, table = (staging.put(part) for part in self._laid_out[1])
         return lambda: SharedPages(skipped.tensor, levels.tensor, table.tensor.view(len(tiles), -1))
 
     def _check_order(self, plan: StepPlan) -> None:
