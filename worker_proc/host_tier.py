@@ -1,7 +1,8 @@
 """Pages of the KV cache in host memory, and the copies of pages that a plan asks for.
 
-A host page holds what all layers have of a page, one after another, so that it moves in one piece. On a CPU, device and
-host are the same memory, and copies are made at once. On a GPU see `worker_proc/cuda/page_transfer.py`.
+A host page holds what all layers have of a page, layer after layer, so that all of them, or some, move in one piece.
+On a CPU, device and host are the same memory, and copies are made at once. On a GPU see
+`worker_proc/cuda/page_transfer.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.fields import IntArray
+from worker_proc.attention.interface import LayerLoads
 from worker_proc.cpu.memory import HugePages
 from worker_proc.kv_cache import KVCache
 from worker_proc.staging import Staging
@@ -57,22 +59,32 @@ class PageFormat:
 
     def __init__(self, cache: KVCache) -> None:
         self._parts: list[tuple[Tensor, slice]] = []
+        self._ends = [0]  # of layers, in `_parts`
         begin = 0
-        for pages in cache.page_tensors:
-            flat = pages.view(len(pages), -1).view(torch.uint8)
-            self._parts.append((flat, slice(begin, begin + flat.shape[1])))
-            begin += flat.shape[1]
+        for layer in zip(*(part for part in (cache.k, cache.v, cache.k_scales, cache.v_scales) if part), strict=True):
+            for pages in layer:
+                flat = pages.view(len(pages), -1).view(torch.uint8)
+                self._parts.append((flat, slice(begin, begin + flat.shape[1])))
+                begin += flat.shape[1]
+            self._ends.append(len(self._parts))
+        self.num_layers = len(self._ends) - 1
         self.page_bytes = begin
+
+    def place(self, layers: range) -> slice:
+        """Where `layers`, which follow each other, are in the bytes of a page."""
+        parts = self._parts[self._ends[layers.start] : self._ends[layers.stop]]
+        return slice(parts[0][1].start, parts[-1][1].stop)
 
     def gather(self, pages: Tensor, rows: Tensor) -> None:
         """Pages `pages` (int64 `[n]`) of the cache to `rows` (uint8 `[n, page_bytes]`)."""
         for flat, part in self._parts:
             rows[:, part] = flat.index_select(0, pages)
 
-    def scatter(self, rows: Tensor, pages: Tensor) -> None:
-        """`rows` (uint8 `[n, page_bytes]`) to pages `pages` (int64 `[n]`) of the cache."""
-        for flat, part in self._parts:
-            flat.index_copy_(0, pages, rows[:, part])
+    def scatter(self, rows: Tensor, pages: Tensor, layers: range) -> None:
+        """`rows` (uint8 `[n, bytes]`, the bytes of `layers`) to pages `pages` (int64 `[n]`) of the cache."""
+        begin = self.place(layers).start
+        for flat, part in self._parts[self._ends[layers.start] : self._ends[layers.stop]]:
+            flat.index_copy_(0, pages, rows[:, part.start - begin : part.stop - begin])
 
     def places(self) -> list[tuple[int, int, int, int]]:
         """For each tensor of the cache: the address of page 0, how many bytes further the next page is, how many to
@@ -88,6 +100,11 @@ class Transfer(Protocol):
 
     def up(self, sources: list[int], targets: list[int], staging: Staging) -> None: ...
 
+    def up_by_layer(self, sources: list[int], targets: list[int], staging: Staging) -> LayerLoads | None:
+        """`up`, but what it returns is told when which layers must be there; None where they are there at once. Nothing
+        else may be moved until it was told of the last layer."""
+        ...
+
 
 class MemoryTransfer:
     """Both sides are ordinary memory. Pages are moved by address: torch's indexed copies take several times as long."""
@@ -102,6 +119,9 @@ class MemoryTransfer:
 
     def up(self, sources: list[int], targets: list[int], staging: Staging) -> None:
         staging.then(partial(self._up, sources, targets))
+
+    def up_by_layer(self, sources: list[int], targets: list[int], staging: Staging) -> None:
+        self.up(sources, targets, staging)
 
     def _down(self, sources: list[int], targets: list[int]) -> None:
         for address, stride, count, begin in self._places:
@@ -138,22 +158,31 @@ class PageCopies:
         self.stage(copies, staging)
         staging.send()
 
-    def stage(self, copies: IntArray, staging: Staging) -> None:
+    def stage(self, copies: IntArray, staging: Staging, *, by_layer: bool = False) -> LayerLoads | None:
         """When `staging` is sent. Raises ValueError at once if a page is outside the cache and the host tier, or a copy
-        is from host to host."""
+        is from host to host.
+
+        With `by_layer`, the last copies, if they are from the host, may come layer by layer: what is returned must be
+        told of all layers before anything else is staged.
+        """
         sources, targets = copies[::2].tolist(), copies[1::2].tolist()
         first, end = self._cache.num_pages, self._cache.num_pages + self._host_pages
         if min(*sources, *targets) < 0 or max(*sources, *targets) >= end:
             raise ValueError(f"copy_pages: a page is outside 0..{end - 1}")
         if any(min(pair) >= first for pair in zip(sources, targets, strict=True)):
             raise ValueError(f"copy_pages: both pages are on the host, which begins at {first}")
-        for run in runs(sources, targets, first):
+        several = list(runs(sources, targets, first))
+        for number, run in enumerate(several):
+            if by_layer and run.way is Way.UP and number == len(several) - 1:
+                assert self._transfer is not None
+                return self._transfer.up_by_layer(run.sources, run.targets, staging)
             if run.way is Way.WITHIN:
                 self._cache.stage_copies(run.sources, run.targets, staging)
                 continue
             assert self._transfer is not None
             move = self._transfer.down if run.way is Way.DOWN else self._transfer.up
             move(run.sources, run.targets, staging)
+        return None
 
 
 def runs(sources: Sequence[int], targets: Sequence[int], first: int) -> Iterator[Run]:

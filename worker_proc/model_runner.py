@@ -21,7 +21,7 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.sampler import BestRows, DrawRows
-from worker_proc.shared_pages import SharedPageFinder
+from worker_proc.shared_pages import SharedPageFinder, Tile
 from worker_proc.staging import Staging
 from worker_proc.verification import Verdict, verify
 
@@ -64,6 +64,7 @@ class ModelRunner:
 
     `grammars` are those of rank 0; the other ranks have none. `draw_rows` and `best_rows` are for the sampler. With
     `share_pages`, batches say which pages several decodes have in common. `host` has room for pages that leave `cache`.
+    With `loads_by_layer`, the model takes pages that come back from there layer by layer (`ForwardBatch.loads`).
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class ModelRunner:
         best_rows: BestRows | None = None,
         share_pages: bool = False,
         host: HostPages | None = None,
+        loads_by_layer: bool = False,
     ) -> None:
         self._model = model
         self._greedy = model if isinstance(model, GreedyModel) else None
+        self._loads_by_layer = loads_by_layer
         self._cache = cache
         self._copies = PageCopies(cache, host)
         self.launched_at = 0.0  # by time.monotonic(): when the last step began
@@ -94,6 +97,7 @@ class ModelRunner:
         self._next_step = 0
         self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows, best_rows)
         self._finder = SharedPageFinder(cache.page_size) if share_pages else None
+        self._laid_out: tuple[list[Tile], list[Tensor]] | None = None
         self._slots = SlotTable(
             max_slots,
             num_pages=cache.num_pages,
@@ -141,9 +145,11 @@ class ModelRunner:
         self._draw_step.apply(plan, staging)
         if self._finder is not None:
             self._finder.apply(plan)
+        computes = bool(plan.chunk_slots) or any(plan.decode)
+        loads = None
         if plan.copies:
-            self._copies.stage(plan.copies, staging)
-        if not plan.chunk_slots and not any(plan.decode):
+            loads = self._copies.stage(plan.copies, staging, by_layer=computes and self._loads_by_layer)
+        if not computes:
             staging.send()
             now = time.monotonic_ns()
             return LaunchedStep(StepOutput([], now, now))
@@ -158,6 +164,8 @@ class ModelRunner:
         find_shared = self._stage_shared(layout, staging)
         staging.send()
         batch = self._slots.build(layout, find_shared())
+        if loads is not None:
+            batch = replace(batch, loads=loads)
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, scored.rows.tensor)))
         forward_started = time.monotonic_ns()
@@ -203,8 +211,10 @@ class ModelRunner:
         tiles = self._finder.tiles(slots, layout.kv_lens[layout.num_chunks :])
         if not tiles:
             return lambda: None
-        numbers = (torch.frombuffer(part, dtype=torch.int64) for part in shared_pages.layout(tiles, len(slots), size))
-        skipped, levels, table = (staging.put(part) for part in numbers)
+        if self._laid_out is None or self._laid_out[0] is not tiles:  # other requests than in the last step
+            parts = shared_pages.layout(tiles, len(slots), size)
+            self._laid_out = tiles, [torch.frombuffer(part, dtype=torch.int64) for part in parts]
+        skipped, levels, table = (staging.put(part) for part in self._laid_out[1])
         return lambda: SharedPages(skipped.tensor, levels.tensor, table.tensor.view(len(tiles), -1))
 
     def _check_order(self, plan: StepPlan) -> None:

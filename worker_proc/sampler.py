@@ -137,7 +137,7 @@ def weights_of(logits: Tensor, best: Tensor, temperature: Tensor, *, exact: bool
     """Whole numbers in proportion to `softmax(logits / temperature)`, 2**34 for the likeliest; overwrites `logits`.
 
     With `exact`, exponentials are the nearest float32 numbers: they are rounded from float64. Without, they are those
-    of torch for float32, which take half the time on a CPU, and whose last bit depends on its vector units.
+    of torch for float32, which are quicker on a CPU, and whose last bit depends on its vector units.
     """
     scaled = logits.sub_(best[:, None]).div_(temperature[:, None]).clamp_min_(NEVER)
     powers = scaled.double().exp_().float() if exact else scaled.exp_()

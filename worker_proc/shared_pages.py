@@ -20,7 +20,7 @@ _LEAST_SHARE = (
     8  # at least one in so many of the tokens that decodes read must be saved, else a second kernel costs more
 )
 LEVEL_TOKENS = 24  # what a row's partial results of one more level cost, in tokens read (see docs/gpu.md)
-_MAX_NESTED = 12  # prefixes on one way through the tree among which levels are chosen
+_MANY_NESTED = 12  # prefixes inside each other from which on not all of them are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,15 @@ class _Prefix:
     begin: int
     end: int = 0
     inside: "list[_Prefix]" = field(default_factory=list)
+    height: int = 1  # prefixes inside each other, with this one
+
+    def ended(self, end: int) -> "list[_Prefix]":
+        """This one; or, where very many are inside each other, those inside it, if one of them has nearly all rows. So
+        the tree is as high as a logarithm of rows, and little is lost."""
+        self.end = end
+        self.height += max((inner.height for inner in self.inside), default=0)
+        most = max((inner.end - inner.begin for inner in self.inside), default=0)
+        return self.inside if self.height > _MANY_NESTED and 8 * most >= 7 * (end - self.begin) else [self]
 
 
 _Choice = tuple[int, list[tuple[_Prefix, int, int]]]  # tokens saved; prefixes with the pages above them and their level
@@ -82,7 +91,8 @@ class SharedPageFinder:
             begin += count
 
     def tiles(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Tile]:
-        """For decodes of `slots`, whose rows have `lengths` tokens with the new one; empty where it does not pay.
+        """For decodes of `slots`, whose rows have `lengths` tokens with the new one; empty where it does not pay. It is
+        the same list while the same requests decode.
 
         There are at most `max_tiles(len(slots))`, each of two rows or more. A row is in at most one tile of each level,
         on all levels from 0 to its last, and their pages follow each other. Its newest token is in none.
@@ -101,7 +111,7 @@ class SharedPageFinder:
         order = sorted(range(len(slots)), key=pages.__getitem__)
         known: dict[tuple[int, int, int, int], _Choice] = {}
         outermost = _nested([_common(pages[a], pages[b]) for a, b in pairwise(order)])
-        choices = [self._choose(prefix, 0, 0, 0, known) for prefix in outermost]
+        choices = [self._choose(prefix, 0, 0, known) for prefix in outermost]
         if sum(saved for saved, _ in choices) * _LEAST_SHARE < sum(lengths):
             return []
         tiles: list[Tile] = []
@@ -114,15 +124,14 @@ class SharedPageFinder:
         return tiles
 
     def _choose(
-        self, prefix: _Prefix, above: int, level: int, depth: int, known: dict[tuple[int, int, int, int], _Choice]
+        self, prefix: _Prefix, above: int, level: int, known: dict[tuple[int, int, int, int], _Choice]
     ) -> _Choice:
         """What to read together of a prefix and those inside it, where `above` pages are read together already."""
         key = (prefix.begin, prefix.end, above, level)
         if key not in known:
-            inside = prefix.inside if depth < _MAX_NESTED else []
-            best = _sum([self._choose(inner, above, level, depth + 1, known) for inner in inside])
+            best = _sum([self._choose(inner, above, level, known) for inner in prefix.inside])
             if level < SHARED_LEVELS:
-                deeper = [self._choose(inner, prefix.pages, level + 1, depth + 1, known) for inner in inside]
+                deeper = [self._choose(inner, prefix.pages, level + 1, known) for inner in prefix.inside]
                 rows = prefix.end - prefix.begin
                 # a tile saves all reads but its own
                 saved = (rows - -(-rows // self._tile_rows)) * (prefix.pages - above) * self._page_size
@@ -163,15 +172,14 @@ def _nested(common: Sequence[int]) -> list[_Prefix]:
     intervals over longest common prefixes; Abouelhoda, Kurtz, Ohlebusch, 2004)."""
     stack = [_Prefix(0, 0)]
     for row, pages in enumerate([*common, 0], 1):
-        begin, ended = row - 1, None
+        begin, ended = row - 1, list[_Prefix]()
         while pages < stack[-1].pages:
-            ended = stack.pop()
-            ended.end, begin = row, ended.begin
+            begin, ended = stack[-1].begin, stack.pop().ended(row)
             if pages <= stack[-1].pages:
-                stack[-1].inside.append(ended)
-                ended = None
+                stack[-1].inside += ended
+                ended = []
         if pages > stack[-1].pages:
-            stack.append(_Prefix(pages, begin, inside=[] if ended is None else [ended]))
+            stack.append(_Prefix(pages, begin, inside=ended))
     return stack[0].inside
 
 

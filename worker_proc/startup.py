@@ -127,6 +127,7 @@ def load_worker(
         best_rows=best_rows,
         share_pages=device.type == "cuda" and uses_shared_pages(model),
         host=host,
+        loads_by_layer=device.type == "cuda" and takes_layers(model),
     )
     runner.warm_up()
     if grammars is not None:
@@ -249,6 +250,14 @@ def uses_shared_pages(model: LanguageModel) -> bool:
     from worker_proc.cuda.graphs import GraphedDecoder
 
     return isinstance(model, (CudaDecoder, GraphedDecoder)) and model.attention.shares_pages
+
+
+def takes_layers(model: LanguageModel) -> bool:
+    """Whether a model on a GPU says which layer it has reached, so that pages from the host can come layer by layer."""
+    from worker_proc.cuda.decoder import CudaDecoder
+    from worker_proc.cuda.graphs import GraphedDecoder
+
+    return isinstance(model, (CudaDecoder, GraphedDecoder))
 
 
 def choose_draws(device: torch.device, library: NativeLibrary | None) -> tuple[DrawRows | None, BestRows | None]:

@@ -2,6 +2,7 @@
 in Triton's interpreter with a recorder that runs the step again."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,19 @@ def test_other_steps_are_not_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
         graphed.forward(on_device(make_batch(step, lengths, 4)), cache)
     decode = on_device(make_batch(rows[1:], [1, 1], 4))
     graphed.forward(decode, KVCache(model.kv_spec, 8, 4, DEVICE))  # another cache than the captured one
+    told: list[int] = []
+    graphed.forward(replace(decode, loads=Loads(told)), cache)
+    assert told == list(range(model.kv_spec.num_layers)), "pages that are loaded come layer by layer"
     assert not filled
     graphed.forward(decode, cache)
     assert len(filled) == 1
+
+
+class Loads:
+    """Pages that are there already."""
+
+    def __init__(self, told: list[int]) -> None:
+        self.told = told
+
+    def before(self, layer: int) -> None:
+        self.told.append(layer)

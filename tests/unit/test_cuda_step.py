@@ -2,6 +2,7 @@
 (tests/helpers_simulated_gpu.py), with the kernels in Triton's interpreter."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import GREEDY, PlanWriter
 from tests.helpers_simulated_gpu import GPU, SimulatedGpu, on_gpu, on_host
 from tests.unit.test_cuda_decoder import load
-from worker_proc.attention.interface import ForwardBatch, SharedPages
+from worker_proc import host_tier
+from worker_proc.attention.interface import ForwardBatch, LayerLoads, SharedPages
 from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.page_transfer import CudaTransfer
 from worker_proc.cuda.sampling import draw_rows
+from worker_proc.host_tier import HostPages
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
 from worker_proc.parallel import TensorParallel
@@ -38,6 +42,19 @@ KINDS = {
 }
 
 
+class Awake:
+    """Loads that the simulated GPU takes note of, although a kernel asks for them."""
+
+    def __init__(self, loads: LayerLoads, gpu: SimulatedGpu) -> None:
+        self.loads, self.gpu = loads, gpu
+
+    def before(self, layer: int) -> None:
+        self.gpu.events.append(f"layer {layer}")
+        self.gpu._off = False
+        self.loads.before(layer)
+        self.gpu._off = True
+
+
 class OnPaper:
     """A decoder whose batches are on the simulated GPU."""
 
@@ -51,6 +68,8 @@ class OnPaper:
         if batch.shared is not None:
             shared = batch.shared
             values["shared"] = SharedPages(*on_host((shared.skipped, shared.levels, shared.tiles)))
+        if batch.loads is not None:
+            values["loads"] = Awake(batch.loads, self._gpu)
         return ForwardBatch(**values)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -86,7 +105,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
         yield simulated
 
 
-def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bool = False) -> ModelRunner:
+def make_runner(
+    model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bool = False, host_pages: int = 0
+) -> ModelRunner:
     device = GPU if gpu is not None else torch.device("cpu")
     cache = KVCache(model.kv_spec, PAGES, PAGE)
     used: Any = model
@@ -95,6 +116,33 @@ def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bo
         plain, cache = cache, KVCache(model.kv_spec, PAGES, PAGE)
         cache.k, cache.v = [on_gpu(pages) for pages in plain.k], [on_gpu(pages) for pages in plain.v]
         used, drawing = OnPaper(model, gpu, plain), gpu.kernel(draw_rows)
+    host = HostPages(cache, host_pages) if host_pages else None
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu is not None and host is not None:
+            gpu._pinned.add(host.bytes.untyped_storage().data_ptr())
+            patch.setattr(host_tier, "make_transfer", lambda *args: CudaTransfer(*args, GPU, Streams()))
+        runner = _runner(used, cache, device, drawing, share_pages, host)
+    return runner
+
+
+class Streams:
+    """Of a GPU on paper, which does everything at once. Their order is for tests/unit/test_host_pages.py."""
+
+    def current(self) -> None: ...
+
+    def new(self) -> None: ...
+
+    def record(self, stream: Any) -> None: ...
+
+    def wait(self, stream: Any, event: Any) -> None: ...
+
+    def using(self, stream: Any) -> Any:
+        return nullcontext()
+
+
+def _runner(
+    used: Any, cache: KVCache, device: torch.device, drawing: Any, share_pages: bool, host: HostPages | None
+) -> ModelRunner:
     return ModelRunner(
         used,
         cache,
@@ -105,6 +153,8 @@ def make_runner(model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bo
         device=device,
         draw_rows=drawing,
         share_pages=share_pages,
+        host=host,
+        loads_by_layer=host is not None,
     )
 
 
@@ -183,6 +233,45 @@ def test_shared_pages_come_with_the_same_copy(
         assert [here.execute(plan).tokens for plan in sharing_steps()] == outputs
     finally:
         gpu.__enter__()
+
+
+def host_steps() -> Iterator[Any]:
+    """A prompt of nine tokens whose first two pages go to the host, and come back for another request."""
+    writer = PlanWriter(PAGES, PAGE)
+    prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15]
+    yield writer.plan(enter={0: GREEDY}, chunks=((0, prompt, True),))
+    gone = writer.slots[0].pages[:2]
+    yield writer.plan(leave=(0,), copies=(gone[0], PAGES, gone[1], PAGES + 1))
+    back = [writer.free.pop(0), writer.free.pop(0)]
+    copies = (PAGES, back[0], PAGES + 1, back[1])
+    kept = (2 * PAGE - 1, back)  # a page of which the last token is the request's own
+    yield writer.plan(enter={1: GREEDY}, prefix={1: kept}, copies=copies, chunks=((1, [14, 15, 16], True),))
+    for _ in range(3):
+        yield writer.plan(decode=(1,))
+
+
+def test_pages_from_the_host_come_layer_by_layer(model: CudaDecoder, gpu: SimulatedGpu) -> None:
+    """Without a wait, as many copies as pages and groups of layers, each before the layer that needs it; and the tokens
+    are those of a worker whose host memory is its own."""
+    there = make_runner(model, gpu, host_pages=2)
+    outputs, events = [], []
+    for plan in host_steps():
+        gpu.events.clear()
+        outputs.append(there.execute(plan).tokens)
+        events.append(list(gpu.events))
+    layers = model.kv_spec.num_layers
+    ahead, later = ["upload"] * 4, [["upload"] * 2 if layer + 2 < layers else [] for layer in range(layers)]
+    assert events[1] == ["upload", "download", "download"]
+    wanted = [part for layer in range(layers) for part in (f"layer {layer}", *later[layer])]
+    assert events[2] == ["upload", *ahead, *wanted, "download"]
+    assert all(step == ["upload", "download"] for step in (events[0], *events[3:]))
+    gpu.__exit__(None, None, None)
+    try:
+        here = make_runner(model, None, host_pages=2)
+        assert [here.execute(plan).tokens for plan in host_steps()] == outputs
+    finally:
+        gpu.__enter__()
+    assert len({token for output in outputs for token in output}) > 3, "a degenerate model proves nothing"
 
 
 def test_what_would_wait_is_noticed(gpu: SimulatedGpu) -> None:

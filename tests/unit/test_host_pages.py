@@ -176,17 +176,17 @@ class Watched(CudaTransfer):
         self._streams.touch([f"page {p}" for p in pages.tolist()], [f"buffer {id(buffer)}"])
         super().gather(pages, buffer)
 
-    def scatter(self, buffer, pages):
+    def scatter(self, buffer, pages, layers):
         self._streams.touch([f"buffer {id(buffer)}"], [f"page {p}" for p in pages.tolist()])
-        super().scatter(buffer, pages)
+        super().scatter(buffer, pages, layers)
 
     def to_host(self, buffer, rows):
         self._streams.touch([f"buffer {id(buffer)}"], [f"row {r}" for r in rows])
         super().to_host(buffer, rows)
 
-    def from_host(self, rows, buffer):
-        self._streams.touch([f"row {r}" for r in rows], [f"buffer {id(buffer)}"])
-        super().from_host(rows, buffer)
+    def from_host(self, rows, buffer, layers):
+        self._streams.touch([f"row {r}" for r in rows], [f"buffer {id(buffer)}", f"copy of layer {layers.start}"])
+        super().from_host(rows, buffer, layers)
 
 
 def staged_transfer(cache, host, clocks):
@@ -213,7 +213,19 @@ def busy(clocks):
         clocks.touch(["page 3", "page 5"], ["page 6"])
         move(transfer.up, [3, 4], [0, 1])
         move(transfer.down, [6], [2])
+        loads = begin(transfer, [0, 1, 2], [1, 3, 5])
+        for layer in range(len(cache.k)):
+            loads.before(layer)
+            clocks.touch(["page 1", "page 3"], ["page 5"])
     return transfer
+
+
+def begin(transfer, sources, targets):
+    """Pages that come up layer by layer."""
+    staging = Staging("cpu")
+    loads = transfer.up_by_layer(sources, targets, staging)
+    staging.send()
+    return loads
 
 
 def test_streams_of_a_gpu_wait_for_each_other_where_they_must():
@@ -241,3 +253,63 @@ def test_the_computing_stream_goes_on_while_pages_go_down():
     move(transfer.down, [0, 1], [0, 1])
     before = {clocks.accesses[number][0] for number in clocks.seen[clocks.computing]}
     assert "page 0" in before and not any(what.startswith("row") for what in before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_layers_come_when_they_are_asked_for(count):
+    """Buffers of two pages, or of several layers of more pages. What a layer has written before the next ones come
+    stays."""
+    clocks, cache = Clocks(), filled(page_size=2)
+    transfer = staged_transfer(cache, HostPages(cache, HOST), clocks)
+    move(transfer.down, list(range(count)), list(range(count)))
+    before = [bits(cache, page) for page in range(count)]
+    for tensor in cache.page_tensors:
+        tensor.view(torch.uint8).zero_()
+    loads = begin(transfer, list(range(count)), list(range(1, 1 + count)))
+    layers = len(cache.k)
+    for layer in range(layers):
+        loads.before(layer)
+        for page in range(count):
+            for tensor, part in ((cache.k[layer], layer), (cache.v[layer], layers + layer)):
+                assert torch.equal(tensor[1 + page].view(torch.uint8), before[page][part]), "not there in time"
+                before[page][part] = torch.full_like(before[page][part], 7)
+                tensor[1 + page].view(torch.uint8).fill_(7)
+    assert all(same(bits(cache, 1 + page), before[page]) for page in range(count)), "written over after it was there"
+
+
+def test_the_computing_stream_waits_for_the_layers_that_it_needs():
+    clocks, cache = Clocks(), filled(page_size=2)
+    transfer = staged_transfer(cache, HostPages(cache, HOST), clocks)
+    move(transfer.down, [0, 1], [0, 1])
+
+    def waited_for():
+        return {name for name, _ in (clocks.accesses[n] for n in clocks.seen[clocks.computing]) if "copy of" in name}
+
+    loads = begin(transfer, [0, 1], [2, 3])
+    assert waited_for() == set(), "the copies have begun, and nobody waits for them"
+    seen = []
+    for layer in range(len(cache.k)):
+        loads.before(layer)
+        seen.append(waited_for())
+    assert seen == [{f"copy of layer {i}" for i in range(layer + 1)} for layer in range(3)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(moves, st.integers(0, 2))
+def test_the_last_copies_may_come_by_layer(pairs, upto):
+    """After all layers everything is as copies one after the other leave it; layers before `upto` are not named."""
+    results = []
+    for by_layer in (False, True):
+        cache = filled(page_size=2)
+        host = HostPages(cache, HOST)
+        host.bytes.zero_()
+        copies = PageCopies(cache, host)
+        copies._transfer = staged_transfer(cache, host, Clocks())
+        staging = Staging("cpu")
+        loads = copies.stage(ints(*(page for pair in pairs for page in pair)), staging, by_layer=by_layer)
+        staging.send()
+        assert (loads is not None) == (by_layer and pairs[-1][0] >= PAGES)
+        for layer in range(upto, len(cache.k)) if loads is not None else ():
+            loads.before(layer)
+        results.append([bits(cache, page) for page in range(PAGES)])
+    assert all(same(*pages) for pages in zip(*results, strict=True))

@@ -23,6 +23,15 @@ class SharedPages:
     tiles: Tensor
 
 
+class LayerLoads(Protocol):
+    """Pages that come from the host while the step is computed, layer by layer."""
+
+    def before(self, layer: int) -> None:
+        """What the device computes from now on sees all of these pages in layers up to `layer`, and may write to those.
+        The host does not wait."""
+        ...
+
+
 # eq=False: batches are compared by identity (comparing tensors element by element is never what is meant)
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
@@ -42,6 +51,7 @@ class ForwardBatch:
     logit_rows: Tensor  # int64 [S]; indices into T whose hidden state gets logits
     chunk_starts: Tensor | None = None  # int64 [num_prefill_rows + 1]; where each chunk begins in T, None if unknown
     shared: SharedPages | None = None  # a backend may read those pages once for several rows, or leave that alone
+    loads: LayerLoads | None = None  # only for models that call `before` with each layer before they touch its pages
 
 
 class AttentionBackend(Protocol):

@@ -25,6 +25,7 @@ def supports(spec: DecoderSpec) -> bool:
 class CudaDecoder:
     """One rank's share of a model. Implements `LanguageModel` and, with `greedy`, `GreedyModel`.
 
+    Pages of `ForwardBatch.loads` may come while a step is computed, up to the layer that it has reached.
     `step` is free of everything that a CUDA graph cannot capture, for batches of decodes.
     """
 
@@ -93,6 +94,8 @@ class CudaDecoder:
         return self.tp.all_reduce(x)
 
     def _attend(self, index: int, layer: LayerWeights, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        if batch.loads is not None:
+            batch.loads.before(index)  # the layer's own keys and values may go to such a page
         qkv = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
         norms = [norm if norm is None else _rms(norm) for norm in (layer.q_norm, layer.k_norm)]
         places = (batch.positions, batch.slot_mapping)

@@ -84,7 +84,8 @@ class _Inputs:
 class GraphedDecoder:
     """A `CudaDecoder` whose decode steps are replayed. Implements `GreedyModel`.
 
-    `record` is for tests without a GPU."""
+    A step that loads pages from the host is not replayed, so that it can wait for them layer by layer. `record` is for
+    tests without a GPU."""
 
     def __init__(self, model: CudaDecoder, max_rows: int, context_len: int, record: Recorder | None = None) -> None:
         self._model = model
@@ -160,7 +161,7 @@ class GraphedDecoder:
         """Logits and best tokens of a step of decodes alone; None for any other."""
         rows = len(batch.q_lens)
         decodes = not batch.num_prefill_rows and len(batch.token_ids) == len(batch.logit_rows) == rows
-        if cache is not self._cache or not decodes or rows > self._sizes[-1]:
+        if cache is not self._cache or not decodes or rows > self._sizes[-1] or batch.loads is not None:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         shared = batch.shared is not None and (size, True) in self._graphs
