@@ -35,6 +35,22 @@ def poison(cache: KVCache) -> None:
         numbers.fill_(float("nan"))
 
 
+def fill(cache: KVCache) -> None:
+    """Random numbers in every slot."""
+    for pages in (*cache.k, *cache.v):
+        pages.copy_(torch.randint(-127, 128, pages.shape)) if cache.spec.int8 else pages.normal_()
+    for scales in (*cache.k_scales, *cache.v_scales):
+        scales.uniform_(0.001, 0.02)
+
+
+def copy_of(cache: KVCache, device: torch.device | str = "cpu") -> KVCache:
+    """The same numbers on `device`."""
+    made = KVCache(cache.spec, cache.num_pages, cache.page_size, device)
+    for to, source in zip(made.page_tensors, cache.page_tensors, strict=True):
+        to.copy_(source)
+    return made
+
+
 def make_batch(rows: list[Row], q_lens: list[int], page_size: int) -> ForwardBatch:
     """A step that computes the next `q_lens[i]` tokens of each row and asks for the logits of the last of them."""
     order = sorted(range(len(rows)), key=lambda i: q_lens[i] == 1)  # chunks first, then decodes

@@ -29,7 +29,7 @@ from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
 from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import Scheme, load_time_scheme
+from worker_proc.quantization.scheme import load_time_scheme
 from worker_proc.sampler import BestRows, DrawRows
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,9 @@ def load_worker(
     library = choose_kernels(model_config, device)
     if library is not None:
         library.set_threads(torch.get_num_threads())
-    attention = choose_attention(library, dtype, device, model_config)
-    scheme = choose_scheme(config, device)
+    int8_kv = config.cache.kv_dtype == "int8"
+    attention = choose_attention(library, dtype, device, model_config, int8_kv=int8_kv)
+    scheme = load_time_scheme(model_config.quantization, model_config.quantization_group_size)
     model: LanguageModel = load_model(
         model_config.path,
         dtype=dtype,
@@ -88,13 +89,13 @@ def load_worker(
         quantization=scheme,
         progress=progress,
     )
-    spec, page_size = replace(model.kv_spec, int8=config.cache.kv_dtype == "int8"), config.cache.page_size
+    spec, page_size = replace(model.kv_spec, int8=int8_kv), config.cache.page_size
     activations, steps = 0, config.scheduler
     if device.type == "cuda":
         from worker_proc.cuda.startup import measure_activations
 
         rows = steps.max_running
-        activations = measure_activations(model, steps.max_batch_tokens, page_size, rows, device)
+        activations = measure_activations(model, spec, steps.max_batch_tokens, page_size, rows, device)
     num_pages = tp.min(
         choose_num_pages(
             config.cache,
@@ -191,14 +192,6 @@ def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def choose_scheme(config: ClusterConfig, device: torch.device) -> Scheme | None:
-    """How plain weights are brought into fewer bits while they are read. Raises ConfigError for int8 KV on a GPU."""
-    model = config.model
-    if device.type != "cpu" and config.cache.kv_dtype != "auto":
-        raise ConfigError(f"kv-cache-dtype {config.cache.kv_dtype}: supported on CPUs only")
-    return load_time_scheme(model.quantization, model.quantization_group_size)
-
-
 def choose_kernels(model: ModelConfig, device: torch.device) -> NativeLibrary | None:
     """The native kernels to compute with on a CPU, None where torch computes alone. Raises ConfigError if those that
     are configured do not run here."""
@@ -232,7 +225,12 @@ def with_graphs(
 
 
 def choose_attention(
-    library: NativeLibrary | None, dtype: torch.dtype, device: torch.device, model: ModelConfig
+    library: NativeLibrary | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    model: ModelConfig,
+    *,
+    int8_kv: bool = False,
 ) -> AttentionBackend:
     """On a GPU what is configured; native attention where there is a library and it knows the precision; else plain
     torch. Raises ConfigError if what is configured cannot be had."""
@@ -240,7 +238,8 @@ def choose_attention(
         from worker_proc.cuda.backends import choose_attention as choose
 
         config = read_config(Path(model.path))
-        return choose(model.gpu_attention, dtype, parse_spec(config).head_dim if is_native(config) else None, device)
+        head_dim = parse_spec(config).head_dim if is_native(config) else None
+        return choose(model.gpu_attention, dtype, head_dim, device, int8_kv=int8_kv)
     return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
 
 

@@ -31,31 +31,36 @@ _POINTERS |= dict.fromkeys(
 ) | {"params_ptr": "*fp64"}
 _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
 _POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
+_POINTERS |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name, kernel and compile-time constants of all that is compiled."""
     shape = {"PAGE": 16, "GROUP": 4, "DIM_K": 128, "DIM_V": 128, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_N": 64}
-    plain: dict[str, Any] = shape | {"WINDOW": 0, "SOFTCAP": False}
+    plain: dict[str, Any] = shape | {"WINDOW": 0, "SOFTCAP": False, "INT8": False}
     narrow = plain | {"PAGE": 1, "GROUP": 1, "DIM_K": 64, "DIM_V": 64, "BLOCK_K": 64, "BLOCK_V": 64}
     limited = plain | {"WINDOW": 4096, "SOFTCAP": True}
-    for name, constants in (("", plain), (" narrow", narrow), (" window, softcap", limited)):
+    codes = plain | {"INT8": True}
+    for name, constants in (("", plain), (" narrow", narrow), (" window, softcap", limited), (" int8", codes)):
         yield f"decode{name}", attention.decode_kernel, constants | {"BLOCK_G": 16, "SHARED": False}
         yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64}
     yield "decode, rest of shared", attention.decode_kernel, plain | {"BLOCK_G": 16, "SHARED": True}
     for group in (1, 4, 8):
         together = {"GROUP": group, "BLOCK_G": 16 * group, "MEMBERS": 16}
         yield f"shared group={group}", attention.shared_kernel, plain | together
+    yield "shared group=4 int8", attention.shared_kernel, codes | {"GROUP": 4, "BLOCK_G": 64, "MEMBERS": 16}
     for shared in (False, True):
         constants = {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": 128, "SHARED": shared}
         yield f"combine shared={shared}", attention.combine_kernel, constants
     stored = {key: shape[key] for key in ("PAGE", "DIM_K", "DIM_V", "BLOCK_K", "BLOCK_V")}
-    yield "store", attention.store_kernel, stored
+    for int8 in (False, True):
+        yield f"store int8={int8}", attention.store_kernel, stored | {"INT8": int8}
     for delta in (False, True):
         yield f"add_rms_norm delta={delta}", layers.add_rms_norm_kernel, {"HAS_DELTA": delta, "BLOCK": 4096}
     for norm in (False, True):
-        constants = {"PAGE": 16, "DIM": 128, "HALF_BLOCK": 64, "NORM": norm}
+        constants = {"PAGE": 16, "DIM": 128, "HALF_BLOCK": 64, "NORM": norm, "INT8": False}
         yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
+    yield "rope_store int8", layers.rope_store_kernel, constants | {"INT8": True}
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
     yield "draw", sampling.draw_kernel, {"BLOCK": 4096}
@@ -65,6 +70,8 @@ def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
     """The kernel for tensors of `numbers` ("bf16", "fp16", "fp32"). Raises what Triton or ptxas object to."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else _type(name, numbers) for name in names}
+    if constants.get("INT8"):
+        signature |= dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*i8")
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
     options = {"num_warps": 16} if kernel is sampling.draw_kernel else {}
     return triton.compile(ASTSource(kernel, signature, values), target=HOPPER, options=options)

@@ -9,11 +9,12 @@ from tests.helpers_triton import DEVICE, on_device
 
 pytest.importorskip("triton")
 
-from tests.helpers_paged import Row, make_batch
+from tests.helpers_paged import Row, copy_of, fill, make_batch, poison
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cuda.attention import TritonAttention, num_splits
+from worker_proc.cuda.attention import TritonAttention, num_splits, store
 from worker_proc.kv_cache import KVCache, KVSpec
 
+HALF = [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]  # the interpreter multiplies no bfloat16
 ROWS = [(5, 5), (9, 40), (70, 131), (1, 1), (1, 33), (1, 64), (1, 65), (1, 130)]  # new tokens, all tokens
 CASES = [
     # heads, KV heads, K dim, V dim, page size, window, softcap
@@ -33,12 +34,30 @@ def close(dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("heads, kv_heads, k_dim, v_dim, page_size, window, softcap", CASES)
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:2], ROWS[3:], [(1, 300)]])
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 def test_equals_the_reference(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, page_size: int, window: int | None, softcap: float | None,
-    rows: list[tuple[int, int]],
+    rows: list[tuple[int, int]], int8: bool,
 ) -> None:  # fmt: skip
+    compare(heads, kv_heads, k_dim, v_dim, page_size, window, softcap, rows, int8, torch.float32)
+
+
+@pytest.mark.parametrize("heads, kv_heads, k_dim, v_dim, page_size, window, softcap", CASES)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_an_int8_cache_in_half_precision(
+    heads: int, kv_heads: int, k_dim: int, v_dim: int, page_size: int, window: int | None, softcap: float | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    rows = [ROWS[1], (3, 3), *ROWS[3:6]]
+    compare(heads, kv_heads, k_dim, v_dim, page_size, window, softcap, rows, True, dtype)
+
+
+def compare(
+    heads: int, kv_heads: int, k_dim: int, v_dim: int, page_size: int, window: int | None, softcap: float | None,
+    rows: list[tuple[int, int]], int8: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Results beside the reference's, and what is then in the cache, to the last bit."""
     torch.manual_seed(heads * page_size)
-    dtype = torch.float32
     need = [-(-total // page_size) for _, total in rows]
     pages = list(range(sum(need)))
     random.Random(1).shuffle(pages)
@@ -49,31 +68,46 @@ def test_equals_the_reference(
     batch = make_batch(held, [new for new, _ in rows], page_size)
     tokens = len(batch.token_ids)
     heads_of = [(heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)]
-    q, k, v = (torch.randn(tokens, 2 * n, d)[:, :n] for n, d in heads_of)  # views, as of a fused projection
-    spec = KVSpec(2, kv_heads, k_dim, v_dim, dtype)
-    there, here = KVCache(spec, sum(need), page_size, DEVICE), KVCache(spec, sum(need), page_size)
-    for a, b in zip((*there.k, *there.v), (*here.k, *here.v), strict=True):
-        b.normal_()
-        a.copy_(b)
+    q, k, v = (torch.randn(tokens, 2 * n, d).to(dtype)[:, :n] for n, d in heads_of)  # views, as of a fused projection
+    here = KVCache(KVSpec(2, kv_heads, k_dim, v_dim, dtype, int8), sum(need), page_size)
+    fill(here)
+    there = copy_of(here, DEVICE)
     limits = {"scale": k_dim**-0.5, "window": window, "softcap": softcap}
     want = ReferenceAttention().forward(1, q, k, v, batch, here, **limits)
     on = [part.to(DEVICE) for part in (q, k, v)]
     got = TritonAttention().forward(1, *on, on_device(batch), there, **limits)
     torch.testing.assert_close(got.cpu(), want, **close(dtype))
-    for a, b in zip((*there.k, *there.v), (*here.k, *here.v), strict=True):
+    for a, b in zip(there.page_tensors, here.page_tensors, strict=True):
         assert torch.equal(a.cpu(), b), "a write went elsewhere"
 
 
-def test_a_row_reads_its_own_tokens_only() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("magnitude", [0.0, 1e-33, 1.0, 1e6])
+def test_codes_are_those_of_the_reference(dtype: torch.dtype, magnitude: float) -> None:
+    here = KVCache(KVSpec(1, 2, 24, 40, dtype, int8=True), 4, 5)
+    fill(here)
+    there = copy_of(here, DEVICE)
+    k, v = (torch.randn(15, 2, dim).mul(magnitude).to(dtype) for dim in (24, 40))
+    k[3] = (torch.arange(24) - 12) * 0.5 * magnitude  # ties
+    k[3, :, 0] = 127 * magnitude
+    slots = torch.randperm(20)[:15]
+    store(k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE), there, 0)
+    here.write(0, k, v, slots)
+    for a, b in zip(there.page_tensors, here.page_tensors, strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_a_row_reads_its_own_tokens_only(int8: bool) -> None:
     """Everything in the cache that no row holds is NaN, which would spread."""
     rows = [Row([0] * 20, [4, 1], 13), Row([0] * 9, [3], 8), Row([0] * 17, [0, 5], 16)]
     batch = on_device(make_batch(rows, [7, 1, 1], 16))
-    cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32), 6, 16, DEVICE)
-    for pages in (*cache.k, *cache.v):
-        pages.fill_(float("nan"))
+    cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32, int8), 6, 16, DEVICE)
+    poison(cache)
+    for pages in cache.page_tensors:
         for row in rows:
             for position in range(row.cached):
-                pages[row.pages[position // 16], :, position % 16] = 1.0
+                pages[row.pages[position // 16], :, position % 16] = 1
     q, k, v = (torch.randn(9, n, 16, device=DEVICE) for n in (4, 2, 2))
     assert TritonAttention().forward(0, q, k, v, batch, cache, scale=0.25).isfinite().all()
 

@@ -15,7 +15,7 @@ from tests.helpers_triton import DEVICE, on_device
 pytest.importorskip("triton")
 
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
-from tests.helpers_paged import Row, generate, make_batch, make_prompts
+from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_prompts, poison
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.decoder import CudaDecoder, supports
@@ -34,6 +34,7 @@ from worker_proc.weights import Checkpoint
 
 PROMPTS = [prompt[:20] for prompt in make_prompts(VOCAB_SIZE)][:4]
 TOKENS = 5
+INT8_BOUND = 2e-3  # of logits: some codes are neighbours of the reference's
 
 
 def load(path: Path) -> CudaDecoder:
@@ -59,9 +60,8 @@ class OnDevice:
         if DEVICE.type == "cpu":
             return self.model.forward(batch, cache)
         if self.cache is None:
-            self.cache = KVCache(self.kv_spec, cache.num_pages, cache.page_size, DEVICE)
-            for pages in (*self.cache.k, *self.cache.v):
-                pages.fill_(float("nan"))
+            self.cache = KVCache(cache.spec, cache.num_pages, cache.page_size, DEVICE)
+            poison(self.cache)
         return self.model.forward(on_device(batch), self.cache).cpu()
 
 
@@ -84,6 +84,31 @@ def test_logits_equal_the_reference_decoder(tmp_path: Path) -> None:
     torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama-gqa-untied", "mistral-sliding", "qwen3"])
+def test_an_int8_cache_holds_the_codes_of_the_reference_decoder(kind: str, tmp_path: Path) -> None:
+    """Chunks, then decodes beside a chunk: logits, tokens, and what is in the cache."""
+    path = make_checkpoint(kind, tmp_path)
+    reference = load_model(path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention())
+    model = load(path)
+    here = KVCache(replace(model.kv_spec, int8=True), 4, 16)
+    fill(here)
+    there = copy_of(here, DEVICE)
+    rows = [Row(PROMPTS[2], [3, 0], 0), Row(PROMPTS[1] + [7], [2], 0), Row(PROMPTS[3], [1, 1], 0)]
+    for lengths in ([9, 2, 0], [1, 1, 5], [3, 0, 1]):
+        step = [(row, count) for row, count in zip(rows, lengths, strict=True) if count]
+        batch = make_batch([row for row, _ in step], [count for _, count in step], 16)
+        want, got = reference.forward(batch, here), model.forward(on_device(batch), there).cpu()
+        torch.testing.assert_close(got, want, atol=INT8_BOUND, rtol=INT8_BOUND)
+        for row, count in step:
+            row.cached += count
+    differing = 0.0
+    for a, b in zip((*there.k, *there.v), (*here.k, *here.v), strict=True):
+        steps = (a.cpu()[:4].int() - b[:4].int()).abs()
+        assert int(steps.max()) <= 1
+        differing = max(differing, float((steps > 0).float().mean()))
+    assert differing < 0.01, "K and V of other arithmetic may be rounded to neighbouring codes, seldom"
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 5000])
 def test_graph_sizes(most: int) -> None:
     sizes = graph_sizes(most)
@@ -103,13 +128,13 @@ def run_again(step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]
     return replay, outputs
 
 
-def test_replayed_decodes_equal_stepping(tmp_path: Path) -> None:
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_replayed_decodes_equal_stepping(int8: bool, tmp_path: Path) -> None:
     """Steps of 3, then 1, then 2 rows: what an earlier one left in the buffers must not show."""
     model = load(make_checkpoint("llama", tmp_path))
-    caches = [KVCache(model.kv_spec, 8, 4, DEVICE) for _ in range(2)]
-    for pages in zip(*((*cache.k, *cache.v) for cache in caches), strict=True):
-        pages[0].normal_()
-        pages[1].copy_(pages[0])
+    first = KVCache(replace(model.kv_spec, int8=int8), 8, 4, DEVICE)
+    fill(first)
+    caches = [first, copy_of(first, DEVICE)]
     graphed = GraphedDecoder(model, 4, 16, None if DEVICE.type == "cuda" else run_again)
     shown: list[tuple[int, int]] = []
     graphed.capture(caches[0], lambda done, total: shown.append((done, total)))
@@ -124,7 +149,7 @@ def test_replayed_decodes_equal_stepping(tmp_path: Path) -> None:
         assert graphed.greedy(batch, caches[0]).tolist() == want.argmax(-1).tolist()
         for row in step:
             row.cached += 1
-    for one, two in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
+    for one, two in zip(caches[0].page_tensors, caches[1].page_tensors, strict=True):
         torch.testing.assert_close(one[:scratch], two[:scratch], msg="an idle row wrote to a page of the pool")
 
 

@@ -114,6 +114,14 @@ def test_backends_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
             choose_attention("flashinfer", dtype, dim, CPU)
 
 
+def test_an_int8_cache_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", LIBRARY)
+    assert isinstance(choose_attention("auto", torch.bfloat16, 64, CPU, int8_kv=True), TritonAttention)
+    assert isinstance(choose_attention("triton", torch.bfloat16, 64, CPU, int8_kv=True), TritonAttention)
+    with pytest.raises(ConfigError, match=r"gpu-attention flashinfer: .*kv-cache-dtype int8"):
+        choose_attention("flashinfer", torch.bfloat16, 64, CPU, int8_kv=True)
+
+
 def test_a_flashinfer_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match="cannot be imported"):

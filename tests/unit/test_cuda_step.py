@@ -106,15 +106,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
 
 
 def make_runner(
-    model: CudaDecoder, gpu: SimulatedGpu | None, *, share_pages: bool = False, host_pages: int = 0
+    model: CudaDecoder,
+    gpu: SimulatedGpu | None,
+    *,
+    share_pages: bool = False,
+    host_pages: int = 0,
+    int8: bool = False,
 ) -> ModelRunner:
     device = GPU if gpu is not None else torch.device("cpu")
-    cache = KVCache(model.kv_spec, PAGES, PAGE)
+    spec = replace(model.kv_spec, int8=int8)
+    cache = KVCache(spec, PAGES, PAGE)
     used: Any = model
     drawing = None
     if gpu is not None:
-        plain, cache = cache, KVCache(model.kv_spec, PAGES, PAGE)
+        plain, cache = cache, KVCache(spec, PAGES, PAGE)
         cache.k, cache.v = [on_gpu(pages) for pages in plain.k], [on_gpu(pages) for pages in plain.v]
+        cache.k_scales = [on_gpu(scales) for scales in plain.k_scales]
+        cache.v_scales = [on_gpu(scales) for scales in plain.v_scales]
         used, drawing = OnPaper(model, gpu, plain), gpu.kernel(draw_rows)
     host = HostPages(cache, host_pages) if host_pages else None
     with pytest.MonkeyPatch.context() as patch:
@@ -177,19 +185,20 @@ def steps(draws: list[DrawParams]) -> Iterator[Any]:
         yield writer.plan(decode=(0, 1, 2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "int8"])
 def test_a_step_is_one_copy_there_and_one_back(kind: str, model: CudaDecoder, gpu: SimulatedGpu) -> None:
-    """And its tokens are those of the worker on the CPU, which sorts."""
-    there = make_runner(model, gpu)
+    """And its tokens are those of the worker on the CPU, which sorts. With an int8 cache, copied pages bring scales."""
+    int8, draws = kind == "int8", KINDS.get(kind, KINDS["greedy"])
+    there = make_runner(model, gpu, int8=int8)
     outputs = []
-    for plan in steps(KINDS[kind]):
+    for plan in steps(draws):
         gpu.events.clear()
         outputs.append(there.execute(plan).tokens)
         assert gpu.events == ["upload", "download"], f"step {plan.step_id}"
     gpu.__exit__(None, None, None)
     try:
-        here = make_runner(model, None)
-        assert [here.execute(plan).tokens for plan in steps(KINDS[kind])] == outputs
+        here = make_runner(model, None, int8=int8)
+        assert [here.execute(plan).tokens for plan in steps(draws)] == outputs
     finally:
         gpu.__enter__()
     assert len({token for output in outputs for token in output}) > 3, "a degenerate model proves nothing"

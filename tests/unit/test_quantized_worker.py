@@ -3,14 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
-from common.config import CacheConfig, ClusterConfig, ConfigError, ModelConfig
+from common.config import CacheConfig, ClusterConfig, ModelConfig
 from tests.helpers_models import make_checkpoint
 from worker_proc.models.interface import ModelInfo
-from worker_proc.quantization.scheme import Scheme
-from worker_proc.startup import choose_dtype, choose_scheme, load_worker
+from worker_proc.startup import choose_dtype, load_worker
 
 
 def test_a_worker_says_what_it_is_served_in_and_has_more_pages(tmp_path: Path) -> None:
@@ -28,15 +26,6 @@ def test_a_worker_says_what_it_is_served_in_and_has_more_pages(tmp_path: Path) -
     heads = 2 * 2 * 2  # layers, K and V, KV heads
     assert [worker.info["kv_bytes_per_token"] for worker in workers] == [heads * 32 * 2, heads * (32 + 4)]
     assert [worker.info["num_pages"] for worker in workers] == [2**20 // (16 * heads * size) for size in (64, 36)]
-
-
-def test_gpus_take_codes_for_weights_but_not_for_kv() -> None:
-    gpu = torch.device("cuda")
-    config = ClusterConfig("d", ModelConfig("m", quantization="int4"))
-    assert choose_scheme(config, gpu) == Scheme(4, 128)
-    with pytest.raises(ConfigError, match="kv-cache-dtype int8: supported on CPUs only"):
-        choose_scheme(replace(config, cache=CacheConfig(kv_dtype="int8")), gpu)
-    assert choose_scheme(replace(config, model=ModelConfig("m", quantization="int8")), torch.device("cpu")) == Scheme(8)
 
 
 def test_checkpoints_with_codes_and_float16_scales_are_computed_in_bfloat16() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.messages import StepPlan, ints
 from tests.helpers_models import make_checkpoint
-from tests.helpers_paged import Row, make_batch
+from tests.helpers_paged import Row, copy_of, fill, make_batch
 from tests.helpers_plans import GREEDY, empty_plan
 from tests.unit.test_cuda_decoder import load, run_again
 from worker_proc.attention.interface import SHARED_LEVELS, TILE_COLUMNS, TILE_ROWS, ForwardBatch
@@ -221,19 +221,18 @@ def shared_batch(page_size: int) -> tuple[ForwardBatch, int]:
 @pytest.mark.parametrize("heads, kv_heads, dim, page_size, softcap", [
     (4, 2, 16, 16, None), (2, 2, 20, 8, None), (8, 1, 16, 8, 3.0),
 ])  # fmt: skip
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 def test_shared_pages_equal_the_reference(
-    heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None
+    heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None, int8: bool
 ) -> None:
     torch.manual_seed(1)
     batch, pages = shared_batch(page_size)
     there_batch = replace(on_device(batch), shared=batch.shared)
     tokens = len(batch.token_ids)
     q, k, v = (torch.randn(tokens, n, dim) for n in (heads, kv_heads, kv_heads))
-    spec = KVSpec(1, kv_heads, dim, dim, torch.float32)
-    here, there = KVCache(spec, pages, page_size), KVCache(spec, pages, page_size, DEVICE)
-    for a, b in zip((*there.k, *there.v), (*here.k, *here.v), strict=True):
-        b.normal_()
-        a.copy_(b)
+    here = KVCache(KVSpec(1, kv_heads, dim, dim, torch.float32, int8), pages, page_size)
+    fill(here)
+    there = copy_of(here, DEVICE)
     want = ReferenceAttention().forward(0, q, k, v, batch, here, scale=0.2, softcap=softcap)
     on = [part.to(DEVICE) for part in (q, k, v)]
     got = TritonAttention().forward(0, *on, there_batch, there, scale=0.2, softcap=softcap)
@@ -269,13 +268,13 @@ def test_tiles_read_the_pages_of_their_first_row_only() -> None:
     assert torch.equal(outputs[0], outputs[1]) and bool(outputs[0].isfinite().all())
 
 
-def test_graphs_of_decodes_that_share_pages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_graphs_of_decodes_that_share_pages(int8: bool, tmp_path: Path) -> None:
     """Replays of 9 rows, then 8, then rows that share nothing: what an earlier one left must not show."""
     model = load(make_checkpoint("llama", tmp_path))
-    caches = [KVCache(model.kv_spec, 40, PAGE, DEVICE) for _ in range(2)]
-    for pages in zip(*((*cache.k, *cache.v) for cache in caches), strict=True):
-        pages[0].normal_()
-        pages[1].copy_(pages[0])
+    first = KVCache(replace(model.kv_spec, int8=int8), 40, PAGE, DEVICE)
+    fill(first)
+    caches = [first, copy_of(first, DEVICE)]
     graphed = GraphedDecoder(model, 9, 16, None if DEVICE.type == "cuda" else run_again)
     graphed.capture(caches[0])
     assert sorted(graphed._graphs) == [(1, False), (2, False), (4, False), (8, False), (8, True), (9, False), (9, True)]

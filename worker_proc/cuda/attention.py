@@ -97,11 +97,16 @@ def store(k: Tensor, v: Tensor, slot_mapping: Tensor, cache: KVCache, layer: int
     """Write `k`, `v` `[T, Hkv, D]` to the cache's slots `slot_mapping` (int64 `[T]`)."""
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     store_kernel[k.shape[0], k.shape[1]](
-        k, v, k_pages, v_pages, slot_mapping,
+        k, v, k_pages, v_pages, *scales_of(cache, layer), slot_mapping,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
-        cache.page_size, k.shape[2], v.shape[2], _block(k.shape[2]), _block(v.shape[2]),
+        cache.page_size, k.shape[2], v.shape[2], _block(k.shape[2]), _block(v.shape[2]), cache.spec.int8,
     )  # fmt: skip
+
+
+def scales_of(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
+    """The scales of K and V of a layer in int8, else anything: kernels do not read it."""
+    return (cache.k_scales[layer], cache.v_scales[layer]) if cache.spec.int8 else (cache.k[layer], cache.v[layer])
 
 
 def decode(
@@ -114,6 +119,7 @@ def decode(
     """
     rows, heads, dim_k = q.shape
     k_pages, v_pages = cache.k[layer], cache.v[layer]
+    held = (k_pages, v_pages, *scales_of(cache, layer))
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
     group, longest = heads // kv_heads, page_table.shape[1] * cache.page_size
     splits = num_splits(rows, kv_heads, longest)
@@ -126,15 +132,16 @@ def decode(
     sizes = (_block(dim_k), _block(dim_v), _BLOCK_N)
     strides = (k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0))
     decode_kernel[rows, kv_heads, splits](
-        q, k_pages, v_pages, partial, sums, page_table, kv_lens, skipped, scale, softcap or 1.0, splits, parts,
+        q, *held, partial, sums, page_table, kv_lens, skipped, scale, softcap or 1.0, splits, parts,
         q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v,
-        max(_MIN_GROUP, triton.next_power_of_2(group)), *sizes, window or 0, softcap is not None, shared is not None,
+        max(_MIN_GROUP, triton.next_power_of_2(group)), *sizes, window or 0, softcap is not None, cache.spec.int8,
+        shared is not None,
     )  # fmt: skip
     if shared is not None:
         shared_kernel[len(shared.tiles), kv_heads, more](
-            q, k_pages, v_pages, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, splits, more, parts,
+            q, *held, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, splits, more, parts,
             q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v, TILE_ROWS,
-            max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *sizes, softcap is not None,
+            max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *sizes, softcap is not None, cache.spec.int8,
         )  # fmt: skip
     combine_kernel[rows, heads](
         partial, sums, out, levels, splits, more, parts, out.stride(0), out.stride(1), dim_v, _block(dim_v),
@@ -153,11 +160,11 @@ def prefill(
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
     group = q.shape[1] // kv_heads
     prefill_kernel[triton.cdiv(longest * group, _BLOCK_M), kv_heads, len(starts) - 1](
-        q, k_pages, v_pages, out, page_table, kv_lens, starts, scale, softcap or 1.0,
+        q, k_pages, v_pages, *scales_of(cache, layer), out, page_table, kv_lens, starts, scale, softcap or 1.0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0),
         cache.page_size, group, dim_k, dim_v, _BLOCK_M, _block(dim_k), _block(dim_v), _BLOCK_N,
-        window or 0, softcap is not None,
+        window or 0, softcap is not None, cache.spec.int8,
     )  # fmt: skip
 
 

@@ -5,39 +5,54 @@ results by the log of their weights' sums. Rows that begin with the same pages a
 are more parts to join (Hydragen, Juravsky et al., 2024; FlashInfer's cascades), of several prefixes one inside the
 other. Prefill is FlashAttention-2 (Dao, 2023) whose keys come from pages. A program of any of them reads K and V of one
 KV head once for all of its query heads. Accumulation is float32; powers are of two.
+
+With `INT8`, pages hold codes, and `k_scales`, `v_scales` float32 `[pages, Hkv, PAGE]` what to multiply them by. They
+are not widened in memory: the scales of K multiply the scores, those of V the weights.
 """
 
 import triton
 import triton.language as tl
 
+from worker_proc.cuda.kv_codes import head_codes, head_scale
+
 
 @triton.jit
 def store_kernel(
-    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, slots_ptr,
+    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
     k_token, k_head, v_token, v_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     PAGE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h) writes K and V of token t and KV head h to slot `slots[t]`."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     page, offset = slot // PAGE, slot % PAGE
     dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    k = tl.load(k_ptr + token * k_token + head * k_head + dims_k, mask=dims_k < DIM_K)
-    v = tl.load(v_ptr + token * v_token + head * v_head + dims_v, mask=dims_v < DIM_V)
+    k = tl.load(k_ptr + token * k_token + head * k_head + dims_k, mask=dims_k < DIM_K, other=0.0)
+    v = tl.load(v_ptr + token * v_token + head * v_head + dims_v, mask=dims_v < DIM_V, other=0.0)
     k_to = k_pages_ptr + page * k_page_stride + head * k_head_stride + offset * DIM_K
     v_to = v_pages_ptr + page * v_page_stride + head * v_head_stride + offset * DIM_V
-    tl.store(k_to + dims_k, k, mask=dims_k < DIM_K)
-    tl.store(v_to + dims_v, v, mask=dims_v < DIM_V)
+    if INT8:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+        k_scale, v_scale = head_scale(tl.max(tl.abs(k), 0)), head_scale(tl.max(tl.abs(v), 0))
+        place = (page * tl.num_programs(1) + head) * PAGE + offset
+        tl.store(k_scales_ptr + place, k_scale)
+        tl.store(v_scales_ptr + place, v_scale)
+        tl.store(k_to + dims_k, head_codes(k, k_scale), mask=dims_k < DIM_K)
+        tl.store(v_to + dims_v, head_codes(v, v_scale), mask=dims_v < DIM_V)
+    else:
+        tl.store(k_to + dims_k, k, mask=dims_k < DIM_K)
+        tl.store(v_to + dims_v, v, mask=dims_v < DIM_V)
 
 
 @triton.jit
 def decode_kernel(
-    q_ptr, k_pages_ptr, v_pages_ptr, partial_ptr, sums_ptr, table_ptr, lens_ptr, skipped_ptr,
-    scale, softcap, splits, parts,
+    q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, partial_ptr, sums_ptr, table_ptr,
+    lens_ptr, skipped_ptr, scale, softcap, splits, parts,
     q_row, q_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h, s): part s of the tokens of row b, for the query heads of KV head h.
 
@@ -62,9 +77,10 @@ def decode_kernel(
     q_at = q_ptr + row * q_row + heads[:, None] * q_head + dims_k[None, :]
     q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
     mean, logs = _attend_part(
-        q, k_pages_ptr + head * k_head_stride, v_pages_ptr + head * v_head_stride, table_ptr + row * table_row,
-        begin, end, scale, softcap, k_page_stride, v_page_stride,
-        PAGE, DIM_K, DIM_V, BLOCK_G, BLOCK_K, BLOCK_V, BLOCK_N, SOFTCAP,
+        q, k_pages_ptr + head * k_head_stride, v_pages_ptr + head * v_head_stride, k_scales_ptr + head * PAGE,
+        v_scales_ptr + head * PAGE, table_ptr + row * table_row,
+        begin, end, scale, softcap, k_page_stride, v_page_stride, tl.num_programs(1) * PAGE,
+        PAGE, DIM_K, DIM_V, BLOCK_G, BLOCK_K, BLOCK_V, BLOCK_N, SOFTCAP, INT8,
     )  # fmt: skip
     place = (row * tl.num_programs(1) * GROUP + heads) * parts + part
     to_mean = partial_ptr + place[:, None] * DIM_V + dims_v[None, :]
@@ -74,12 +90,12 @@ def decode_kernel(
 
 @triton.jit
 def shared_kernel(
-    q_ptr, k_pages_ptr, v_pages_ptr, partial_ptr, sums_ptr, table_ptr, tiles_ptr,
-    scale, softcap, own, splits, parts,
+    q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, partial_ptr, sums_ptr, table_ptr,
+    tiles_ptr, scale, softcap, own, splits, parts,
     q_row, q_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, MEMBERS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h, s): part s of the tokens that the rows of tile t share, for their query heads of KV head h.
 
@@ -102,10 +118,10 @@ def shared_kernel(
     q_at = q_ptr + (rows * q_row + heads * q_head)[:, None] + dims_k[None, :]
     q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
     mean, logs = _attend_part(
-        q, k_pages_ptr + head * k_head_stride, v_pages_ptr + head * v_head_stride,
-        table_ptr + tl.load(tile_ptr) * table_row,
-        begin, end, scale, softcap, k_page_stride, v_page_stride,
-        PAGE, DIM_K, DIM_V, BLOCK_G, BLOCK_K, BLOCK_V, BLOCK_N, SOFTCAP,
+        q, k_pages_ptr + head * k_head_stride, v_pages_ptr + head * v_head_stride, k_scales_ptr + head * PAGE,
+        v_scales_ptr + head * PAGE, table_ptr + tl.load(tile_ptr) * table_row,
+        begin, end, scale, softcap, k_page_stride, v_page_stride, tl.num_programs(1) * PAGE,
+        PAGE, DIM_K, DIM_V, BLOCK_G, BLOCK_K, BLOCK_V, BLOCK_N, SOFTCAP, INT8,
     )  # fmt: skip
     behind = own + tl.load(tile_ptr + 3) * splits + part
     place = (rows * tl.num_programs(1) * GROUP + heads) * parts + behind
@@ -116,10 +132,11 @@ def shared_kernel(
 
 @triton.jit
 def _attend_part(
-    q, k_pages_ptr, v_pages_ptr, table_ptr, begin, end, scale, softcap, k_page_stride, v_page_stride,
+    q, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, table_ptr, begin, end, scale, softcap,
+    k_page_stride, v_page_stride, scale_page,
     PAGE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """`q` `[BLOCK_G, BLOCK_K]` over tokens `begin` .. `end` of one row's pages: the weighted mean of V and the binary
     logarithm of the weights' sum."""
@@ -134,8 +151,11 @@ def _attend_part(
         k_at = page * k_page_stride + (at % PAGE) * DIM_K
         v_at = page * v_page_stride + (at % PAGE) * DIM_V
         k_mask = here[:, None] & (dims_k[None, :] < DIM_K)
-        k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0.0)
+        k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        scaled = page * scale_page + at % PAGE
+        if INT8:
+            scores *= tl.load(k_scales_ptr + scaled, mask=here, other=0.0)[None, :]
         if SOFTCAP:
             scores = _cap(scores, softcap)
         scores = tl.where(here[None, :], scores, float("-inf"))
@@ -143,9 +163,11 @@ def _attend_part(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
         v_mask = here[:, None] & (dims_v[None, :] < DIM_V)
-        v = tl.load(v_pages_ptr + v_at[:, None] + dims_v[None, :], mask=v_mask, other=0.0)
-        mean = mean * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        v = tl.load(v_pages_ptr + v_at[:, None] + dims_v[None, :], mask=v_mask, other=0)
         total = total * shrink + tl.sum(weights, 1)
+        if INT8:
+            weights, v = _scaled(weights, v, tl.load(v_scales_ptr + scaled, mask=here, other=0.0), q.dtype)
+        mean = mean * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         highest = higher
     some = total > 0
     mean = mean / tl.where(some, total, 1.0)[:, None]
@@ -176,12 +198,12 @@ def combine_kernel(
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr,
+    q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr,
     scale, softcap,
     q_token, q_head, out_token, out_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h, b): queries i * BLOCK_M .. of row b and KV head h; a token has one for each query head of that
     KV head. Tokens `starts[b] .. starts[b + 1]` of `q` are the newest ones of the row, whose keys are in the
@@ -214,8 +236,11 @@ def prefill_kernel(
         k_at = page * k_page_stride + kv_head * k_head_stride + (at % PAGE) * DIM_K
         v_at = page * v_page_stride + kv_head * v_head_stride + (at % PAGE) * DIM_V
         k_mask = here[:, None] & (dims_k[None, :] < DIM_K)
-        k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0.0)
+        k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        scaled = (page * tl.num_programs(1) + kv_head) * PAGE + at % PAGE
+        if INT8:
+            scores *= tl.load(k_scales_ptr + scaled, mask=here, other=0.0)[None, :]
         if SOFTCAP:
             scores = _cap(scores, softcap)
         seen = here[None, :] & (at[None, :] <= position[:, None])
@@ -227,13 +252,27 @@ def prefill_kernel(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         v_mask = here[:, None] & (dims_v[None, :] < DIM_V)
-        v = tl.load(v_pages_ptr + v_at[:, None] + dims_v[None, :], mask=v_mask, other=0.0)
-        mean = mean * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        v = tl.load(v_pages_ptr + v_at[:, None] + dims_v[None, :], mask=v_mask, other=0)
         total = total * shrink + tl.sum(weights, 1)
+        if INT8:
+            weights, v = _scaled(weights, v, tl.load(v_scales_ptr + scaled, mask=here, other=0.0), q.dtype)
+        mean = mean * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         highest = higher
     mean = mean / tl.where(total > 0, total, 1.0)[:, None]
     to = out_ptr + ((start + asking) * out_token + heads * out_head)[:, None] + dims_v[None, :]
     tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims_v[None, :] < DIM_V))
+
+
+@triton.jit
+def _scaled(weights, codes, scales, dtype: tl.constexpr):
+    """Weights and values whose product is `weights` x (`codes` * `scales`). float16 has no room for tiny products of
+    weights and scales: there the values get their scales."""
+    if dtype == tl.float16:
+        values = codes.to(tl.float32) * scales[:, None]
+    else:
+        weights = weights * scales[None, :]
+        values = codes
+    return weights, values
 
 
 @triton.jit

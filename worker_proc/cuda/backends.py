@@ -16,8 +16,11 @@ from worker_proc.kv_cache import KVCache, KVSpec
 log = logging.getLogger(__name__)
 
 
-def choose_attention(name: str, dtype: torch.dtype, head_dim: int | None, device: torch.device) -> AttentionBackend:
-    """The backend `name` of `common.config.GPU_ATTENTIONS`, for heads of `head_dim` numbers, None if it is not known.
+def choose_attention(
+    name: str, dtype: torch.dtype, head_dim: int | None, device: torch.device, *, int8_kv: bool = False
+) -> AttentionBackend:
+    """The backend `name` of `common.config.GPU_ATTENTIONS`, for heads of `head_dim` numbers, None if it is not known,
+    and a cache in the model's precision or in int8.
 
     "auto" is FlashInfer where it is installed, knows the model and passes a trial, else Triton. Raises ConfigError if
     "flashinfer" cannot be had.
@@ -27,7 +30,7 @@ def choose_attention(name: str, dtype: torch.dtype, head_dim: int | None, device
     if name == "triton":
         return TritonAttention()
     try:
-        return _flashinfer(dtype, head_dim, device)
+        return _flashinfer(dtype, head_dim, device, int8_kv)
     except ConfigError as error:
         if name == "flashinfer":
             raise
@@ -35,7 +38,9 @@ def choose_attention(name: str, dtype: torch.dtype, head_dim: int | None, device
     return TritonAttention()
 
 
-def _flashinfer(dtype: torch.dtype, head_dim: int | None, device: torch.device) -> FlashInferAttention:
+def _flashinfer(dtype: torch.dtype, head_dim: int | None, device: torch.device, int8_kv: bool) -> FlashInferAttention:
+    if int8_kv:
+        raise ConfigError("gpu-attention flashinfer: reads no int8 KV cache (kv-cache-dtype int8), triton does")
     if dtype not in DTYPES:
         raise ConfigError(f"gpu-attention flashinfer: knows float16 and bfloat16, not {str(dtype).split('.')[-1]}")
     if head_dim is None:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from worker_proc.cuda.kv_codes import head_codes, head_scale
+
 
 @triton.jit
 def add_rms_norm_kernel(
@@ -24,13 +26,14 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def rope_store_kernel(
-    qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr, positions_ptr, slots_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr,
-    attention_factor, eps, heads, kv_heads,
+    qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, positions_ptr, slots_ptr, frequencies_ptr,
+    q_norm_ptr, k_norm_ptr, attention_factor, eps, heads, kv_heads,
     k_page_stride, k_head_stride, v_page_stride, v_head_stride,
-    PAGE: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, NORM: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h) takes head h of `qkv` `[T, Hq + 2 Hkv, DIM]`: queries are normed (where `NORM`), rotated and go to
-    `q` `[T, Hq, DIM]`, keys the same to their page, values to theirs as they are."""
+    `q` `[T, Hq, DIM]`, keys the same to their page, values to theirs as they are; with `INT8` both as codes, and
+    their scales to `k_scales`, `v_scales` `[pages, Hkv, PAGE]`."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, HALF_BLOCK)
     mask = at < DIM // 2
@@ -40,9 +43,13 @@ def rope_store_kernel(
     slot = tl.load(slots_ptr + token)
     page, offset = slot // PAGE, slot % PAGE
     if head >= heads + kv_heads:
-        to = v_pages_ptr + page * v_page_stride + (head - heads - kv_heads) * v_head_stride + offset * DIM + at
-        tl.store(to, first, mask=mask)
-        tl.store(to + DIM // 2, second, mask=mask)
+        kv_head = head - heads - kv_heads
+        to = v_pages_ptr + page * v_page_stride + kv_head * v_head_stride + offset * DIM + at
+        if INT8:
+            _store_codes(first, second, to, v_scales_ptr + (page * kv_heads + kv_head) * PAGE + offset, mask, DIM)
+        else:
+            tl.store(to, first, mask=mask)
+            tl.store(to + DIM // 2, second, mask=mask)
     else:
         x, y = first.to(tl.float32), second.to(tl.float32)
         is_query = head < heads
@@ -56,11 +63,29 @@ def rope_store_kernel(
         position = tl.load(positions_ptr + token).to(tl.float32)
         angle = position * tl.load(frequencies_ptr + at, mask=mask, other=0.0)
         cos, sin = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
-        to = k_pages_ptr + page * k_page_stride + (head - heads) * k_head_stride + offset * DIM + at
+        first, second = (x * cos - y * sin).to(q_ptr.dtype.element_ty), (y * cos + x * sin).to(q_ptr.dtype.element_ty)
+        kv_head = head - heads
+        to_page = k_pages_ptr + page * k_page_stride + kv_head * k_head_stride + offset * DIM + at
+        to_query = q_ptr + (token * heads + head) * DIM + at
         if is_query:
-            to = q_ptr + (token * heads + head) * DIM + at
-        tl.store(to, (x * cos - y * sin).to(q_ptr.dtype.element_ty), mask=mask)
-        tl.store(to + DIM // 2, (y * cos + x * sin).to(q_ptr.dtype.element_ty), mask=mask)
+            tl.store(to_query, first, mask=mask)
+            tl.store(to_query + DIM // 2, second, mask=mask)
+        elif INT8:
+            to_scale = k_scales_ptr + (page * kv_heads + kv_head) * PAGE + offset
+            _store_codes(first, second, to_page, to_scale, mask, DIM)
+        else:
+            tl.store(to_page, first, mask=mask)
+            tl.store(to_page + DIM // 2, second, mask=mask)
+
+
+@triton.jit
+def _store_codes(first, second, to, to_scale, mask, DIM: tl.constexpr):
+    """Both halves of a head as int8 codes with one scale."""
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    scale = head_scale(tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0)))
+    tl.store(to_scale, scale)
+    tl.store(to, head_codes(x, scale), mask=mask)
+    tl.store(to + DIM // 2, head_codes(y, scale), mask=mask)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from worker_proc.cuda.attention import scales_of
 from worker_proc.cuda.layer_kernels import add_rms_norm_kernel, rope_store_kernel, silu_mul_kernel
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.layers import RMSNorm
@@ -43,11 +44,12 @@ def rope_store(
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     none = rotation.frequencies
     rope_store_kernel[tokens, all_heads](
-        qkv, q, k_pages, v_pages, positions, slot_mapping, rotation.frequencies,
+        qkv, q, k_pages, v_pages, *scales_of(cache, layer), positions, slot_mapping, rotation.frequencies,
         none if q_norm is None else q_norm.weight, none if k_norm is None else k_norm.weight,
         rotation.attention_factor, 0.0 if q_norm is None else q_norm.eps, heads, kv_heads,
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
         cache.page_size, dim, triton.next_power_of_2(dim // 2), q_norm is not None and k_norm is not None,
+        cache.spec.int8,
     )  # fmt: skip
     return q
 

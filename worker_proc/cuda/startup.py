@@ -6,15 +6,18 @@ from itertools import accumulate
 import torch
 
 from worker_proc.attention.interface import ForwardBatch
-from worker_proc.kv_cache import KVCache
+from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.interface import LanguageModel
 
 log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def measure_activations(model: LanguageModel, tokens: int, page_size: int, rows: int, device: torch.device) -> int:
-    """Bytes that the largest step takes beside weights and cache: prompts of `tokens` tokens in all, over `rows` rows.
+def measure_activations(
+    model: LanguageModel, spec: KVSpec, tokens: int, page_size: int, rows: int, device: torch.device
+) -> int:
+    """Bytes that the largest step takes beside weights and a cache of `spec`: prompts of `tokens` tokens in all, over
+    `rows` rows.
 
     It also loads cuBLAS and compiles kernels, whose memory is then no longer free when the cache is sized.
     """
@@ -22,7 +25,7 @@ def measure_activations(model: LanguageModel, tokens: int, page_size: int, rows:
     lengths = [tokens // rows + (row < tokens % rows) for row in range(rows)]
     pages = [-(-length // page_size) for length in lengths]
     starts = [0, *accumulate(pages)]
-    cache = KVCache(model.kv_spec, starts[-1], page_size, device)
+    cache = KVCache(spec, starts[-1], page_size, device)
     table = torch.zeros(rows, max(pages), dtype=torch.int64)
     for row, count in enumerate(pages):
         table[row, :count] = torch.arange(starts[row], starts[row] + count)
