@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from worker_proc.cuda import attention_kernels as attention
 from worker_proc.cuda import layer_kernels as layers
+from worker_proc.cuda import linear_kernels as linear
 from worker_proc.cuda import sampling_kernels as sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -31,11 +32,14 @@ _POINTERS |= dict.fromkeys(
 ) | {"params_ptr": "*fp64"}
 _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
 _POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
-_POINTERS |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+_POINTERS |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr", "scales_ptr", "zeros_ptr", "parts_ptr"), "*fp32")
+_POINTERS["codes_ptr"] = "*i8"
+_ALIGNED = {"x_row", "codes_row", "inputs", "outputs"}  # multiples of 16, as Triton finds out when it launches a kernel
+_OPTIONS = ("num_warps", "num_stages")
 
 
-def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name, kernel and compile-time constants of all that is compiled."""
+def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name, kernel, and compile-time constants and options of all that is compiled for `numbers`."""
     shape = {"PAGE": 16, "GROUP": 4, "DIM_K": 128, "DIM_V": 128, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_N": 64}
     plain: dict[str, Any] = shape | {"WINDOW": 0, "SOFTCAP": False, "INT8": False}
     narrow = plain | {"PAGE": 1, "GROUP": 1, "DIM_K": 64, "DIM_V": 64, "BLOCK_K": 64, "BLOCK_V": 64}
@@ -61,9 +65,18 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"PAGE": 16, "DIM": 128, "HALF_BLOCK": 64, "NORM": norm, "INT8": False}
         yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
     yield "rope_store int8", layers.rope_store_kernel, constants | {"INT8": True}
+    few = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "ZEROS": False, "BIAS": False, "EVEN": True, "num_stages": 4}
+    many = few | {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+    for rows, cut in (("few", few), ("many", many)):
+        if rows == "few" or numbers != "fp32":  # which is cut smaller
+            yield f"linear int4 {rows} rows", linear.quantized_linear_kernel, cut | {"BITS": 4, "GROUP": 128}
+            yield f"linear int8 {rows} rows", linear.quantized_linear_kernel, cut | {"BITS": 8, "GROUP": 0}
+    zeros = few | {"BITS": 4, "GROUP": 32, "BLOCK_K": 32, "BLOCK_M": 64, "ZEROS": True, "BIAS": True}
+    yield "linear int4 groups of 32", linear.quantized_linear_kernel, zeros
+    yield "linear, parts", linear.sum_parts_kernel, {"BIAS": False, "BLOCK": 1024}
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
-    yield "draw", sampling.draw_kernel, {"BLOCK": 4096}
+    yield "draw", sampling.draw_kernel, {"BLOCK": 4096, "num_warps": 16}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
@@ -73,8 +86,10 @@ def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
     if constants.get("INT8"):
         signature |= dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*i8")
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
-    options = {"num_warps": 16} if kernel is sampling.draw_kernel else {}
-    return triton.compile(ASTSource(kernel, signature, values), target=HOPPER, options=options)
+    options = {name: constants[name] for name in _OPTIONS if name in constants}
+    aligned = [i for i, name in enumerate(names) if name in _ALIGNED or (constants.get("BITS") and "_ptr" in name)]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    return triton.compile(ASTSource(kernel, signature, values, attributes), target=HOPPER, options=options)
 
 
 def _type(name: str, numbers: str) -> str:
@@ -100,7 +115,7 @@ def resources(cubin: bytes) -> str:
 @click.option("--dtype", "dtypes", multiple=True, default=("bf16", "fp16", "fp32"), show_default=True)
 def main(dtypes: tuple[str, ...]) -> None:
     for numbers in dtypes:
-        for name, kernel, constants in variants():
+        for name, kernel, constants in variants(numbers):
             made = compiled(kernel, constants, numbers)
             unit = "wgmma" if "wgmma" in made.asm["ptx"] else "mma" if "mma.sync" in made.asm["ptx"] else "-"
             rounded = "approx" if re.search(r"\.approx|div\.full", made.asm["ptx"]) else "-"

@@ -20,6 +20,7 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.decoder import CudaDecoder, supports
 from worker_proc.cuda.graphs import GraphedDecoder, Outputs, graph_sizes
+from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeightPlan
@@ -29,7 +30,9 @@ from worker_proc.models.loading import WeightLoader
 from worker_proc.models.registry import load_model
 from worker_proc.models.spec import parse_spec
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
+from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import Checkpoint
 
 PROMPTS = [prompt[:20] for prompt in make_prompts(VOCAB_SIZE)][:4]
@@ -37,12 +40,14 @@ TOKENS = 5
 INT8_BOUND = 2e-3  # of logits: some codes are neighbours of the reference's
 
 
-def load(path: Path) -> CudaDecoder:
-    spec = parse_spec(read_config(path))
+def load(path: Path, scheme: Scheme | None = None) -> CudaDecoder:
+    config = read_config(path)
+    spec = parse_spec(config)
     assert supports(spec)
     with torch.inference_mode():
         loader = WeightLoader(Checkpoint.open(path), torch.float32, DEVICE)
-        plan = DecoderWeightPlan(spec, Shard.of(spec, 0, 1), loader, WeightSource(loader))
+        source = WeightSource(loader, scheme, parse_stored(config))
+        plan = DecoderWeightPlan(spec, Shard.of(spec, 0, 1), loader, source, PackedWeight.empty)
         loader.run()
         return CudaDecoder(spec, Shard.of(spec, 0, 1), plan.finish(), TensorParallel())
 

@@ -11,7 +11,7 @@ from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.rows import QuantizedWeight
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
-from worker_proc.quantization.target import WeightTarget
+from worker_proc.quantization.target import MakeMatrix, QuantizedMatrix, WeightTarget
 
 Norm = RMSNorm | LayerNorm
 
@@ -42,7 +42,16 @@ class DecoderWeights:
 class DecoderWeightPlan:
     """Plans all reads of one rank; after `load.run`, `finish` gives the weights."""
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, load: WeightLoader, source: WeightSource) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        shard: Shard,
+        load: WeightLoader,
+        source: WeightSource,
+        make_matrix: MakeMatrix = QuantizedWeight.empty,
+    ) -> None:
+        """Matrices in codes are made by `make_matrix`."""
+        self.make_matrix = make_matrix
         self.spec = spec
         self.shard = shard
         self.load = load
@@ -93,10 +102,10 @@ class DecoderWeightPlan:
         rows = self.shard.vocab[1] - self.shard.vocab[0]
         return self.load.tensor(part, rows=rows) if scheme is None else self._quantized((part,), scheme, rows)
 
-    def _quantized(self, parts: tuple[Part, ...], scheme: Scheme, rows: int | None = None) -> QuantizedWeight:
+    def _quantized(self, parts: tuple[Part, ...], scheme: Scheme, rows: int | None = None) -> QuantizedMatrix:
         shapes = [part.local_shape() for part in parts]
         outputs, inputs = sum(shape[0] for shape in shapes) if rows is None else rows, shapes[0][1]
-        weight = QuantizedWeight.empty(outputs, inputs, scheme, self.load.dtype, self.load.device)
+        weight = self.make_matrix(outputs, inputs, scheme, self.load.dtype, self.load.device)
         start = 0
         for part, shape in zip(parts, shapes, strict=True):
             self.source.into(part, scheme, WeightTarget(weight, start))

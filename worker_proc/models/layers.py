@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_proc.quantization.rows import QuantizedWeight
+from worker_proc.quantization.target import QuantizedMatrix
 
-Table = Tensor | QuantizedWeight  # a matrix [rows, columns]
+Table = Tensor | QuantizedMatrix  # a matrix [rows, columns]
 
 
 def look_up(table: Table, rows: Tensor) -> Tensor:
     """Rows of a table, `[len(rows), columns]`."""
-    return table.rows(rows) if isinstance(table, QuantizedWeight) else F.embedding(rows, table)
+    return F.embedding(rows, table) if isinstance(table, Tensor) else table.rows(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class Linear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.weight.rows() if isinstance(self.weight, QuantizedWeight) else self.weight
-        return F.linear(x, weight, self.bias)
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        return self.weight.linear(x, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,15 @@ def load_model(
             packed = PackedWeightPlan(spec, shard, loader, native, source)
             loader.run(progress)
             return CpuDecoder(spec, shard, packed.finish(), tp, native)
-        plan = DecoderWeightPlan(spec, shard, loader, source)
-        loader.run(progress)
         if device.type == "cuda":
             from worker_proc.cuda import decoder as cuda  # needs Triton, which torch brings where there is a GPU
             from worker_proc.cuda.interface import CudaAttention
+            from worker_proc.cuda.quantized import PackedWeight
 
             if cuda.supports(spec) and isinstance(attention, CudaAttention):
+                plan = DecoderWeightPlan(spec, shard, loader, source, PackedWeight.empty)
+                loader.run(progress)
                 return cuda.CudaDecoder(spec, shard, plan.finish(), tp, attention)
+        plan = DecoderWeightPlan(spec, shard, loader, source)
+        loader.run(progress)
         return Decoder(spec, shard, plan.finish(), tp, attention)

@@ -93,6 +93,15 @@ class QuantizedWeight:
         if self.zeros is not None and rows.zeros is not None:
             self.zeros[here] = rows.zeros
 
+    @property
+    def nbytes(self) -> int:
+        """What a product reads."""
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias`, with `x` `[T, in]`."""
+        return F.linear(x, self.rows(), bias)
+
     def rows(self, indices: Tensor | None = None) -> Tensor:
         """Rows `indices`, or all, `[R, in]` in `dtype`."""
         pick = slice(None) if indices is None else indices

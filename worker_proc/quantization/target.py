@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight
+from worker_proc.quantization.rows import QuantizedRows
 from worker_proc.quantization.scheme import Scheme
 
 Quantize = Callable[[Tensor, Scheme], QuantizedRows]
@@ -32,11 +33,36 @@ class QuantizingTarget:
         self.target.copy_quantized(first, quantized.select((0, len(rows)), self.cols))
 
 
+class QuantizedMatrix(Protocol):
+    """A matrix `[out, in]` in codes: `rows.QuantizedWeight`, or what a device has in its place."""
+
+    @property
+    def nbytes(self) -> int:
+        """What a product reads."""
+        ...
+
+    def put(self, first: int, rows: QuantizedRows) -> None:
+        """Fill the rows from `first` on."""
+        ...
+
+    def rows(self, indices: Tensor | None = None) -> Tensor:
+        """Rows `indices`, or all, `[R, in]`, as plain numbers."""
+        ...
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias`, with `x` `[T, in]`."""
+        ...
+
+
+MakeMatrix = Callable[[int, int, Scheme, torch.dtype, torch.device], QuantizedMatrix]
+"""Of outputs, inputs, scheme, the precision of `x`, and the device; to be filled."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Rows of a `QuantizedWeight` from `start` on."""
+    """Rows of a `QuantizedMatrix` from `start` on."""
 
-    weight: QuantizedWeight
+    weight: QuantizedMatrix
     start: int
 
     def copy_quantized(self, first: int, rows: QuantizedRows) -> None:

@@ -1,0 +1,135 @@
+"""Products with codes on a GPU against torch: on the GPU where there is one, else in Triton's interpreter."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers_triton import DEVICE
+
+pytest.importorskip("triton")
+
+from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_paged import generate, make_prompts
+from tests.helpers_quantized import quantize_checkpoint
+from tests.unit.test_cuda_decoder import OnDevice, load
+from tests.unit.test_quantized_linear import SCHEMES, random_rows
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.quantized import Launch, PackedWeight
+from worker_proc.errors import ModelError
+from worker_proc.models.registry import load_model
+from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight
+from worker_proc.quantization.scheme import Scheme
+
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]  # see test_cuda_attention
+BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the largest number: outputs are rounded
+
+
+def packed(rows: QuantizedRows, dtype: torch.dtype) -> PackedWeight:
+    outputs, inputs = rows.codes.shape
+    weight = PackedWeight.empty(outputs, inputs, rows.scheme, dtype, DEVICE)
+    cut = outputs // 3
+    weight.put(cut, rows.select((cut, outputs), (0, inputs)))
+    weight.put(0, rows.select((0, cut), (0, inputs)))
+    return weight
+
+
+def check(rows: QuantizedRows, tokens: int, dtype: torch.dtype, biased: bool) -> None:
+    outputs, inputs = rows.codes.shape
+    weight = packed(rows, dtype)
+    x = torch.randn(tokens, inputs + 3)[:, :inputs].to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    exact = F.linear(x.double(), rows.dequantize(torch.float64), bias.double() if bias is not None else None)
+    got = weight.linear(x.to(DEVICE), bias.to(DEVICE) if bias is not None else None)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.cpu().double(), exact, rtol=0, atol=BOUNDS[dtype] * float(exact.abs().max() + 1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, Scheme(4, 96), Scheme(8, 256)], ids=str)
+@pytest.mark.parametrize("tokens, outputs, inputs", [
+    (1, 70, 384), (16, 64, 1024), (17, 200, 520), (64, 130, 96), (65, 128, 640), (130, 260, 40),
+])  # fmt: skip
+def test_equals_torch(tokens: int, outputs: int, inputs: int, scheme: Scheme, dtype: torch.dtype) -> None:
+    """One row and many, a whole number of tiles and not, inputs shared out (1024, 640) and not."""
+    torch.manual_seed(tokens)
+    check(random_rows(outputs, inputs, scheme, tokens), tokens, dtype, biased=tokens % 2 == 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(SCHEMES), st.integers(1, 80), st.integers(1, 140), st.integers(1, 700), st.booleans(),
+    st.sampled_from(DTYPES), st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape(
+    scheme: Scheme, tokens: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    check(random_rows(outputs, inputs, scheme, seed), tokens, dtype, biased)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("inputs", [31, 128, 300])
+def test_rows_are_those_of_torch(scheme: Scheme, inputs: int) -> None:
+    rows = random_rows(50, inputs, scheme, 3)
+    weight, plain = packed(rows, torch.bfloat16), QuantizedWeight.empty(50, inputs, scheme, torch.bfloat16, DEVICE)
+    plain.put(0, rows)
+    assert torch.equal(weight.rows(), plain.rows())
+    some = torch.tensor([49, 0, 7, 7], device=DEVICE)
+    assert torch.equal(weight.rows(some), plain.rows(some))
+    assert weight.linear(torch.zeros(0, inputs, dtype=torch.bfloat16, device=DEVICE), None).shape == (0, 50)
+
+
+def test_a_row_has_the_same_bits_in_a_batch_of_up_to_sixteen() -> None:
+    weight = packed(random_rows(70, 1024, Scheme(4, 128), 1), torch.float32)
+    x = torch.randn(16, 1024, device=DEVICE)
+    together = weight.linear(x, None)
+    for row in (0, 7, 15):
+        assert torch.equal(weight.linear(x[row : row + 1], None), together[row : row + 1])
+
+
+@given(
+    st.integers(1, 9000), st.integers(1, 150_000), st.integers(1, 500), st.sampled_from([torch.float32, torch.bfloat16])
+)
+def test_every_tile_is_multiplied_once(rows: int, outputs: int, tiles: int, dtype: torch.dtype) -> None:
+    cut = Launch.of(rows, outputs, tiles, dtype)
+    assert cut.each * cut.splits >= tiles > cut.each * (cut.splits - 1), "no part without a tile"
+    assert 1 <= cut.splits <= 16 and (cut.splits == 1 or cut.each >= 4)
+    assert rows <= 1024 or outputs < 1024 or cut.splits == 1, "sums of many rows are not written in parts"
+    if rows <= 16:
+        assert cut == Launch.of(1, outputs, tiles, dtype)
+
+
+def test_groups_that_cut_a_tile_are_refused() -> None:
+    with pytest.raises(ModelError, match="quantization group size = 48: must be a multiple of 32"):
+        PackedWeight.empty(4, 96, Scheme(4, 48), torch.float32, DEVICE)
+
+
+PROMPTS = [prompt[:20] for prompt in make_prompts(VOCAB_SIZE)][:4]
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32)], ids=str)
+@pytest.mark.parametrize("kind", ["llama-gqa-untied", "qwen3"])
+@pytest.mark.parametrize("int8", [False, True], ids=["plain KV", "int8 KV"])
+def test_tokens_are_those_of_the_reference_decoder(kind: str, scheme: Scheme, int8: bool, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    tp, attention = TensorParallel(), ReferenceAttention()
+    reference = load_model(path, dtype=torch.float32, device="cpu", tp=tp, attention=attention, quantization=scheme)
+    want = generate(reference, PROMPTS, 5, page_size=4, chunk=9, int8=int8)
+    assert len({token for output in want for token in output}) > 8, "a degenerate model proves nothing"
+    assert generate(OnDevice(load(path, scheme)), PROMPTS, 5, page_size=4, chunk=9, int8=int8) == want
+
+
+@pytest.mark.parametrize(("method", "scheme"), [
+    ("gptq", Scheme(4, 32)), ("awq", Scheme(4, 64, symmetric=False)), ("compressed-tensors", Scheme(8, 32)),
+])  # fmt: skip
+def test_stored_codes_are_what_they_stand_for(method: str, scheme: Scheme, tmp_path: Path) -> None:
+    source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
+    codes, _ = quantize_checkpoint(source, tmp_path, method, scheme)
+    tp, attention = TensorParallel(), ReferenceAttention()
+    reference = load_model(codes, dtype=torch.float32, device="cpu", tp=tp, attention=attention)
+    assert generate(OnDevice(load(codes)), PROMPTS, 4, page_size=16) == generate(reference, PROMPTS, 4, page_size=16)
