@@ -44,7 +44,8 @@ part 100 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:
     tests/unit/test_cuda_attention.py tests/unit/test_shared_pages.py tests/unit/test_cuda_decoder.py \
     tests/unit/test_cuda_draws.py tests/unit/test_cuda_sampling.py tests/unit/test_host_pages.py
 part 60 "parity in bfloat16" "$python" -m bench.gpu.parity
-part 50 "attention: Triton, shared pages" "$python" -m bench.gpu.attention --backend triton
+part 60 "attention: Triton, shared pages, int8" "$python" -m bench.gpu.attention --backend triton
+part 60 "quantized weights" "$python" -m bench.gpu.quantized
 part 30 "sampling" "$python" -m bench.gpu.sampling
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flashinfer") is None)'; then
     # its compiler takes most of this; what it made is kept for the cluster
@@ -62,6 +63,8 @@ if command -v compute-sanitizer >/dev/null; then
     part 40 "compute-sanitizer: attention, shared pages" compute-sanitizer --error-exitcode 1 "$python" \
         -m bench.gpu.attention --backend triton --small
     part 30 "compute-sanitizer: sampling" compute-sanitizer --error-exitcode 1 "$python" -m bench.gpu.sampling --small
+    part 40 "compute-sanitizer: quantized weights" compute-sanitizer --error-exitcode 1 "$python" \
+        -m bench.gpu.quantized --small
 else
     echo "== compute-sanitizer: not installed"
 fi

@@ -3,9 +3,9 @@
     python -m bench.gpu.attention [--backend triton] [--small]
 
 The shapes are those of an 8B Llama, bfloat16: a mixed step, decodes, and decodes that begin with the same pages, read
-row by row and together, on one level and on two. Beside a time stands how much of it reading K and V at the copy
-bandwidth takes: each page once per row, or once per tile where it is shared. The error bound is 2e-2 of the reference's
-norm.
+row by row and together, on one level and on two; then all of them with an int8 cache. Beside a time stands how much of
+it reading K and V at the copy bandwidth takes: each page once per row, or once per tile where it is shared. The error
+bound is 2e-2 of the reference's norm.
 """
 
 import sys
@@ -17,12 +17,13 @@ import torch
 
 from bench.gpu.limits import measure, seconds
 from bench.gpu.parity import mixed_batch
-from bench.gpu.worker import PAGE, make_batch
+from bench.gpu.worker import PAGE, filled, make_batch
 from common.config import ConfigError
 from worker_proc import shared_pages
 from worker_proc.attention.interface import TILE_ROWS, AttentionBackend, ForwardBatch, SharedPages
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.backends import choose_attention
+from worker_proc.cuda.flashinfer_attention import FlashInferAttention
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.shared_pages import Tile
 
@@ -38,6 +39,7 @@ class Case:
     batch: ForwardBatch
     pages: int  # of the cache
     read: int  # pages that must be read, where shared ones are read once per tile
+    int8: bool = False  # what the cache is in
 
 
 def shared_decodes(rows: int, prefix: int, own: int, inner: int = 0) -> list[Case]:
@@ -92,25 +94,27 @@ def main(small: bool, names: tuple[str, ...]) -> None:
             backends[name] = choose_attention(name, torch.bfloat16, DIM, device)
         except ConfigError as error:
             print(f"not run: {error}")
-    for case in cases(small=small):
+    plain = cases(small=small)
+    for case in (*plain, *(replace(case, int8=True) for case in plain)):
         torch.manual_seed(0)
         tokens = len(case.batch.token_ids)
         q, k, v = (torch.randn(tokens, n, DIM, device=device).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS))
-        exact = KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.float32), case.pages, PAGE, device)
-        cache = KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16), case.pages, PAGE, device)
-        for wide, narrow in ((exact.k[0], cache.k[0]), (exact.v[0], cache.v[0])):
-            narrow.normal_()
+        cache = filled(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16, case.int8), case.pages)
+        exact = KVCache(replace(cache.spec, dtype=torch.float32), case.pages, PAGE, device)
+        for wide, narrow in zip(exact.page_tensors, cache.page_tensors, strict=True):
             wide.copy_(narrow)
         scale = DIM**-0.5
         reference = ReferenceAttention()
         want = reference.forward(0, q.float(), k.float(), v.float(), case.batch, exact, scale=scale)
         floor = case.read * PAGE * cache.spec.bytes_per_token / bandwidth
         for name, attention in backends.items():
+            if case.int8 and isinstance(attention, FlashInferAttention):
+                continue
             got = attention.forward(0, q, k, v, case.batch, cache, scale=scale).float()
             error = float((got - want).norm() / want.norm())
             wrong = not error < BOUND
             failed |= wrong
-            line = f"{case.name:<58} {name:<10} error {error:.1e}{' WRONG' * wrong}"
+            line = f"{case.name + ', int8' * case.int8:<58} {name:<10} error {error:.1e}{' WRONG' * wrong}"
             if not small:
                 run = partial(attention.forward, 0, q, k, v, case.batch, cache, scale=scale)
                 taken = seconds(run, repeats=10)

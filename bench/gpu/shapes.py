@@ -6,11 +6,14 @@ from typing import Any
 import torch
 
 from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
-from worker_proc.models.layers import Linear, RMSNorm
+from worker_proc.models.layers import Linear, RMSNorm, Table
 from worker_proc.models.spec import DecoderSpec, parse_spec
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.rows import quantize_rows
+from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -28,10 +31,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_model(name: str) -> CudaDecoder:
-    """A bfloat16 model of `CONFIGS` on the current GPU."""
+def make_model(name: str, scheme: Scheme | None = None) -> CudaDecoder:
+    """A bfloat16 model of `CONFIGS` on the current GPU, its projections in codes of `scheme`, if one is given, and its
+    head in int8 then."""
     spec = parse_spec(CONFIGS[name])
-    weights = _weights(spec)
+    weights = _weights(spec, scheme)
     return CudaDecoder(spec, Shard.of(spec, 0, 1), weights, TensorParallel())
 
 
@@ -43,11 +47,26 @@ def weight_bytes(model: CudaDecoder) -> int:
     return sum(linear.weight.nbytes for linear in (w.head, *layers))
 
 
-def _weights(spec: DecoderSpec) -> DecoderWeights:
+def random_matrix(rows: int, columns: int) -> torch.Tensor:
+    """bfloat16 `[rows, columns]` on the current GPU, which keeps the size of what it is multiplied with."""
+    return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda").mul_(columns**-0.5)
+
+
+def in_codes(weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+    """`weight` in codes of a symmetric scheme."""
+    outputs, inputs = weight.shape
+    packed = PackedWeight.empty(outputs, inputs, scheme, weight.dtype, weight.device)
+    for first in range(0, outputs, 4096):  # float32 copies of all of a head would be gigabytes
+        packed.put(first, quantize_rows(weight[first : first + 4096], scheme))
+    return packed
+
+
+def _weights(spec: DecoderSpec, scheme: Scheme | None = None) -> DecoderWeights:
     torch.manual_seed(0)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda").mul_(columns**-0.5)
+    def matrix(rows: int, columns: int, scheme: Scheme | None = scheme) -> Table:
+        weight = random_matrix(rows, columns)
+        return weight if scheme is None else in_codes(weight, scheme)
 
     def norm(width: int) -> RMSNorm:
         return RMSNorm(torch.ones(width, dtype=torch.bfloat16, device="cuda"), spec.norm_eps)
@@ -66,8 +85,9 @@ def _weights(spec: DecoderSpec) -> DecoderWeights:
         )
         for _ in range(spec.num_layers)
     )
-    embedding = matrix(spec.vocab_size, hidden)
-    head = embedding if spec.tied else matrix(spec.vocab_size, hidden)
+    of_head = None if scheme is None else HEAD_SCHEME
+    embedding = matrix(spec.vocab_size, hidden, of_head if spec.tied else None)
+    head = embedding if spec.tied else matrix(spec.vocab_size, hidden, of_head)
     return DecoderWeights(embedding, None, layers, norm(hidden), Linear(head, None))
 
 

@@ -24,7 +24,7 @@ from common.sampling_params import DrawParams
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.graphs import GraphedDecoder
-from worker_proc.kv_cache import KVCache
+from worker_proc.kv_cache import KVCache, KVSpec
 
 PAGE = 16
 CONTEXT = 1024
@@ -52,12 +52,20 @@ def make_batch(rows: int, new: int, total: int) -> ForwardBatch:
     )
 
 
-def decode(model: CudaDecoder, batches: list[int], limits: Limits) -> bool:
+def filled(spec: KVSpec, pages: int) -> KVCache:
+    """A cache on the GPU with random numbers of about one."""
+    cache = KVCache(spec, pages, PAGE, "cuda")
+    for numbers in (*cache.k, *cache.v):
+        numbers.random_(-127, 128) if spec.int8 else numbers.normal_()
+    for scales in (*cache.k_scales, *cache.v_scales):
+        scales.fill_(1 / 64)
+    return cache
+
+
+def decode(model: CudaDecoder, batches: list[int], limits: Limits, *, int8_kv: bool = False) -> bool:
     """Whether graphs give the tokens of plain steps, and steps neither wait nor idle."""
-    spec = model.kv_spec
-    cache = KVCache(spec, max(batches) * CONTEXT // PAGE, PAGE, "cuda")
-    for pages in (*cache.k, *cache.v):
-        pages.normal_()
+    spec = replace(model.kv_spec, int8=int8_kv)
+    cache = filled(spec, max(batches) * CONTEXT // PAGE)
     graphed = GraphedDecoder(model, max(batches), CONTEXT)
     started = time.perf_counter()
     graphed.capture(cache)

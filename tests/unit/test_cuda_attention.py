@@ -14,7 +14,7 @@ from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.attention import TritonAttention, num_splits, store
 from worker_proc.kv_cache import KVCache, KVSpec
 
-HALF = [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]  # the interpreter multiplies no bfloat16
+HALF = [torch.bfloat16 if DEVICE.type == "cuda" else torch.float16]  # the interpreter multiplies no bfloat16
 ROWS = [(5, 5), (9, 40), (70, 131), (1, 1), (1, 33), (1, 64), (1, 65), (1, 130)]  # new tokens, all tokens
 CASES = [
     # heads, KV heads, K dim, V dim, page size, window, softcap

@@ -1,6 +1,7 @@
 """Quantized weights on a GPU, in the layout of linear_kernels.py, and products with them."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ _FEW = 64  # rows up to which reading codes takes longer than multiplying
 _PROGRAMS_FEW, _PROGRAMS_MANY = 264, 132  # that an H100 or H200 should have to do, on 132 multiprocessors
 _LEAST_TILES = 4  # of a program, where inputs are shared out
 _MAX_SPLITS = 16
+_ROOMY = 160 * 2**10  # bytes of shared memory: the data centre's GPUs since the A100
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,18 @@ class Launch:
     stages: int
 
     @classmethod
-    def of(cls, rows: int, outputs: int, tiles: int, dtype: torch.dtype) -> "Launch":
-        """It depends on shapes only, and up to 16 rows not on their number."""
+    def of(cls, rows: int, outputs: int, tiles: int, dtype: torch.dtype, *, roomy: bool = True) -> "Launch":
+        """It depends on shapes only, and up to 16 rows not on their number. `roomy`: programs may take 160 KiB of
+        shared memory."""
         wide, few = dtype == torch.float32, rows <= _FEW
-        block_m = max(16, triton.next_power_of_2(rows)) if few else 64 if wide else 128
+        block_m = max(16, triton.next_power_of_2(rows)) if few else 128 if roomy and not wide else 64
         block_n = 64 if few or wide else 128
         programs = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
         wanted = triton.cdiv(_PROGRAMS_FEW if few else _PROGRAMS_MANY, programs)
         each = triton.cdiv(tiles, max(1, min(wanted, _MAX_SPLITS, tiles // _LEAST_TILES)))
-        return cls(block_m, block_n, triton.cdiv(tiles, each), each, 4 if few or wide else 8, 4 if few else 3)
+        return cls(
+            block_m, block_n, triton.cdiv(tiles, each), each, 4 if few or wide else 8, 2 if wide else 4 if few else 3
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class PackedWeight:
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         if not rows:
             return out
-        cut = Launch.of(rows, outputs, tiles, x.dtype)
+        cut = Launch.of(rows, outputs, tiles, x.dtype, roomy=_is_roomy(x.device))
         split = cut.splits > 1
         to = torch.empty(cut.splits, rows, outputs, device=x.device) if split else out
         added = self.scales if bias is None else bias  # read where there is one only
@@ -122,3 +127,11 @@ class PackedWeight:
                 to, added, out, cut.splits, rows, outputs, bias is not None, _SUM_BLOCK
             )
         return out
+
+
+@lru_cache
+def _is_roomy(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= _ROOMY
