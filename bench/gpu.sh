@@ -40,7 +40,7 @@ part() {
     echo "== $name: $(($(date +%s) - begun)) s"
 }
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || exit 1
-part 100 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider \
+part 120 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider \
     tests/unit/test_cuda_attention.py tests/unit/test_shared_pages.py tests/unit/test_cuda_decoder.py \
     tests/unit/test_cuda_draws.py tests/unit/test_cuda_sampling.py tests/unit/test_host_pages.py
 part 60 "parity in bfloat16" "$python" -m bench.gpu.parity
