@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,6 @@ FILES = sorted(
     for path in ROOT.rglob("*.py")
     if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
-LIGHT = {
-    "common",
-    "scheduler_proc",
-    "tokenizer_proc",
-    "gateway_proc",
-    "client_cli",
-    "rhizome",
-    "launch.py",
-    "client.py",
-}
 LIGHT = {"client_cli", "common", "gateway_proc", "launcher", "rhizome", "scheduler_proc", "tokenizer_proc"}
 LIGHT |= {"launch.py", "client.py"}
 LIGHT_MODULES = sorted(
@@ -75,6 +66,14 @@ def violations(path: Path, source: str) -> set[str]:
 def test_the_packages_are_there() -> None:
     assert {"scheduler_proc", "tokenizer_proc", "worker_proc"} <= set(PROCESSES)
     assert {"common.codec", "client", "launch"} <= set(LIGHT_MODULES)
+
+
+def test_every_package_is_installed() -> None:
+    """An editable install finds packages that pyproject.toml does not name, a plain one does not."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    there = {".".join(path.parent.parts) for path in FILES if path.name == "__init__.py"}
+    assert set(setuptools["packages"]) == {name for name in there if name.split(".")[0] not in ("bench", "tests")}
+    assert set(setuptools["py-modules"]) == {path.stem for path in FILES if len(path.parts) == 1}
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
