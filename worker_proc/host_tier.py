@@ -5,6 +5,7 @@ On a CPU, device and host are the same memory, and copies are made at once. On a
 `worker_proc/cuda/page_transfer.py`.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ class Run:
 
 
 class HostPages:
-    """`num_pages` pages of `cache` in host memory, `bytes` uint8 `[num_pages, page_bytes]`; pinned for a GPU, where the
-    memory is taken at once. On a CPU the system gives it when a page is first written."""
+    """`num_pages` pages of `cache` in host memory, `bytes` uint8 `[num_pages, page_bytes]`; pinned for a GPU as long
+    as this object lives, and taken at once. On a CPU the system gives memory when a page is first written."""
 
     def __init__(self, cache: KVCache, num_pages: int, device: torch.device | str = "cpu") -> None:
         if num_pages < 1:
@@ -49,9 +50,11 @@ class HostPages:
         self.nbytes = num_pages * cache.page_bytes
         self.bytes = HugePages(HugePages.room(self.nbytes)).take(self.nbytes, torch.uint8).view(num_pages, -1)
         if torch.device(device).type == "cuda":
-            from worker_proc.cuda.page_transfer import pin
+            from worker_proc.cuda.page_transfer import pin, unpin
 
             pin(self.bytes)
+            unpinned = weakref.finalize(self, unpin, self.bytes, torch.device(device))
+            unpinned.atexit = False  # the end of a process is that of everything pinned
 
 
 class PageFormat:

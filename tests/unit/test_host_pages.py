@@ -1,5 +1,6 @@
 """Pages that go to the host and come back: the very bits, in every kind of cache, and for GPUs the order of streams."""
 
+import gc
 from contextlib import contextmanager
 
 import hypothesis.strategies as st
@@ -313,3 +314,41 @@ def test_the_last_copies_may_come_by_layer(pairs, upto):
             loads.before(layer)
         results.append([bits(cache, page) for page in range(PAGES)])
     assert all(same(*pages) for pages in zip(*results, strict=True))
+
+
+class Runtime:
+    """What pages need of CUDA's runtime, which pins memory once and returns error 712 the second time."""
+
+    def __init__(self):
+        self.pinned, self.calls = set(), []
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        assert address not in self.pinned, "cudaErrorHostMemoryAlreadyRegistered (712)"
+        self.pinned.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.calls.append("unpin")
+        self.pinned.remove(address)
+        return 0
+
+
+def test_memory_is_unpinned_when_nobody_has_it_any_more(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append(f"wait for {device}"))
+    cache = filled()
+    host = HostPages(cache, HOST, "cuda:3")
+    transfer = CudaTransfer(cache, host, torch.device("cpu"), Clocks())
+    assert runtime.pinned == {host.bytes.data_ptr()}
+    del host
+    gc.collect()
+    assert runtime.pinned and not runtime.calls, "the transfer still has it"
+    del transfer
+    gc.collect()
+    assert not runtime.pinned and runtime.calls == ["wait for cuda:3", "unpin"]
+    for _ in range(3):  # at the address of the last one, or at another one
+        HostPages(cache, HOST, "cuda:3")
+        gc.collect()
+    assert not runtime.pinned

@@ -32,6 +32,14 @@ def pin(memory: Tensor) -> None:
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 
+def unpin(memory: Tensor, device: torch.device) -> None:
+    """Undo `pin` when all that was asked of the GPU `device` is done. Memory that is freed without it counts as pinned
+    still, and what the system puts at its address cannot be (CUDA's error 712). Raises torch.cuda.CudaError."""
+    torch.cuda.synchronize(device)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
+
+
 @dataclass(slots=True)
 class Buffer:
     """A buffer uint8 `[pages, page_bytes]` on the GPU; `free` comes when what was in it has been read."""
@@ -45,6 +53,7 @@ class CudaTransfer:
 
     def __init__(self, cache: KVCache, host: HostPages, device: torch.device, streams: Any = None) -> None:
         self.format = PageFormat(cache)
+        self._kept = host  # which unpins its memory when nobody has it any more
         self._host = host.bytes
         self._streams = streams if streams is not None else CudaStreams(device)
         self._downward, self._upward = self._streams.new(), self._streams.new()
