@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import click
@@ -34,7 +35,10 @@ _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weigh
 _POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
 _POINTERS |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr", "scales_ptr", "zeros_ptr", "parts_ptr"), "*fp32")
 _POINTERS["codes_ptr"] = "*i8"
-_ALIGNED = {"x_row", "codes_row", "inputs", "outputs"}  # multiples of 16, as Triton finds out when it launches a kernel
+# multiples of 16, as Triton finds out when it launches a kernel; all pointers are, where it is to look at them
+_ALIGNED = {"x_row", "codes_row", "inputs", "outputs", "width", "vocab", "logits_row", "weights_row"}
+_ALIGNED |= {"q_row", "q_head", "q_token", "out_row", "out_head", "out_token", "k_token", "k_head", "v_token", "v_head"}
+_ALIGNED |= {"k_page_stride", "k_head_stride", "v_page_stride", "v_head_stride"}
 _OPTIONS = ("num_warps", "num_stages")
 
 
@@ -53,9 +57,9 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         together = {"GROUP": group, "BLOCK_G": 16 * group, "MEMBERS": 16}
         yield f"shared group={group}", attention.shared_kernel, plain | together
     yield "shared group=4 int8", attention.shared_kernel, codes | {"GROUP": 4, "BLOCK_G": 64, "MEMBERS": 16}
-    for shared in (False, True):
-        constants = {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": 128, "SHARED": shared}
-        yield f"combine shared={shared}", attention.combine_kernel, constants
+    for shared, parts in product((False, True), (16, 128)):
+        constants = {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": parts, "SHARED": shared}
+        yield f"combine {parts} shared={shared}", attention.combine_kernel, constants
     stored = {key: shape[key] for key in ("PAGE", "DIM_K", "DIM_V", "BLOCK_K", "BLOCK_V")}
     for int8 in (False, True):
         yield f"store int8={int8}", attention.store_kernel, stored | {"INT8": int8}
@@ -65,6 +69,7 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"PAGE": 16, "DIM": 128, "HALF_BLOCK": 64, "NORM": norm, "INT8": False}
         yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
     yield "rope_store int8", layers.rope_store_kernel, constants | {"INT8": True}
+    yield "rope_store kv_heads=1", layers.rope_store_kernel, constants | {"kv_heads": 1}  # a constant then
     few = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "ZEROS": False, "BIAS": False, "EVEN": True, "num_stages": 4}
     many = few | {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
     for rows, cut in (("few", few), ("many", many)):
@@ -87,7 +92,8 @@ def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
         signature |= dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*i8")
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
     options = {name: constants[name] for name in _OPTIONS if name in constants}
-    aligned = [i for i, name in enumerate(names) if name in _ALIGNED or (constants.get("BITS") and "_ptr" in name)]
+    specialized = [param for param in kernel.params if not param.do_not_specialize and param.name not in constants]
+    aligned = [param.num for param in specialized if param.name in _ALIGNED or param.name.endswith("_ptr")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     return triton.compile(ASTSource(kernel, signature, values, attributes), target=HOPPER, options=options)
 

@@ -145,7 +145,7 @@ def decode(
         )  # fmt: skip
     combine_kernel[rows, heads](
         partial, sums, out, levels, splits, more, parts, out.stride(0), out.stride(1), dim_v, _block(dim_v),
-        triton.next_power_of_2(parts), shared is not None,
+        _block(parts), shared is not None,
     )  # fmt: skip
 
 
@@ -184,4 +184,5 @@ def shared_splits(own: int, rows: int, kv_heads: int, longest: int) -> int:
 
 
 def _block(dim: int) -> int:
+    """At least the 16 of a matrix product: each size is one more kernel to compile."""
     return max(16, int(triton.next_power_of_2(dim)))

@@ -8,6 +8,10 @@ KV head once for all of its query heads. Accumulation is float32; powers are of 
 
 With `INT8`, pages hold codes, and `k_scales`, `v_scales` float32 `[pages, Hkv, PAGE]` what to multiply them by. They
 are not widened in memory: the scales of K multiply the scores, those of V the weights.
+
+Arguments that change from step to step are not specialized on (whether they are 1, or multiples of 16, as addresses
+are): another kernel would have to be compiled while requests wait. They are numbers and lists of int64 that are read
+one by one.
 """
 
 import triton
@@ -16,7 +20,7 @@ import triton.language as tl
 from worker_proc.cuda.kv_codes import head_codes, head_scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_ptr"])
 def store_kernel(
     k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
     k_token, k_head, v_token, v_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
@@ -45,7 +49,7 @@ def store_kernel(
         tl.store(v_to + dims_v, v, mask=dims_v < DIM_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_ptr", "lens_ptr", "skipped_ptr", "splits", "parts", "table_row"])
 def decode_kernel(
     q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, partial_ptr, sums_ptr, table_ptr,
     lens_ptr, skipped_ptr, scale, softcap, splits, parts,
@@ -88,7 +92,7 @@ def decode_kernel(
     tl.store(sums_ptr + place, logs, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_ptr", "tiles_ptr", "own", "splits", "parts", "table_row"])
 def shared_kernel(
     q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, partial_ptr, sums_ptr, table_ptr,
     tiles_ptr, scale, softcap, own, splits, parts,
@@ -174,7 +178,7 @@ def _attend_part(
     return mean, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["levels_ptr", "own", "splits", "parts"])
 def combine_kernel(
     partial_ptr, sums_ptr, out_ptr, levels_ptr, own, splits, parts, out_row, out_head,
     DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SHARED: tl.constexpr,
@@ -196,7 +200,7 @@ def combine_kernel(
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=dims < DIM_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_ptr", "lens_ptr", "starts_ptr", "table_row"])
 def prefill_kernel(
     q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr,
     scale, softcap,

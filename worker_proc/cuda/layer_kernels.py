@@ -24,7 +24,7 @@ def add_rms_norm_kernel(
     tl.store(out_ptr + row * width + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # see attention_kernels.py
 def rope_store_kernel(
     qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, positions_ptr, slots_ptr, frequencies_ptr,
     q_norm_ptr, k_norm_ptr, attention_factor, eps, heads, kv_heads,

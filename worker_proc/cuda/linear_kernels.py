@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tiles", "each"])  # see attention_kernels.py
 def quantized_linear_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr,
     rows, inputs, outputs, tiles, each, x_row, codes_row,
@@ -80,7 +80,7 @@ def _whole(codes, zero, ZEROS: tl.constexpr, dtype: tl.constexpr):
     return wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "rows"])  # see attention_kernels.py
 def sum_parts_kernel(
     parts_ptr, bias_ptr, out_ptr, splits, rows, outputs, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

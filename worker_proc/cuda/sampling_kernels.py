@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index_ptr", "index_row"])  # see attention_kernels.py
 def weights_kernel(
     logits_ptr, best_ptr, params_ptr, index_ptr, weights_ptr,
     vocab, logits_row, index_row, never, unit,
@@ -36,7 +36,7 @@ def weights_kernel(
     tl.store(weights_ptr + row.to(tl.int64) * vocab + at, weights, mask=at < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index_ptr", "index_row"])  # see attention_kernels.py
 def draw_kernel(
     weights_ptr, params_ptr, seeds_ptr, index_ptr, tokens_ptr,
     vocab, weights_row, params_row, index_row, unit,

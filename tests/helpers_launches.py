@@ -1,0 +1,105 @@
+"""Which kernels Triton would compile for steps of all kinds, found out without a GPU.
+
+    python -m tests.helpers_launches
+
+Steps on a CPU's tensors, whose launches go no further than Triton's own look at their arguments. First steps with which
+a worker could begin, then many others, with other numbers of rows and pages and at addresses that are no multiples of
+16. Whatever those would have compiled that the first did not is printed, and makes the exit status 1. Triton's
+interpreter must be off.
+"""
+
+import sys
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from bench.gpu.compile_kernels import HOPPER
+from worker_proc.attention.interface import TILE_COLUMNS, SharedPages
+from worker_proc.cuda.attention import decode, prefill, store
+from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
+from worker_proc.cuda.quantized import PackedWeight
+from worker_proc.cuda.sampling import draw, make_weights
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.layers import RMSNorm
+from worker_proc.quantization.scheme import Scheme
+from worker_proc.shared_pages import max_tiles
+
+HEADS, KV_HEADS, DIM, PAGE, INPUTS, VOCAB, SLOTS = 16, 8, 64, 16, 4096, 1000, 300
+seen: dict[str, str] = {}  # by what Triton tells kernels apart; the step that was the first
+
+
+def count_launches(step: list[str]) -> None:
+    """From now on kernels are not run but noted, with `step[0]`."""
+    backend, binders = make_backend(HOPPER), {}
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if self not in binders:
+            binders[self] = create_function_from_signature(self.signature, self.params, backend)
+        _, specialization, options = binders[self](*args, **options)
+        names = [param.name for param in self.params]
+        facts = [f"{name}={kind}" for name, kind in zip(names, specialization, strict=True)]
+        seen.setdefault(f"{self.fn.__name__} {' '.join(facts)} {options}", step[0])
+
+    JITFunction.run = run
+
+
+def numbers(count: int, odd: bool) -> Tensor:
+    """int64 zeros, as part of what is sent to a GPU in one piece."""
+    return torch.zeros(count + 1, dtype=torch.int64)[int(odd) :][:count]
+
+
+def attend(rows: int, columns: int, odd: bool, cache: KVCache) -> None:
+    """Chunks of two tokens, and decodes with shared pages and without."""
+    tokens = 2 * rows
+    qkv = torch.zeros(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=cache.spec.dtype)
+    norm = RMSNorm(torch.ones(DIM, dtype=cache.spec.dtype), 1e-6)
+    rotation = Rotation(torch.zeros(DIM // 2), 1.0)
+    q = rope_store(qkv, HEADS, cache, 0, numbers(tokens, odd), numbers(tokens, odd), rotation, norm, norm)
+    store(qkv[:, :KV_HEADS], qkv[:, KV_HEADS : 2 * KV_HEADS], numbers(tokens, odd), cache, 0)
+    table, lengths = numbers(rows * columns, odd).view(rows, columns), numbers(rows, odd)
+    out, limits = torch.empty_like(q), (cache, 0, 1.0, None, None)
+    prefill(q, out, table, lengths, numbers(rows + 1, odd), 2, *limits)
+    decode(q[rows:], out[rows:], table, lengths, *limits)
+    tiles = numbers(max_tiles(rows) * TILE_COLUMNS, odd).view(-1, TILE_COLUMNS)
+    decode(q[rows:], out[rows:], table, lengths, *limits, SharedPages(numbers(rows, odd), numbers(rows, odd), tiles))
+
+
+def compute(rows: int, odd: bool, weights: list[PackedWeight]) -> None:
+    x = torch.zeros(rows, INPUTS, dtype=torch.bfloat16)
+    add_rms_norm(x, x, RMSNorm(x[0], 1e-6))
+    silu_mul(x)
+    for weight in weights:
+        weight.linear(x, None)
+    logits, params = torch.zeros(rows, VOCAB), torch.zeros(4, SLOTS, dtype=torch.float64)
+    index, tokens = numbers(3 * rows, odd).view(3, rows), torch.zeros(rows, dtype=torch.int64)
+    draw(make_weights(logits, logits[:, 0].clone(), params, index), params, params[0].long(), index, tokens)
+
+
+def main() -> None:
+    step = [""]
+    count_launches(step)
+    caches = [KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16, int8), 2, PAGE) for int8 in (False, True)]
+    device = torch.device("cpu")
+    weights = [PackedWeight.empty(700, INPUTS, Scheme(bits), torch.bfloat16, device) for bits in (4, 8)]
+    for rows, cache in product((1, 2, 4, 8, 16, 32, 64, 256), caches):
+        attend(rows, 256, False, cache)
+    for rows in (1, 17, 33, 64, 65, 4096):
+        compute(rows, False, weights)
+    first = set(seen)
+    for rows, columns, odd, cache in product((1, 3, 5, 16, 17, 41, 96, 240), (1, 2, 16, 33, 100), (0, 1), caches):
+        step[0] = f"{rows} rows, {columns} pages, {'odd' if odd else 'even'} addresses"
+        attend(rows, columns, bool(odd), cache)
+    for rows, odd in product((1, 2, 16, 31, 48, 100, 512, 1000), (False, True)):
+        step[0] = f"{rows} rows, {'odd' if odd else 'even'} addresses"
+        compute(rows, odd, weights)
+    later = set(seen) - first
+    print(f"{len(first)} kernels at first, {len(later)} more", *(f"{seen[key]}: {key}" for key in later), sep="\n")
+    sys.exit(bool(later))
+
+
+if __name__ == "__main__":
+    main()
