@@ -15,7 +15,7 @@ from worker_proc.model_runner import LaunchedStep, ModelRunner
 from worker_proc.parallel import TensorParallel
 
 STEPS = 20
-_WARM_UP = 5
+_WARM_UP = 10
 
 
 class SteadyDecode:

@@ -11,6 +11,7 @@ from typing import Any
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST = {"cuda_runtime", "cuda_driver"}
 _EVENT = "cudaEventSynchronize"
+_SHORT = 5.0  # microseconds: from one kernel to the next, also inside a graph, a GPU takes about one
 _WAITS = {
     "cudaMemcpy",
     "cudaMemset",
@@ -28,7 +29,8 @@ class Trace:
     """Times are microseconds. `kernels` have name, time in all, and how often; most time first."""
 
     span: float  # from the first kernel's beginning to the last one's end
-    idle: float  # the share of it in which nothing ran on the GPU
+    idle: float  # the share of it in which nothing ran on the GPU for longer than `_SHORT`
+    gaps: float  # the share of it in shorter gaps between kernels
     waits: list[str]  # calls between the first and the last launch that wait for the GPU
     tokens_waited_for: int  # events that were waited for: each is a step's tokens, when the next step has been launched
     kernels: list[tuple[str, float, int]]
@@ -48,12 +50,16 @@ def read(events: list[dict[str, Any]]) -> Trace:
     device = sorted((e for e in whole if e.get("cat") in _DEVICE), key=lambda e: float(e["ts"]))
     if not device:
         raise ValueError("the trace has no kernels: is CUPTI there?")
-    busy, first = 0.0, float(device[0]["ts"])
+    idle, gaps, first = 0.0, 0.0, float(device[0]["ts"])
     reached = first
     kernels, counts = Counter[str](), Counter[str]()
     for event in device:
         begin, taken = float(event["ts"]), float(event["dur"])
-        busy += max(0.0, begin + taken - max(begin, reached))
+        gap = max(0.0, begin - reached)
+        if gap > _SHORT:
+            idle += gap
+        else:
+            gaps += gap
         reached = max(reached, begin + taken)
         kernels[event["name"]] += taken  # type: ignore[assignment]
         counts[event["name"]] += 1
@@ -64,7 +70,7 @@ def read(events: list[dict[str, Any]]) -> Trace:
     waits += [event["name"] for event in device if "Pageable" in event["name"]]  # such copies wait, too
     most = [(name, taken, counts[name]) for name, taken in kernels.most_common()]
     span = reached - first
-    return Trace(span, 1 - busy / span, waits, between.count(_EVENT), most)
+    return Trace(span, idle / span, gaps / span, waits, between.count(_EVENT), most)
 
 
 def table(trace: Trace, steps: int, rows: int = 10) -> list[str]:

@@ -41,9 +41,17 @@ STEADY = [
 def test_a_steady_trace() -> None:
     trace = read(list(reversed(STEADY)))
     assert (trace.span, trace.waits, trace.tokens_waited_for) == (100.0, [], 1)
-    assert trace.idle == pytest.approx(0.02)
+    assert trace.idle == 0 and trace.gaps == pytest.approx(0.02)
     assert trace.kernels[:2] == [("decode", 80.0, 2), ("combine", 20.0, 1)]
     assert [line.split()[0] for line in table(trace, steps=2)] == ["40.0", "10.0", "4.0"]
+
+
+def test_short_gaps_between_kernels_are_not_idleness() -> None:
+    """As inside a graph: a kernel does not begin at the moment in which the one before it ends."""
+    later = [event("kernel", "decode", begin, 9) for begin in (125, 140, 154)]  # after gaps of 5, 6 and 5 us
+    trace = read([*STEADY, *later])
+    assert trace.span == 143
+    assert (trace.idle * trace.span, trace.gaps * trace.span) == (pytest.approx(6), pytest.approx(2 + 5 + 5))
 
 
 @pytest.mark.parametrize("name", ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize", "cudaMemcpy",
