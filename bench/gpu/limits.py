@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+_HEAD_START = 2_000_000  # cycles, a millisecond at two gigahertz
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -15,13 +17,16 @@ class Limits:
     matrix_rate: float
 
 
-def seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of a call on the GPU, by events, after three warm-up calls."""
+def seconds(run: Callable[[], object], repeats: int = 20, *, queued: bool = False) -> float:
+    """Median time of a call on the GPU, by events, after three warm-up calls. With `queued`, the GPU is kept busy until
+    its kernels have been launched, which takes the host longer than small ones run."""
     for _ in range(3):
         run()
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if queued:
+            torch.cuda._sleep(_HEAD_START)
         begin.record()
         run()
         end.record()

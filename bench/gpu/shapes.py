@@ -1,5 +1,6 @@
 """Models of known shapes with random weights, made on the GPU without a checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_model(name: str, scheme: Scheme | None = None) -> CudaDecoder:
-    """A bfloat16 model of `CONFIGS` on the current GPU, its projections in codes of `scheme`, if one is given, and its
-    head in int8 then."""
+def make_model(name: str, scheme: Scheme | None = None, *, layers: int | None = None) -> CudaDecoder:
+    """A bfloat16 model of `CONFIGS` on the current GPU, or its first `layers`; its projections in codes of `scheme`, if
+    one is given, and its head in int8 then."""
     spec = parse_spec(CONFIGS[name])
+    if layers is not None:
+        spec = replace(spec, num_layers=layers, scales=spec.scales[:layers], windows=spec.windows[:layers])
     weights = _weights(spec, scheme)
     return CudaDecoder(spec, Shard.of(spec, 0, 1), weights, TensorParallel())
 
