@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from bench.clusters import ROOT
 from bench.gpu.shapes import CONFIGS, save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @click.command()
