@@ -16,9 +16,8 @@ import numpy.typing as npt
 from common.messages import StepPlan
 from worker_proc.attention.interface import SHARED_LEVELS, TILE_COLUMNS, TILE_ROWS
 
-_LEAST_SHARE = (
-    8  # at least one in so many of the tokens that decodes read must be saved, else a second kernel costs more
-)
+# At least one in so many of the tokens that decodes read must be saved, else a second kernel costs more.
+_LEAST_SHARE = 8
 LEVEL_TOKENS = 24  # what a row's partial results of one more level cost, in tokens read (see docs/gpu.md)
 _MANY_NESTED = 12  # prefixes inside each other from which on not all of them are looked at
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +32,10 @@ from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import load_time_scheme
 from worker_proc.sampler import BestRows, DrawRows
+
+if TYPE_CHECKING:
+    from worker_proc.cuda.decoder import CudaDecoder
+    from worker_proc.cuda.graphs import GraphedDecoder
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +120,7 @@ def load_worker(
     if config.cache.host_kv_bytes:
         host = HostPages(cache, tp.min(choose_host_pages(config.cache, cache, model_config.tp)), device)
     draw_rows, best_rows = choose_draws(device, library)
+    decoder = cuda_decoder(model, device)
     runner = ModelRunner(
         model,
         cache,
@@ -126,9 +132,9 @@ def load_worker(
         grammars=grammars,
         draw_rows=draw_rows,
         best_rows=best_rows,
-        share_pages=device.type == "cuda" and uses_shared_pages(model),
+        share_pages=decoder is not None and decoder.attention.shares_pages,
         host=host,
-        loads_by_layer=device.type == "cuda" and takes_layers(model),
+        loads_by_layer=decoder is not None,
     )
     runner.warm_up()
     if grammars is not None:
@@ -243,20 +249,15 @@ def choose_attention(
     return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
 
 
-def uses_shared_pages(model: LanguageModel) -> bool:
-    """Whether a model on a GPU reads pages that several decodes have in common once for all of them."""
+def cuda_decoder(model: LanguageModel, device: torch.device) -> "CudaDecoder | GraphedDecoder | None":
+    """A model that runs through the GPU's own decoder, with or without graphs: it reads pages that several decodes have
+    in common once, where its attention can, and says which layer it has reached."""
+    if device.type != "cuda":
+        return None
     from worker_proc.cuda.decoder import CudaDecoder
     from worker_proc.cuda.graphs import GraphedDecoder
 
-    return isinstance(model, (CudaDecoder, GraphedDecoder)) and model.attention.shares_pages
-
-
-def takes_layers(model: LanguageModel) -> bool:
-    """Whether a model on a GPU says which layer it has reached, so that pages from the host can come layer by layer."""
-    from worker_proc.cuda.decoder import CudaDecoder
-    from worker_proc.cuda.graphs import GraphedDecoder
-
-    return isinstance(model, (CudaDecoder, GraphedDecoder))
+    return model if isinstance(model, (CudaDecoder, GraphedDecoder)) else None
 
 
 def choose_draws(device: torch.device, library: NativeLibrary | None) -> tuple[DrawRows | None, BestRows | None]:

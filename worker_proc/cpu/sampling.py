@@ -6,7 +6,7 @@ Given the same weights the tokens are those of the sampler to the last one; weig
 """
 
 import ctypes
-from ctypes import c_double, c_float, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -27,15 +27,7 @@ class NativeDraws:
     """`draw` is a `DrawRows`, `best` a `BestRows` (of several largest the first); all tensors are on the CPU."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        functions = self._functions = library.functions
-        functions.rhizome_best.restype = None
-        functions.rhizome_best.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)
-        functions.rhizome_draw.restype = None
-        functions.rhizome_draw.argtypes = (ctypes.POINTER(_BatchStruct),)
-        functions.rhizome_draw_weights.restype = None
-        functions.rhizome_draw_weights.argtypes = (c_void_p, c_int64, c_float, c_float, c_void_p)
-        functions.rhizome_draw_uniform.restype = c_double
-        functions.rhizome_draw_uniform.argtypes = (c_int64, c_int64)
+        self._functions = library.functions
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of each row of `logits` (float32 `[S, vocab]`) and its index, int64."""
@@ -63,7 +55,7 @@ class NativeDraws:
             params_stride=params.stride(0),
             index_stride=index.stride(0),
         )
-        self._functions.rhizome_draw(batch)
+        self._functions.rhizome_draw(ctypes.addressof(batch))
 
     def weights(self, logits: Tensor, temperature: float) -> Tensor:
         """For tests: what one row of logits (float32 `[vocab]`) is drawn from, whole numbers up to `sampler.UNIT`."""

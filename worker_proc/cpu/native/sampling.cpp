@@ -1,6 +1,7 @@
 #include "sampling.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <numeric>
@@ -122,13 +123,14 @@ class Row {
         return raise(border(0.0, wanted));
     }
     // Many are needed: enough from `low` on, not from `high` on, nearer and nearer.
-    uint32_t low = bits(std::max(edge_, 1.0f)), high = bits(kUnit) + 1;
+    uint32_t low = std::bit_cast<uint32_t>(std::max(edge_, 1.0f)), high = std::bit_cast<uint32_t>(kUnit) + 1;
     while (high - low > kNear) {
       const uint32_t middle = low + (high - low) / 2;
-      (sum_from(of_bits(middle)) >= wanted ? low : high) = middle;
+      (sum_from(std::bit_cast<float>(middle)) >= wanted ? low : high) = middle;
     }
-    find(of_bits(low), of_bits(high));
-    raise(border(sum_from(of_bits(high)), wanted));
+    const float beyond = std::bit_cast<float>(high);
+    find(std::bit_cast<float>(low), beyond);
+    raise(border(sum_from(beyond), wanted));
   }
 
   // Excludes weights below `least`.
@@ -152,17 +154,6 @@ class Row {
   }
 
  private:
-  static uint32_t bits(float x) {
-    uint32_t word;
-    memcpy(&word, &x, 4);
-    return word;
-  }
-  static float of_bits(uint32_t word) {
-    float x;
-    memcpy(&x, &word, 4);
-    return x;
-  }
-
   // What a block has at or above `edge`, which is not below 0.
   double sum_of(int64_t block, float edge) const {
     if (highest_[block] < edge || highest_[block] == 0.0f) return 0.0;
