@@ -102,7 +102,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`max_running` requests at once, `max_batch_tokens` per step, `chunk_tokens` of prefill beside running decodes,
+    """`max_running` requests at once, `max_batch_tokens` per step, at most `chunk_tokens` of prefill beside running
+    decodes, fewer where a step would take more than `chunk_slowdown` times as long (0 is off) and little waits,
     `max_waiting` requests in the queue, `steps_in_flight` plans sent before the first one's tokens are back.
 
     `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds
@@ -115,7 +116,8 @@ class SchedulerConfig:
 
     max_running: int = 256
     max_batch_tokens: int = 2048
-    chunk_tokens: int = 256
+    chunk_tokens: int = 512
+    chunk_slowdown: float = 1.5
     max_waiting: int = 10_000
     steps_in_flight: int = 2
     policy: str = "fcfs"
@@ -136,6 +138,8 @@ class SchedulerConfig:
             f"between max_running ({self.max_running}) and {2**20}",
         )
         _check(1 <= self.chunk_tokens <= self.max_batch_tokens, "chunk_tokens", "between 1 and max_batch_tokens")
+        slowdown = self.chunk_slowdown
+        _check(slowdown == 0 or 1 <= slowdown <= 1000, "chunk_slowdown", "0 (off) or between 1 and 1000")
         _check(1 <= self.max_waiting <= 10**6, "max_waiting", "between 1 and 1000000")
         _check(1 <= self.steps_in_flight <= 2, "steps_in_flight", "1 or 2")
         _check(self.policy in POLICIES, "policy", f"one of {', '.join(POLICIES)}")

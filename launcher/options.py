@@ -119,7 +119,13 @@ scheduler_options = _made_into(
     click.option("--max-running", type=int, default=256, help="Requests that run at once."),
     click.option("--max-waiting", type=int, default=10_000, help="Requests that may wait."),
     click.option("--max-batch-tokens", type=int, default=2048, help="Tokens per step."),
-    click.option("--chunk-tokens", type=int, default=256, help="Prefill tokens per step beside running decodes."),
+    click.option("--chunk-tokens", type=int, default=512, help="Most prefill tokens per step beside running decodes."),
+    click.option(
+        "--chunk-slowdown",
+        type=float,
+        default=1.5,
+        help="Fewer, where a step would take so many times as long and few prompts wait; 0 is off.",
+    ),
     click.option(
         "--itl-target-ms", type=float, default=0.0, help="Size chunks for this inter-token latency; 0 is off."
     ),

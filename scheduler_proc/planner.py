@@ -7,6 +7,7 @@ from common.config import SchedulerConfig
 from common.fields import IntArray
 from common.messages import ints
 from scheduler_proc.admission import ADMISSIONS, Admission
+from scheduler_proc.chunk_budget import ChunkBudget
 from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.measures import Measures
@@ -17,7 +18,7 @@ from scheduler_proc.quarantine import Quarantine
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
 from scheduler_proc.speculation import Speculation
-from scheduler_proc.step_time import StepTimeModel
+from scheduler_proc.step_time import StepShape, StepTimeModel
 
 SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
 HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
@@ -46,7 +47,9 @@ class Planner:
         self._kv = kv
         self._waiting = waiting
         self._residents = residents
-        self._step_time = step_time
+        self._chunks = ChunkBudget(
+            step_time, config.chunk_tokens, config.chunk_slowdown, config.itl_target_ms / 1e3
+        )
         self._speculation = speculation
         self._measures = measures
         self._quarantine = quarantine
@@ -54,11 +57,14 @@ class Planner:
     def fill(self, step: PlanBuilder, now: int) -> None:
         """Plan as much as the budget and the pages allow, perhaps nothing. `now` in ns."""
         preempted = self._plan_decodes(step)
-        budget = self._prefill_budget(step)
+        room = self._config.max_batch_tokens - step.num_tokens
+        decodes = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
         if self._quarantine:
             self._admit_suspect(step, now)
         elif not preempted:
-            self._admit(step, budget, now)
+            self._admit(step, _least(room, self._chunks.most(decodes)), now)
+        left = sum(r.extend_len for r in self._residents.prefilling)
+        budget = _least(room, self._chunks.tokens(decodes, left, len(self._waiting)))
         for request in self._waiting.chunk_order(list(self._residents.prefilling)):
             if budget <= 0:
                 break
@@ -106,19 +112,6 @@ class Planner:
         self._measures.counts["preempted"] += 1
         self._residents.settle(victim)
         self.admission.after_preemption(self._residents.running())
-
-    def _prefill_budget(self, step: PlanBuilder) -> int:
-        """Tokens that prefill chunks may take in this step."""
-        budget = self._config.max_batch_tokens - step.num_tokens
-        if step.num_tokens == 0:
-            return budget  # nobody decodes: only memory limits the chunk
-        if self._config.itl_target_ms > 0:
-            context = sum(r.cached_len for r in step.rows)
-            known = self._step_time.tokens_within(self._config.itl_target_ms / 1e3, context)
-            if known is not None:
-                least = min(16, self._config.chunk_tokens)  # so that prompts advance at any target
-                return min(budget, max(least, known - step.num_tokens))
-        return min(budget, self._config.chunk_tokens)
 
     def _admit(self, step: PlanBuilder, budget: int, now: int) -> None:
         """Start waiting requests while they fit and there is budget that running prefills leave."""
@@ -174,6 +167,7 @@ class Planner:
             self._measures.counts["cached_tokens"] += request.cached_prompt
             if match is not None:
                 self._measures.counts["host_cached_tokens"] += match.from_host
+        self._chunks.admitted(request.extend_len)
         step.enter(request)
         self._speculation.follow(request)
         return True
@@ -200,3 +194,7 @@ class Planner:
         for request in step.rows:
             if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len:
                 self._kv.publish(request)
+
+
+def _least(room: int, limit: int | None) -> int:
+    return room if limit is None else min(room, limit)

@@ -182,10 +182,10 @@ class Scheduler:
         step.copy(self.kv.take_copies())
         for request in step.rows:
             request.steps_in_flight += 1
-        shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
+        shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows), step.plain)
         start = Start.AHEAD if self.in_flight else Start.IDLE if self._idle else Start.AFTER
         number, guesses = self._next_step, step.guesses
-        flying = Step(number, now, step.rows, step.sampled, step.scored, shape, guesses, step.plain, start)
+        flying = Step(number, now, step.rows, step.sampled, step.scored, shape, guesses, start)
         self.in_flight.append(flying)
         self._idle = False
         self.measures.guessed(guesses)

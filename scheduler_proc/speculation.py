@@ -158,7 +158,7 @@ class NgramSpeculation:
     def done(self, step: Step, result: StepResult, now: int) -> None:
         if len(result.times) == 3:
             _, started, ready = result.times
-            if step.plain and step.sampled:
+            if step.shape.plain and step.sampled:
                 greedy = all(map(_is_greedy, step.sampled))
                 self._curves[greedy].learn(step.shape.tokens, (ready - started) / 1e9)
             if self._ready and step.start is not Start.IDLE:

@@ -19,8 +19,7 @@ class Start(Enum):
 @dataclass(frozen=True, slots=True)
 class Step:
     """Its id, when it was planned (ns), all its rows, those that get a token, the prompt tokens that it scores, its
-    shape, and how many guesses each row that gets a token has (empty where none has any). `plain`: there are no chunks
-    of prompts in it."""
+    shape, and how many guesses each row that gets a token has (empty where none has any)."""
 
     step_id: int
     planned: int
@@ -29,7 +28,6 @@ class Step:
     scored: list[Scored]
     shape: StepShape
     guesses: list[int] = field(default_factory=list)
-    plain: bool = True
     start: Start = Start.AHEAD
 
     @property

@@ -7,39 +7,39 @@ NEAR = 0.995  # weight of a step in the fit, per later step
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What decides how long a step takes: computed tokens, and cached tokens read by all rows together."""
+    """What decides how long a step takes: computed tokens, and cached tokens read by all rows together. `plain` says
+    that no prompts are among the tokens."""
 
     tokens: int
     context: int
+    plain: bool = True
 
 
 class StepTimeModel:
     """Least squares for `base + per_token * tokens + per_context * context` over recent steps, newest weighing most.
 
-    Three sums of products are kept, so that learning and asking cost a few multiplications each.
+    Sums of products are kept, so that learning and asking cost a few multiplications each. Steps with prompts have sums
+    of their own: what they cost is not forgotten while nothing but decodes is computed.
     """
 
     def __init__(self) -> None:
-        self._moments = [[0.0] * 3 for _ in range(3)]
-        self._targets = [0.0] * 3
-        self.samples = 0
+        self._plain, self._mixed = _Sums(), _Sums()
+
+    @property
+    def samples(self) -> int:
+        """Steps learned from."""
+        return self._plain.samples + self._mixed.samples
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        t, c = shape.tokens / 1e3, shape.context / 1e6
-        (one, by_t, by_c), (_, tt, tc), (_, _, cc) = self._moments  # symmetric
-        one, by_t, by_c = one * NEAR + 1.0, by_t * NEAR + t, by_c * NEAR + c
-        tt, tc, cc = tt * NEAR + t * t, tc * NEAR + t * c, cc * NEAR + c * c
-        self._moments = [[one, by_t, by_c], [by_t, tt, tc], [by_c, tc, cc]]
-        y, y_t, y_c = self._targets
-        self._targets = [y * NEAR + seconds, y_t * NEAR + t * seconds, y_c * NEAR + c * seconds]
-        self.samples += 1
+        (self._plain if shape.plain else self._mixed).learn(shape, seconds)
 
     def coefficients(self) -> tuple[float, float, float]:
         """(base, per thousand tokens, per million context tokens) in seconds, none below zero.
 
         A little ridge keeps the answer finite while all steps seen were alike.
         """
-        a = [[*row, target] for row, target in zip(self._moments, self._targets, strict=True)]
+        both = zip(self._plain.rows, self._mixed.rows, strict=True)
+        a = [[plain + mixed for plain, mixed in zip(*rows, strict=True)] for rows in both]
         for i in range(3):
             a[i][i] += 1e-9
         for i in range(3):  # Gauss-Jordan on a symmetric positive definite matrix needs no pivoting
@@ -62,3 +62,28 @@ class StepTimeModel:
         if per_token <= 0:
             return None
         return max(0, int((seconds - base - per_context * context / 1e6) / per_token * 1e3))
+
+    def tokens_for(self, slowdown: float, shape: StepShape) -> int | None:
+        """How many more tokens make a step of `shape` take `slowdown` times as long; None while too little is known."""
+        if self._mixed.samples < 8:
+            return None
+        _, per_token, _ = self.coefficients()
+        if per_token <= 0:
+            return None
+        return int((slowdown - 1.0) * self.predict(shape) / per_token * 1e3)
+
+
+class _Sums:
+    """Of the products of one, tokens, context and seconds, over recent steps."""
+
+    def __init__(self) -> None:
+        self.rows = [[0.0] * 4 for _ in range(3)]
+        self.samples = 0
+
+    def learn(self, shape: StepShape, seconds: float) -> None:
+        values = (1.0, shape.tokens / 1e3, shape.context / 1e6, seconds)
+        self.rows = [
+            [old * NEAR + value * other for old, other in zip(row, values, strict=True)]
+            for row, value in zip(self.rows, values[:3], strict=True)
+        ]
+        self.samples += 1

@@ -1,0 +1,52 @@
+"""How many prompt tokens a step takes beside its decodes.
+
+Prompt tokens make a step longer for every request that decodes (Sarathi-Serve, Agrawal et al., 2024, sizes chunks by a
+bound on that time). How long a step may be depends on what it delays and what waits: with few prompts waiting, at most
+`slowdown` times a step without them; with many, so much longer that everybody who decodes lets an equal part of the
+waiting tokens pass. So a burst of prompts starts in large chunks, and the more answers are under way, the less each
+arrival is felt.
+"""
+
+from scheduler_proc.step_time import StepShape, StepTimeModel
+
+LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
+_NEAR = 0.9  # weight of what earlier requests had to compute, per admission
+
+
+class ChunkBudget:
+    """The budget of steps, from the times of earlier ones."""
+
+    def __init__(self, step_time: StepTimeModel, most: int, slowdown: float, target_s: float):
+        """A step takes at most `most` tokens of prompts, fewer where `slowdown` (0 is off) or the time `target_s` in
+        seconds (0 is off, and counts before `slowdown`, without `most`) ask for it."""
+        self._step_time = step_time
+        self._most = most
+        self._slowdown = slowdown
+        self._target_s = target_s
+        self._typical = 0.0  # tokens that a request has to compute when it is admitted
+
+    def admitted(self, tokens: int) -> None:
+        """A request has started, of whose prompt so many tokens are not cached."""
+        self._typical = _NEAR * self._typical + (1 - _NEAR) * tokens if self._typical else float(tokens)
+
+    def most(self, decodes: StepShape) -> int | None:
+        """What `tokens` will not exceed, whatever waits; None is no limit."""
+        if not decodes.tokens:
+            return None  # nobody is delayed
+        if self._target_s:
+            known = self._step_time.tokens_within(self._target_s, decodes.context)
+            if known is not None:
+                return max(min(LEAST_TOKENS, self._most), known - decodes.tokens)
+        return self._most
+
+    def tokens(self, decodes: StepShape, prefilling: int, waiting: int) -> int | None:
+        """The budget of a step with these decodes, when `prefilling` tokens of prompts that have started are left, and
+        `waiting` requests have not; None is no limit."""
+        most = self.most(decodes)
+        if most is None or self._target_s or not self._slowdown:
+            return most
+        share = self._step_time.tokens_for(self._slowdown, decodes)
+        if share is None:
+            return most
+        backlog = prefilling + waiting * self._typical
+        return min(most, max(LEAST_TOKENS, int(share + backlog / decodes.tokens)))

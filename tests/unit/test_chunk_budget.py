@@ -1,0 +1,105 @@
+"""How many prompt tokens a step takes beside its decodes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_proc.chunk_budget import LEAST_TOKENS, ChunkBudget
+from scheduler_proc.step_time import StepShape, StepTimeModel
+from tests.rig import Rig
+
+BASE, PER_TOKEN = 0.040, 0.0005  # seconds
+
+
+def learned(plain: int = 50, mixed: int = 50) -> StepTimeModel:
+    model = StepTimeModel()
+    for i in range(plain):
+        model.learn(StepShape(1 + i % 32, 0), BASE + PER_TOKEN * (1 + i % 32))
+    for i in range(mixed):
+        model.learn(StepShape(8 + 40 * (i % 7), 0, plain=False), BASE + PER_TOKEN * (8 + 40 * (i % 7)))
+    return model
+
+
+def test_a_lone_arrival_makes_a_step_longer_by_the_slowdown_and_its_share():
+    budget = ChunkBudget(learned(), 512, 1.5, 0.0)
+    decodes = StepShape(8, 0)
+    # half of 40 + 4 ms are 44 tokens; each of the 8 that decode lets an eighth of the 128 tokens pass
+    assert budget.tokens(decodes, 128, 0) == pytest.approx(44 + 16, abs=2)
+
+
+def test_waiting_requests_count_as_what_was_admitted_lately():
+    budget = ChunkBudget(learned(), 512, 1.5, 0.0)
+    decodes = StepShape(8, 0)
+    before = budget.tokens(decodes, 128, 4)
+    for _ in range(100):
+        budget.admitted(64)  # of longer prompts, whose rest was cached
+    assert budget.tokens(decodes, 128, 0) == before
+    assert budget.tokens(decodes, 128, 4) == pytest.approx(before + 4 * 64 / 8, abs=1)
+
+
+def test_a_burst_before_few_decodes_comes_in_the_largest_chunks():
+    assert ChunkBudget(learned(), 512, 1.5, 0.0).tokens(StepShape(2, 0), 4000, 0) == 512
+
+
+def test_nobody_is_delayed_where_nobody_decodes():
+    assert ChunkBudget(learned(), 512, 1.5, 0.0).tokens(StepShape(0, 0), 4000, 0) is None
+    assert ChunkBudget(learned(), 512, 0.0, 0.01).tokens(StepShape(0, 0), 4000, 0) is None
+
+
+@pytest.mark.parametrize("slowdown, model", [(0.0, learned()), (1.5, StepTimeModel()), (1.5, learned(mixed=7))])
+def test_the_most_where_slowdown_is_off_or_too_little_is_known(slowdown, model):
+    assert ChunkBudget(model, 300, slowdown, 0.0).tokens(StepShape(8, 0), 128, 0) == 300
+
+
+def test_a_target_counts_before_the_slowdown():
+    decodes = StepShape(8, 0)
+    budget = ChunkBudget(learned(), 32, 1.5, 0.1)
+    assert budget.tokens(decodes, 128, 0) == pytest.approx(112, abs=2), "60 ms are 120 tokens, 8 of which decode"
+    assert ChunkBudget(learned(), 512, 1.5, 0.001).tokens(decodes, 128, 0) == LEAST_TOKENS
+
+
+@given(
+    decodes=st.integers(1, 256), context=st.integers(0, 10**6), prefilling=st.integers(0, 10**6),
+    waiting=st.integers(0, 10**4), typical=st.integers(0, 10**5), most=st.integers(1, 2048),
+    slowdown=st.floats(1.0, 100.0),
+)  # fmt: skip
+def test_between_the_least_and_the_most_and_more_when_more_waits(
+    decodes, context, prefilling, waiting, typical, most, slowdown
+):
+    budget = ChunkBudget(learned(), most, slowdown, 0.0)
+    budget.admitted(typical)
+    shape = StepShape(decodes, context)
+    tokens = budget.tokens(shape, prefilling, waiting)
+    assert min(most, LEAST_TOKENS) <= tokens <= most == budget.most(shape)
+    assert tokens <= budget.tokens(shape, prefilling + 100, waiting)
+    assert tokens <= budget.tokens(shape, prefilling, waiting + 1)
+
+
+def test_what_prompts_cost_is_not_forgotten_while_answers_are_written():
+    model = learned()
+    before = model.tokens_for(1.5, StepShape(8, 0))
+    for _ in range(5000):
+        model.learn(StepShape(8, 0), BASE + PER_TOKEN * 8)
+    assert model.tokens_for(1.5, StepShape(8, 0)) == pytest.approx(before, rel=0.05)
+
+
+def test_the_scheduler_takes_small_chunks_beside_answers_and_large_ones_before_them():
+    rig = Rig(chunk_tokens=200, chunk_slowdown=1.5, max_batch_tokens=512, pages=2000, context=2000)
+    for i in range(60):
+        tokens = 8 + 40 * (i % 7)
+        rig.scheduler.step_time.learn(StepShape(tokens, 0, plain=i % 7 == 0), BASE + PER_TOKEN * tokens)
+
+    def prefilled():
+        plan = rig.scheduler.plan(rig.now)
+        result = rig.worker.execute(plan)
+        del result.times[:]  # the paper worker's times are not to be learned
+        rig.take(rig.scheduler.commit(result, rig.now))
+        return sum(plan.chunk_lens)
+
+    for rid in range(6):
+        rig.add(rid, range(10 * rid, 10 * rid + 8), 500)
+    assert prefilled() == 48, "all at once"
+    rig.add(10, range(1000, 1100), 5)
+    first = prefilled()
+    assert first == pytest.approx(43 + 16, abs=3), "half of 40 + 3 ms are 43 tokens, and a sixth of the 100"
+    assert prefilled() == 100 - first
