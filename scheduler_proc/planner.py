@@ -47,9 +47,7 @@ class Planner:
         self._kv = kv
         self._waiting = waiting
         self._residents = residents
-        self._chunks = ChunkBudget(
-            step_time, config.chunk_tokens, config.chunk_slowdown, config.itl_target_ms / 1e3
-        )
+        self._chunks = ChunkBudget(step_time, config.chunk_tokens, config.chunk_slowdown, config.itl_target_ms / 1e3)
         self._speculation = speculation
         self._measures = measures
         self._quarantine = quarantine
