@@ -1,6 +1,7 @@
 """Rhizome beside other systems: the same weights, the same precision, the same machine, in turn.
 
-    python -m bench.compare --model DIR --vllm VENV --openvino VENV --openvino-model DIR_OV --repeats 3
+    python -m bench.compare --model DIR --vllm VENV --openvino VENV --openvino-model DIR_OV \
+        --llama-cpp BUILD/bin/llama-server --llama-cpp-model FILE.gguf --transformers VENV --repeats 3
 
 Every system runs every case once per repeat, in an order that rotates, while the others rest (stopped by a signal, so
 that they use no CPU; Rhizome is ended and started again). The figures are medians over the repeats. The floor is what
@@ -21,7 +22,7 @@ import click
 import torch
 
 from bench.clusters import ROOT, machine
-from bench.peers.systems import BenchError, Case, HttpSystem, OpenVino, Rhizome, System, free_port
+from bench.peers.systems import BenchError, Case, HttpSystem, InProcess, Rhizome, System, free_port
 from scheduler_proc.cost_model import ModelShape
 from worker_proc.cpu.library import best_library, num_cpus
 
@@ -34,6 +35,7 @@ CASES = (
 )
 WARM_UP = Case("warm up", 8, 0, 128, 16, 8)
 READ_BYTES = 2**30
+LLAMA_CPP_TOKENS = 18432  # 2 GiB with the shape of Qwen3-0.6B
 
 
 def measure_limits() -> tuple[float, float]:
@@ -100,6 +102,9 @@ def run_all(
 @click.option("--vllm-preload", default="", help="LD_PRELOAD of a second vLLM, such as libiomp5.so; not run if empty.")
 @click.option("--openvino", type=click.Path(path_type=Path), default=None, help="Environment with openvino-genai.")
 @click.option("--openvino-model", type=click.Path(path_type=Path), default=None, help="The model as converted for it.")
+@click.option("--llama-cpp", type=click.Path(path_type=Path), default=None, help="llama.cpp's llama-server.")
+@click.option("--llama-cpp-model", type=click.Path(path_type=Path), default=None, help="The model as a GGUF file.")
+@click.option("--transformers", type=click.Path(path_type=Path), default=None, help="Environment with transformers 5.")
 @click.option("--vocabulary", default=8000, help="Prompts are of token ids below.")
 @click.option(
     "--flag", "flags", multiple=True, help="A further argument of launch.py, such as --flag=--kv-memory=3GiB."
@@ -109,12 +114,19 @@ def run_all(
 @click.option("--json-file", type=click.File("w"), default=None)
 def main(
     model: Path, vllm: Path | None, vllm_preload: str, openvino: Path | None, openvino_model: Path | None,
-    vocabulary: int, flags: tuple[str, ...], only: str, repeats: int, json_file: Any,
+    llama_cpp: Path | None, llama_cpp_model: Path | None, transformers: Path | None, vocabulary: int,
+    flags: tuple[str, ...], only: str, repeats: int, json_file: Any,
 ) -> None:  # fmt: skip
     """Print one table: systems beside each other and beside the floor."""
     cases = [case for case in CASES if case.name.startswith(tuple(only.split(";")))]
     if not cases:
         raise click.BadParameter("no case begins so", param_hint="--only")
+    for name, program, converted in (
+        ("openvino", openvino, openvino_model),
+        ("llama-cpp", llama_cpp, llama_cpp_model),
+    ):
+        if (program is None) != (converted is None):
+            raise click.BadParameter(f"--{name} and --{name}-model go together", param_hint=f"--{name}")
     port = free_port()
     command = [
         sys.executable,
@@ -132,7 +144,11 @@ def main(
             if name == "vLLM" or preload:
                 systems.append(_vllm(name, vllm, model, preload, vocabulary))
     if openvino is not None and openvino_model is not None:
-        systems.append(OpenVino(openvino / "bin" / "python", openvino_model, vocabulary))
+        systems.append(in_process("OpenVINO GenAI", openvino, "openvino_cases.py", openvino_model, vocabulary))
+    if llama_cpp is not None and llama_cpp_model is not None:
+        systems.append(llama_server(llama_cpp, llama_cpp_model, vocabulary))
+    if transformers is not None:
+        systems.append(in_process("transformers", transformers, "transformers_cases.py", model, vocabulary))
     try:
         results, limits = run_all(systems, cases, repeats)
     except BenchError as error:
@@ -184,6 +200,22 @@ def _vllm(name: str, venv: Path, model: Path, preload: str, vocabulary: int) -> 
         "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096",
     ]  # fmt: skip
     return HttpSystem(name, command, port, vocabulary, env)
+
+
+def llama_server(server: Path, model: Path, vocabulary: int) -> HttpSystem:
+    """llama.cpp's server, with a slot for every request of the widest case and one KV cache for all of them, twice what
+    any case needs. Its prompt cache is on, as by default."""
+    port = free_port()
+    threads, slots = str(num_cpus()), max(case.concurrency for case in CASES)
+    command = [
+        str(server), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--parallel", str(slots),
+        "--kv-unified", "--ctx-size", str(LLAMA_CPP_TOKENS), "--threads", threads, "--threads-batch", threads,
+    ]  # fmt: skip
+    return HttpSystem("llama.cpp", command, port, vocabulary, ready="/health")
+
+
+def in_process(name: str, venv: Path, driver: str, model: Path, vocabulary: int) -> InProcess:
+    return InProcess(name, venv / "bin" / "python", driver, str(model), str(vocabulary), str(num_cpus()))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import click
 
-COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#66ccee", "#aa3377")
+COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#66ccee", "#aa3377", "#228833", "#bbbbbb")
 
 
 def shares(report: dict[str, Any], system: str, case: str) -> list[float]:

@@ -114,12 +114,14 @@ class _Hosted:
 
 
 class HttpSystem(_Hosted):
-    """A server with OpenAI's API, measured by `client.py bench`."""
+    """A server with OpenAI's API, measured by `client.py bench`. It is ready when `ready` is answered by 200."""
 
     def __init__(
-        self, name: str, command: Sequence[str], port: int, vocabulary: int, env: dict[str, str] | None = None
-    ):
+        self, name: str, command: Sequence[str], port: int, vocabulary: int, env: dict[str, str] | None = None,
+        ready: str = "/v1/models",
+    ):  # fmt: skip
         super().__init__(name)
+        self._ready = ready
         self._command = list(command)
         self._env = env or {}
         self._url = f"http://127.0.0.1:{port}"
@@ -136,7 +138,7 @@ class HttpSystem(_Hosted):
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/v1/models", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self._url}{self._ready}", timeout=2) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -174,18 +176,21 @@ class Rhizome(HttpSystem):
         self.start()
 
 
-class OpenVino(_Hosted):
-    """OpenVINO GenAI in a process of its own, without any server or client."""
+class InProcess(_Hosted):
+    """A library in a process of its own, without any server or client; `driver` is its script in this folder, which
+    reads cases as JSON lines and answers each with a line."""
 
-    def __init__(self, python: Path, model: Path, vocabulary: int):
-        super().__init__("OpenVINO GenAI (in process)")
-        self._command = [str(python), str(ROOT / "bench" / "peers" / "openvino_cases.py"), str(model), str(vocabulary)]
+    def __init__(self, name: str, python: Path, driver: str, *arguments: str):
+        super().__init__(f"{name} (in process)")
+        self._command = [str(python), str(ROOT / "bench" / "peers" / driver), *arguments]
         self._log = self._home / "log"
 
     def start(self) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started = time.monotonic()
         self._process = _Process(self._command, {}, self._log, **pipes)
-        self.start_s = self._answer()["start_s"]
+        self._answer()
+        self.start_s = time.monotonic() - started
 
     def _answer(self) -> dict[str, float]:
         popen = self._running.popen
