@@ -144,11 +144,13 @@ def main(
             if name == "vLLM" or preload:
                 systems.append(_vllm(name, vllm, model, preload, vocabulary))
     if openvino is not None and openvino_model is not None:
-        systems.append(in_process("OpenVINO GenAI", openvino, "openvino_cases.py", openvino_model, vocabulary))
+        arguments = (str(openvino_model), str(vocabulary))
+        systems.append(InProcess("OpenVINO GenAI", openvino / "bin" / "python", "openvino_cases.py", *arguments))
     if llama_cpp is not None and llama_cpp_model is not None:
         systems.append(llama_server(llama_cpp, llama_cpp_model, vocabulary))
     if transformers is not None:
-        systems.append(in_process("transformers", transformers, "transformers_cases.py", model, vocabulary))
+        arguments = (str(model), str(vocabulary), str(num_cpus()))
+        systems.append(InProcess("transformers", transformers / "bin" / "python", "transformers_cases.py", *arguments))
     try:
         results, limits = run_all(systems, cases, repeats)
     except BenchError as error:
@@ -212,10 +214,6 @@ def llama_server(server: Path, model: Path, vocabulary: int) -> HttpSystem:
         "--kv-unified", "--ctx-size", str(LLAMA_CPP_TOKENS), "--threads", threads, "--threads-batch", threads,
     ]  # fmt: skip
     return HttpSystem("llama.cpp", command, port, vocabulary, ready="/health")
-
-
-def in_process(name: str, venv: Path, driver: str, model: Path, vocabulary: int) -> InProcess:
-    return InProcess(name, venv / "bin" / "python", driver, str(model), str(vocabulary), str(num_cpus()))
 
 
 if __name__ == "__main__":
