@@ -19,6 +19,7 @@ from worker_proc.cpu.library import best_library
 from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.draw_step import DrawStep
 from worker_proc.input_batch import SampledRows
+from worker_proc.memory import keep_freed_memory
 from worker_proc.staging import Staged, Staging
 
 NOTHING = "nothing"
@@ -30,6 +31,9 @@ CASES = {
     "min_tokens": DrawParams(0.0, edits=LogitEdits(min_len=2**20, ends=array("i", [2, 3]))),
     "logprobs 0": DrawParams(0.0, logprobs=0),
     "logprobs 5": DrawParams(0.0, logprobs=5),
+    "logprobs 20": DrawParams(0.0, logprobs=20),
+    "logprobs 5, temperature": DrawParams(0.8, logprobs=5),
+    "logprobs 5, frequency_penalty": DrawParams(0.0, edits=LogitEdits(frequency_penalty=0.5), logprobs=5),
     "temperature": DrawParams(0.8),
     "temperature, top_k 50": DrawParams(0.8, top_k=50),
     "temperature, top_p 0.95": DrawParams(0.8, top_p=0.95),
@@ -40,7 +44,7 @@ CASES = {
 def step_of(
     rows: int, vocab: int, draws: list[DrawParams], known: int, native: NativeDraws | None
 ) -> tuple[DrawStep, SampledRows]:
-    kernels = (None, None) if native is None else (native.draw, native.best)
+    kernels = () if native is None else (native.draw, native.best, native.score)
     step = DrawStep(rows, vocab, "cpu", None, *kernels)
     histories = tuple(
         History(slot, known // 2, ints(*((slot + 7 * i) % vocab for i in range(known))))
@@ -67,6 +71,7 @@ def step_of(
 @click.option("--threads", default=1)
 @click.option("--rounds", default=15)
 def main(rows: int, vocab: int, known: int, threads: int, rounds: int) -> None:
+    keep_freed_memory()  # as a worker does
     torch.set_num_threads(threads)
     library = best_library()
     if library is not None:
@@ -79,10 +84,11 @@ def main(rows: int, vocab: int, known: int, threads: int, rounds: int) -> None:
     cases["one row with all penalties"] = [all_penalties, *[DrawParams(0.0)] * (rows - 1)]
     steps = {(name, way): step_of(rows, vocab, cases[name], known, ways[way]) for name in cases for way in ways}
     times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    fresh = torch.empty_like(logits)
     with torch.inference_mode():
         for _ in range(rounds):
             for key, (step, sampled) in steps.items():
-                fresh = logits.clone()  # edits change them
+                fresh.copy_(logits)  # edits change them
                 begin = time.perf_counter()
                 step.draw(fresh, sampled, step.prepare(sampled, Staging("cpu")))
                 times[key].append((time.perf_counter() - begin) * 1e3)

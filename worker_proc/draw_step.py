@@ -14,6 +14,7 @@ from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers, Masks
 from worker_proc.input_batch import SampledRows
 from worker_proc.logit_edits import EditStep, LogitEditor
+from worker_proc.logprobs import ScoreRows
 from worker_proc.sampler import BestRows, Drawing, DrawRows, Sampler
 from worker_proc.staging import Staged, Staging
 
@@ -50,8 +51,10 @@ class DrawStep:
         grammars: GrammarMatchers | None = None,
         draw_rows: DrawRows | None = None,
         best_rows: BestRows | None = None,
+        score_rows: ScoreRows | None = None,
     ) -> None:
         self._vocab_size = vocab_size
+        self._score_rows = score_rows
         self._sampler = Sampler(max_slots, device, draw_rows, best_rows)
         self._editor = LogitEditor(max_slots, vocab_size, device)
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
@@ -118,7 +121,10 @@ class DrawStep:
         """
         rows = prepared.logprob_rows
         some = prepared.staged_rows.tensor if prepared.staged_rows is not None else None
-        raw = (logits if some is None else logits[some]).log_softmax(-1) if rows else None
+        edited = prepared.edits is not None or masks is not None
+        raw = None
+        if rows:  # as the model gave them
+            raw = logits[some] if some is not None else logits.clone() if edited else logits
         if prepared.edits is not None:
             self._editor.apply(logits, prepared.edits)
         if masks is not None and self._grammars is not None:
@@ -128,7 +134,8 @@ class DrawStep:
             self._editor.append(prepared.edits, sampled.staged_slots.tensor, tokens)
         if raw is None:
             return tokens, None
-        entries = logprobs.of_tokens(raw, tokens if some is None else tokens[some], prepared.tops)
+        chosen = tokens if some is None else tokens[some]
+        entries = logprobs.of_tokens(raw, chosen, prepared.tops, self._score_rows)
         return tokens, LogprobRows.of(dict(zip(rows, entries.split([1] * len(rows)), strict=True)))
 
     def follow(self, masks: Masks, tokens: Sequence[int]) -> list[Failure]:
@@ -158,7 +165,7 @@ class DrawStep:
 
     def score(self, logits: Tensor, scored: Scored) -> LogprobRows | None:
         """The log probabilities of prompt tokens, from the logits of `scored.rows` (float32 `[R, vocab]`, device)."""
-        entries = logprobs.of_targets(logits, scored.targets.tensor, scored.tops)
+        entries = logprobs.of_tokens(logits, scored.targets.tensor, scored.tops, self._score_rows)
         return LogprobRows.of(dict(enumerate(entries.split(scored.counts))))
 
     def _logprob_rows(self, slots: Tensor) -> tuple[list[int], list[int]]:

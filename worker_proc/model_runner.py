@@ -18,6 +18,7 @@ from worker_proc.grammar_matcher import Failure, GrammarMatchers
 from worker_proc.host_tier import HostPages, PageCopies
 from worker_proc.input_batch import Layout, SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
+from worker_proc.logprobs import ScoreRows
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.sampler import BestRows, DrawRows
@@ -62,9 +63,10 @@ class LaunchedStep:
 class ModelRunner:
     """One rank's model and the state of its requests. Every rank must execute the same plans in the same order.
 
-    `grammars` are those of rank 0; the other ranks have none. `draw_rows` and `best_rows` are for the sampler. With
-    `share_pages`, batches say which pages several decodes have in common. `host` has room for pages that leave `cache`.
-    With `loads_by_layer`, the model takes pages that come back from there layer by layer (`ForwardBatch.loads`).
+    `grammars` are those of rank 0; the other ranks have none. `draw_rows`, `best_rows` and `score_rows` do what torch
+    would do. With `share_pages`, batches say which pages several decodes have in common. `host` has room for pages that
+    leave `cache`. With `loads_by_layer`, the model takes pages that come back from there layer by layer
+    (`ForwardBatch.loads`).
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
         draw_rows: DrawRows | None = None,
         best_rows: BestRows | None = None,
+        score_rows: ScoreRows | None = None,
         share_pages: bool = False,
         host: HostPages | None = None,
         loads_by_layer: bool = False,
@@ -95,7 +98,8 @@ class ModelRunner:
         self._group = group
         self._epoch = -1  # before the first plan
         self._next_step = 0
-        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, draw_rows, best_rows)
+        kernels = (draw_rows, best_rows, score_rows)
+        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, *kernels)
         self._finder = SharedPageFinder(cache.page_size) if share_pages else None
         self._laid_out: tuple[list[Tile], list[Tensor]] | None = None
         self._slots = SlotTable(

@@ -23,6 +23,7 @@ from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.host_tier import HostPages
 from worker_proc.kv_cache import KVCache
+from worker_proc.logprobs import ScoreRows
 from worker_proc.memory import choose_host_pages, choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.describe import describe, read_config
@@ -119,7 +120,7 @@ def load_worker(
     host = None
     if config.cache.host_kv_bytes:
         host = HostPages(cache, tp.min(choose_host_pages(config.cache, cache, model_config.tp)), device)
-    draw_rows, best_rows = choose_draws(device, library)
+    draw_rows, best_rows, score_rows = choose_draws(device, library)
     decoder = cuda_decoder(model, device)
     runner = ModelRunner(
         model,
@@ -132,6 +133,7 @@ def load_worker(
         grammars=grammars,
         draw_rows=draw_rows,
         best_rows=best_rows,
+        score_rows=score_rows,
         share_pages=decoder is not None and decoder.attention.shares_pages,
         host=host,
         loads_by_layer=decoder is not None,
@@ -260,16 +262,18 @@ def cuda_decoder(model: LanguageModel, device: torch.device) -> "CudaDecoder | G
     return model if isinstance(model, (CudaDecoder, GraphedDecoder)) else None
 
 
-def choose_draws(device: torch.device, library: NativeLibrary | None) -> tuple[DrawRows | None, BestRows | None]:
-    """How the sampler draws, and how it finds the likeliest tokens: in kernels of its own, where there are any."""
+def choose_draws(
+    device: torch.device, library: NativeLibrary | None
+) -> tuple[DrawRows | None, BestRows | None, ScoreRows | None]:
+    """How tokens are drawn, the likeliest ones found, and log probabilities made: in kernels, where there are any."""
     if device.type == "cuda":
         from worker_proc.cuda.sampling import draw_rows
 
-        return draw_rows, None
+        return draw_rows, None, None
     if library is None:
-        return None, None
+        return None, None, None
     draws = NativeDraws(library)
-    return draws.draw, draws.best
+    return draws.draw, draws.best, draws.score
 
 
 def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:

@@ -27,6 +27,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_linear_argmax": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
     "rhizome_best": (None, [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER]),
     "rhizome_draw": (None, [_POINTER]),
+    "rhizome_score": (None, [_POINTER]),
     "rhizome_draw_weights": (None, [_POINTER, _LONG, _FLOAT, _FLOAT, _POINTER]),
     "rhizome_draw_uniform": (ctypes.c_double, [_LONG, _LONG]),
     "rhizome_unpack_rows": (None, [_POINTER, _POINTER, _LONG, _POINTER, _LONG]),

@@ -1,4 +1,5 @@
-"""The native draw (native/sampling.h): what `worker_proc/sampler.py` does, a row of logits at a time in the caches.
+"""What is made of logits natively: draws (native/sampling.h) as `worker_proc/sampler.py` has them, log probabilities
+(native/logprobs.h) as `worker_proc/logprobs.py` does, a row of logits at a time in the caches.
 
 The weights are made, added up by blocks of 128 tokens and filtered without sorting the vocabulary: the block with the
 k-th largest of the blocks' largest weights bounds the k-th largest weight from below, so few blocks need a closer look.
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.logprobs import Scores
 
 
 class _BatchStruct(ctypes.Structure):
@@ -23,8 +25,18 @@ class _BatchStruct(ctypes.Structure):
     )
 
 
+class _ScoreStruct(ctypes.Structure):
+    """`ScoreBatch` of native/logprobs.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "tokens", "own", "ranks", "top_ids", "top_values")),
+        *((name, c_int64) for name in ("rows", "vocab", "logits_stride", "most")),
+    )
+
+
 class NativeDraws:
-    """`draw` is a `DrawRows`, `best` a `BestRows` (of several largest the first); all tensors are on the CPU."""
+    """`draw` is a `DrawRows`, `best` a `BestRows` (of several largest the first), `score` a `ScoreRows`; all tensors
+    are on the CPU."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._functions = library.functions
@@ -56,6 +68,27 @@ class NativeDraws:
             index_stride=index.stride(0),
         )
         self._functions.rhizome_draw(ctypes.addressof(batch))
+
+    def score(self, logits: Tensor, tokens: Tensor, most: int) -> Scores:
+        """See `ScoreRows`."""
+        logits, tokens = _in_rows(logits), tokens.contiguous()
+        rows, vocab = logits.shape
+        own, ranks = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        top_ids, top_values = torch.empty(rows, most, dtype=torch.int64), torch.empty(rows, most)
+        batch = _ScoreStruct(
+            logits=logits.data_ptr(),
+            tokens=tokens.data_ptr(),
+            own=own.data_ptr(),
+            ranks=ranks.data_ptr(),
+            top_ids=top_ids.data_ptr(),
+            top_values=top_values.data_ptr(),
+            rows=rows,
+            vocab=vocab,
+            logits_stride=logits.stride(0),
+            most=most,
+        )
+        self._functions.rhizome_score(ctypes.addressof(batch))
+        return Scores(own, ranks, top_ids, top_values)
 
     def weights(self, logits: Tensor, temperature: float) -> Tensor:
         """For tests: what one row of logits (float32 `[vocab]`) is drawn from, whole numbers up to `sampler.UNIT`."""

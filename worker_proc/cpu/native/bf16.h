@@ -93,6 +93,32 @@ inline floats select(ints mask, floats yes, floats no) {
   return (floats)(((ints)yes & mask) | ((ints)no & ~mask));
 }
 
+// The largest lane; none is NaN.
+inline float highest(floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#endif
+  for (int width = kLanes / 2; width >= 1; width /= 2)
+    for (int i = 0; i < width; ++i) value[i] = value[i] > value[i + width] ? value[i] : value[i + width];
+  return value[0];
+}
+
+// The largest of some numbers, in several chains for the sake of latency. NaN is none.
+inline float highest_of(const float* numbers, int64_t count) {
+  floats most[4];
+  for (floats& one : most) one = splat(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) {
+      const floats some = load(numbers + i + j * kLanes);
+      most[j] = select(some > most[j], some, most[j]);
+    }
+  for (int j = 1; j < 4; ++j) most[0] = select(most[j] > most[0], most[j], most[0]);
+  float best = highest(most[0]);
+  for (; i < count; ++i) best = numbers[i] > best ? numbers[i] : best;
+  return best;
+}
+
 // e**x within 2 units in the last place; x below -87 counts as -87, above 88 as 88. Cody and Waite's reduction, and the
 // Taylor polynomial of degree 7 on [-ln(2)/2, ln(2)/2].
 inline floats exp(floats x) {

@@ -48,23 +48,6 @@ inline floats weight(floats logits, float best, float temperature) {
   return rounded(exp(select(scaled > kNever, scaled, splat(kNever))) * kUnit);
 }
 
-// The largest of some numbers, in several chains for the sake of latency.
-float highest_of(const float* numbers, int64_t count) {
-  floats most[4];
-  for (floats& one : most) one = splat(-__builtin_inff());
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= count; i += 4 * kLanes)
-    for (int j = 0; j < 4; ++j) {
-      const floats some = load(numbers + i + j * kLanes);
-      most[j] = select(some > most[j], some, most[j]);
-    }
-  float highest = -__builtin_inff();
-  for (const floats& one : most)
-    for (int lane = 0; lane < kLanes; ++lane) highest = one[lane] > highest ? one[lane] : highest;
-  for (; i < count; ++i) highest = numbers[i] > highest ? numbers[i] : highest;
-  return highest;
-}
-
 // The weights of one row, in blocks of kBlock tokens whose largest and sum are known. Sums are of whole numbers below
 // 2**53: exact in any order.
 class Row {
@@ -99,8 +82,7 @@ class Row {
         store_some(to + whole, value, tail);
         for (int i = 0; i < tail; ++i) top[0] = std::max(top[0], value[i]);
       }
-      highest_[block] = 0.0f;
-      for (int i = 0; i < kLanes; ++i) highest_[block] = std::max(highest_[block], top[i]);
+      highest_[block] = highest(top);
     }
   }
 
