@@ -49,6 +49,18 @@ class Layout:
     sampled: SampledRows
 
 
+@dataclass(slots=True, eq=False)
+class _Decodes:
+    """The last step, of decodes alone. One of the same slots differs from it in lengths, and perhaps in pages."""
+
+    bits: bytes  # StepPlan.decode
+    layout: Layout
+    ends: Tensor  # int64 [B], host
+    room: int  # tokens that any row could grow by, at least
+    longest: int  # of `ends`
+    page_table: Tensor | None = None  # of the last batch, None when pages have come since
+
+
 class SlotTable:
     """The state of `max_slots` slots. Every method raises PlanError, and then the state is not usable any more."""
 
@@ -80,21 +92,29 @@ class SlotTable:
         self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
         self._numbers = torch.arange(max_slots)
         self._ones = torch.ones(max_slots, dtype=torch.int64)
+        self._decodes: _Decodes | None = None
 
     def reset(self) -> None:
         """Free every slot."""
         self._taken.zero_()
         self._may_decode.zero_()
+        self._decodes = None
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
         """Slots leave and enter, and page tables grow when `staging` is sent."""
-        self._leave(self._slots("leave", plan.leave, taken=True))
-        self._enter(self._slots("enter_slots", plan.enter_slots, taken=False), plan.enter_lens, staging)
-        slots = self._slots("page_slots", plan.page_slots, taken=True)
-        self._append_pages(slots, _tensor(plan.page_counts), _tensor(plan.pages), staging)
+        if plan.leave or plan.enter_slots:
+            self._decodes = None
+            self._leave(self._slots("leave", plan.leave, taken=True))
+            self._enter(self._slots("enter_slots", plan.enter_slots, taken=False), plan.enter_lens, staging)
+        if plan.page_slots:
+            slots = self._slots("page_slots", plan.page_slots, taken=True)
+            self._append_pages(slots, _tensor(plan.page_counts), _tensor(plan.pages), staging)
 
     def lay_out(self, plan: StepPlan, staging: Staging) -> Layout:
         """The step of a plan that has chunks or decodes. The slots' lengths then include its tokens."""
+        if self._decodes is not None and not plan.chunk_slots and plan.decode == self._decodes.bits:
+            return self._lay_out_again(self._decodes, staging)
+        self._decodes = None
         chunk_slots = self._slots("chunk_slots", plan.chunk_slots, taken=True)
         decode_slots = self._decode_slots(plan, chunk_slots)
         chunk_tokens = _tensor(plan.chunk_tokens)
@@ -127,7 +147,7 @@ class SlotTable:
                 last_token, sample_slots, sample_ends = _with_drafts(counts, last_token, sample_slots, sample_ends)
 
         starts = torch.nn.functional.pad(q_lens[:num_chunks].cumsum(0), (1, 0)) if num_chunks else None
-        return Layout(
+        layout = Layout(
             num_chunks,
             decode_slots,
             q_lens.tolist(),
@@ -142,11 +162,49 @@ class SlotTable:
             staging.put(last_token),
             SampledRows(sample_slots, sample_ends, staging.put(sample_slots), drafts),
         )
+        if not num_chunks:
+            self._decodes = _Decodes(plan.decode, layout, ends, self._room(rows, ends), int(ends.max()))
+        return layout
+
+    def _lay_out_again(self, last: _Decodes, staging: Staging) -> Layout:
+        """The same decodes as in the last step: each row has one token more."""
+        old, begins, rows = last.layout, last.ends, last.layout.decode_slots
+        last.ends = ends = begins + 1
+        last.room, last.longest = last.room - 1, last.longest + 1
+        if last.room < 0:
+            self._check_room(rows, ends)
+            last.room = self._room(rows, ends)
+        self._lengths.index_copy_(0, rows, ends)
+        last.layout = Layout(
+            0,
+            rows,
+            old.q_lens,
+            [length + 1 for length in old.kv_lens],
+            -(-last.longest // self._page_size),
+            old.rows,
+            staging.put(ends),
+            old.row_of_token,
+            staging.put(begins),
+            old.chunk_tokens,
+            None,
+            old.last_token,
+            SampledRows(rows, ends, old.sampled.staged_slots),
+        )
+        return last.layout
+
+    def _room(self, rows: Tensor, ends: Tensor) -> int:
+        """Tokens that every row may grow by."""
+        return int((self._limits.index_select(0, rows) - ends).min())
 
     def build(self, layout: Layout, shared: SharedPages | None = None) -> ForwardBatch:
         """The batch of a step that was laid out and sent."""
         rows, positions, chunks = layout.rows.tensor, layout.positions.tensor, layout.num_chunks
-        page_table = self._page_table[:, : layout.columns].index_select(0, rows)
+        last = self._decodes
+        page_table = last.page_table if last is not None else None
+        if page_table is None or page_table.shape[1] != layout.columns:
+            page_table = self._page_table[:, : layout.columns].index_select(0, rows)
+        if last is not None:
+            last.page_table = page_table
         columns = positions // self._page_size
         if chunks:
             pages = page_table[layout.row_of_token.tensor, columns]
@@ -215,6 +273,8 @@ class SlotTable:
             return
         if int(pages.max()) >= self._num_pages:
             raise PlanError(f"pages: page {int(pages.max())} is not below {self._num_pages}")
+        if self._decodes is not None:
+            self._decodes.room, self._decodes.page_table = 0, None  # there may be more
         begins = self._page_counts[slots]
         ends = begins + counts
         if int(ends.max()) > self._max_columns:

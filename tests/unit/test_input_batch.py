@@ -85,18 +85,23 @@ def test_batches_equal_a_plain_model(seed: int, page_size: int) -> None:
     table, writer = make_table(page_size), PlanWriter(NUM_PAGES * 4, page_size, seed=seed)
     writer.free = [page for page in writer.free if page < NUM_PAGES]
     last: dict[int, int] = {}  # slots that may decode, with their last tokens
-    for _ in range(12):
-        leave = tuple(slot for slot in writer.slots if rng.random() < 0.15)
+    going: list[int] = []
+    chunks: tuple[tuple[int, list[int], bool], ...] = ()
+    for _ in range(24):
+        again = going and not chunks and max(writer.slots[s].length for s in going) < 60 and rng.random() < 0.7
+        leave = tuple(slot for slot in writer.slots if rng.random() < 0.15 and not again)
         kept = [slot for slot in writer.slots if slot not in leave]
         for slot in leave:
             last.pop(slot, None)
         unused = [slot for slot in range(MAX_SLOTS) if slot not in kept]
         enter = rng.sample(unused, min(len(unused), rng.randrange(3)))
         used = sum(len(writer.slots[slot].pages) for slot in kept)
-        if used * page_size + 200 > NUM_PAGES * page_size:
+        if used * page_size + 200 > NUM_PAGES * page_size or again:
             enter = []
-        going = [s for s in kept if s in last and writer.slots[s].length < 60 and rng.random() < 0.8]
-        rest = [s for s in kept if s not in last and writer.slots[s].length < 60]
+        going = (
+            going if again else [s for s in kept if s in last and writer.slots[s].length < 60 and rng.random() < 0.8]
+        )
+        rest = [s for s in kept if s not in last and writer.slots[s].length < 60 and not again]
         chunks = tuple(
             (slot, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], rng.random() < 0.6)
             for slot in [*enter, *rest]
@@ -203,3 +208,16 @@ def test_a_slot_cannot_grow_beyond_the_context_window() -> None:
     step(table, writer.plan(enter={0: GREEDY}, chunks=((0, list(range(18)), True),)))
     with pytest.raises(PlanError, match="slot 0 would hold 19 tokens: its pages and the context window allow 18"):
         step(table, writer.plan(decode=(0,)))
+
+
+def test_the_same_decodes_find_their_limit() -> None:
+    table, writer = make_table(), PlanWriter(NUM_PAGES, 4)
+    chunks = tuple((slot, [1] * (8 + slot), True) for slot in range(3))
+    step(table, writer.plan(enter=dict.fromkeys(range(3), GREEDY), chunks=chunks))
+    for _ in range(2):  # slot 0 gets its third page with the first of them
+        step(table, writer.plan(decode=(0, 1, 2)))
+    bits = bitmap([0, 1, 2])
+    step(table, replace(empty_plan(), decode=bits, page_slots=ints(2), page_counts=ints(1), pages=ints(399)))
+    step(table, replace(empty_plan(), decode=bits, page_slots=ints(1), page_counts=ints(1), pages=ints(398)))
+    with pytest.raises(PlanError, match="slot 0 would hold 13 tokens: its pages and the context window allow 12"):
+        step(table, replace(empty_plan(), decode=bits))
