@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from common.fields import IntArray
@@ -21,6 +21,9 @@ from common.messages import ErrorCode
 from common.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 from tokenizer_proc.ebnf import ebnf_to_lark
 from tokenizer_proc.limits import RETRY_AFTER_S, Refused
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,8 @@ class GrammarCheck:
             source = to_llguidance(grammar)
         except GrammarError as error:
             return _Verdict(grammar, str(error)[:MAX_PROBLEM_CHARS])
+        from llguidance import LLMatcher, LLParserLimits  # with the first grammar
+
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer, self._eos)
         limits = LLParserLimits(**LIMITS)
@@ -128,8 +133,10 @@ class _Bytes:
         return [first + byte for byte in text]
 
 
-def _vocabulary(tokenizer: Tokenizer, eos: list[int]) -> LLTokenizer:
+def _vocabulary(tokenizer: Tokenizer, eos: list[int]) -> "LLTokenizer":
     """The special tokens at their ids, and every byte behind all ids."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     size = max(tokenizer.get_vocab_size(with_added_tokens=True), max(eos) + 1)
     tokens = [b""] * size + [bytes([byte]) for byte in range(256)]
     special = {i: t.content.encode() for i, t in tokenizer.get_added_tokens_decoder().items() if t.special and i < size}

@@ -94,7 +94,7 @@ def main(child: Child) -> None:
     """Load, say ready, serve until told to stop."""
     model = Path(child.config.model.path)
     tokenizer = load_tokenizer(model)
-    template = _load_template(model)
+    longest, template = longest_token(tokenizer), _load_template(model)
     router = open_socket(child.context, zmq.ROUTER, bind=child.endpoints.frontend)
     if child.config.listen is not None:
         router.bind(child.config.listen)
@@ -102,7 +102,7 @@ def main(child: Child) -> None:
     if go is None:
         return
     _warn_of_vocabulary(tokenizer.get_vocab_size(), go)
-    limits = Limits.of_cluster(go, child.config.scheduler, longest_token(tokenizer))
+    limits = Limits.of_cluster(go, child.config.scheduler, longest)
     encoder = PromptEncoder(tokenizer, template, limits)
     pool = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenize")
     grammar_pool = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
