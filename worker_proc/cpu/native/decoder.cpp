@@ -19,7 +19,7 @@ int64_t row_stride(int64_t size) { return (blocks(size) | 1) * 32; }
 // The same for float32.
 int64_t float_stride(int64_t size) { return ((size + 15) / 16 | 1) * 16; }
 
-// The buffers of a step, one after another in its workspace.
+// The buffers of a step, one after another in its workspace; `inner` begins where `qkv` does, unless rows have padding.
 struct Buffers {
   float* partial;   // [tokens, hidden], contiguous
   float* x;         // [tokens, hidden]: the hidden states, `x_stride` apart
@@ -48,10 +48,14 @@ struct Buffers {
     take(cos, tokens * model.head_dim / 2);
     take(sin, tokens * model.head_dim / 2);
     take(normed, tokens * normed_stride);
+    char* const attention = next;
     take(qkv, tokens * qkv_stride);
     take(attended, tokens * attended_stride);
+    char* const end = next;
+    // Nothing of an attention is needed in the MLP after it, but padding is cleared only once in a step.
+    if (model.heads * model.head_dim % 32 == 0 && model.inner % 32 == 0) next = attention;
     take(inner, tokens * inner_stride);
-    bytes = next - static_cast<char*>(workspace);
+    bytes = std::max(next, end) - static_cast<char*>(workspace);
   }
 };
 
