@@ -1,6 +1,7 @@
 """The paged K/V tensors of one rank. Which page belongs to whom is the scheduler's business, not decided here."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,8 @@ class KVCache:
         v_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.v_head_dim)
         # The system hands out memory only when a page is first written: nothing is zeroed here.
         dtype, layers = torch.int8 if spec.int8 else spec.dtype, range(spec.num_layers)
-        self.k = [_pages(k_shape, dtype, torch.device(device)) for _ in layers]
-        self.v = [_pages(v_shape, dtype, torch.device(device)) for _ in layers]
+        pages = _pages([k_shape] * spec.num_layers + [v_shape] * spec.num_layers, dtype, torch.device(device))
+        self.k, self.v = pages[: spec.num_layers], pages[spec.num_layers :]
         scaled = layers if spec.int8 else ()
         self.k_scales = [torch.empty(k_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
         self.v_scales = [torch.empty(v_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
@@ -119,9 +120,11 @@ class KVCache:
         staging.then(copy)
 
 
-def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that holds anything. On a CPU in huge pages: each step reads many scattered pages of the cache."""
+def _pages(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Memory that holds anything. On a CPU in huge pages: each step reads many scattered pages of the cache. All of it
+    is one block, as a block for each tensor would waste up to a huge page of each."""
     if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    count = math.prod(shape)
-    return HugePages(count * dtype.itemsize).take(count, dtype).view(shape)
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    counts = [math.prod(shape) for shape in shapes]
+    memory = HugePages(sum(HugePages.room(count * dtype.itemsize) for count in counts))
+    return [memory.take(count, dtype).view(shape) for count, shape in zip(counts, shapes, strict=True)]
