@@ -1,35 +1,47 @@
 """Which kernels Triton would compile for steps of all kinds, found out without a GPU.
 
-    python -m tests.helpers_launches
+    python -m tests.helpers_launches kernels
+    python -m tests.helpers_launches workers [--cold]
 
-Steps on a CPU's tensors, whose launches go no further than Triton's own look at their arguments. First steps with which
-a worker could begin, then many others, with other numbers of rows and pages and at addresses that are no multiples of
-16. Whatever those would have compiled that the first did not is printed, and makes the exit status 1. Triton's
-interpreter must be off.
+Steps on a CPU's tensors, whose launches go no further than Triton's own look at their arguments. `kernels`: first steps
+with which a worker could begin, then many others, with other numbers of rows and pages and at addresses that are no
+multiples of 16. `workers`: several configurations, each made ready as the worker makes it, then requests of all kinds
+through a scheduler; what is in the results is arbitrary. Whatever those would have compiled that the first did not is
+printed, and makes the exit status 1; with `--cold`, a worker is not warmed up. Triton's interpreter must be off.
 """
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from bench.gpu.compile_kernels import HOPPER
-from worker_proc.attention.interface import TILE_COLUMNS, SharedPages
-from worker_proc.cuda.attention import decode, prefill, store
+from bench.gpu.compiles import Case, make_decoder, make_runner, serve
+from worker_proc.attention.interface import TILE_COLUMNS, AttentionBackend, SharedPages
+from worker_proc.cuda.attention import TritonAttention, decode, prefill, store
+from worker_proc.cuda.graphs import Outputs
 from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.cuda.sampling import draw, make_weights
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import RMSNorm
+from worker_proc.models.spec import parse_spec
+from worker_proc.models.transformers_backend import ATTENTION_NAME, TransformersModel
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.shared_pages import max_tiles
 
 HEADS, KV_HEADS, DIM, PAGE, INPUTS, VOCAB, SLOTS = 16, 8, 64, 16, 4096, 1000, 300
 seen: dict[str, str] = {}  # by what Triton tells kernels apart; the step that was the first
+launched: set[str] = set()  # names
+missing: set[str] = set()
 
 
 def count_launches(step: list[str]) -> None:
@@ -42,6 +54,7 @@ def count_launches(step: list[str]) -> None:
         _, specialization, options = binders[self](*args, **options)
         names = [param.name for param in self.params]
         facts = [f"{name}={kind}" for name, kind in zip(names, specialization, strict=True)]
+        launched.add(self.fn.__name__)
         seen.setdefault(f"{self.fn.__name__} {' '.join(facts)} {options}", step[0])
 
     JITFunction.run = run
@@ -79,9 +92,7 @@ def compute(rows: int, odd: bool, weights: list[PackedWeight]) -> None:
     draw(make_weights(logits, logits[:, 0].clone(), params, index), params, params[0].long(), index, tokens)
 
 
-def main() -> None:
-    step = [""]
-    count_launches(step)
+def kernels(step: list[str]) -> None:
     caches = [KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16, int8), 2, PAGE) for int8 in (False, True)]
     device = torch.device("cpu")
     weights = [PackedWeight.empty(700, INPUTS, Scheme(bits), torch.bfloat16, device) for bits in (4, 8)]
@@ -96,9 +107,70 @@ def main() -> None:
     for rows, odd in product((1, 2, 16, 31, 48, 100, 512, 1000), (False, True)):
         step[0] = f"{rows} rows, {'odd' if odd else 'even'} addresses"
         compute(rows, odd, weights)
+    report(first)
+
+
+def run_again(step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """A graph's stand-in, which launches nothing when it is replayed."""
+    return lambda: None, step()
+
+
+def workers(step: list[str], *, cold: bool) -> None:
+    llama = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1003, "hidden_size": 576,
+        "intermediate_size": 1088, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    plain = parse_spec(llama)
+    qwen = parse_spec(llama | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 64})
+    window = replace(plain, windows=(None, 100))
+    cases = {
+        "plain": Case(plain),
+        "without graphs, int8 cache": Case(qwen, graphs=False, int8_kv=True, max_running=100),
+        "4 bits, bias, windows": Case(window, Scheme(4, 64), bias=True, max_running=5, max_batch_tokens=2048),
+        "8 bits, one KV head": Case(replace(plain, num_kv_heads=1), Scheme(8), page_size=5, context_len=700),
+        "short": Case(plain, max_running=1, max_batch_tokens=64, context_len=64, graphs=False),
+        "gpt2": Case(plain, context_len=512),
+        "gemma2": Case(plain, context_len=512),
+    }
+    for name, case in list(cases.items())[: 1 if cold else None]:
+        seen.clear()
+        step[0] = f"{name}: start"
+        runner = make_runner(*model_of(name, case), case, "cpu", run_again, ahead=not cold)
+        first, step[0] = set(seen), name
+        launched.clear()
+        steps = serve(runner, case, 60)
+        print(f"{name}: {steps} steps with", *sorted(launched))
+        report(first)
+
+
+def model_of(name: str, case: Case) -> tuple[LanguageModel, AttentionBackend]:
+    if name not in CONFIG_MAPPING:
+        decoder = make_decoder(case, "cpu")
+        return decoder, decoder.attention
+    tiny = {"vocab_size": 1003, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 2}
+    if name == "gemma2":
+        tiny |= {"head_dim": 16, "intermediate_size": 128, "num_key_value_heads": 2, "sliding_window": 40}
+    config = CONFIG_MAPPING[name](**tiny, bos_token_id=1)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+    attention = TritonAttention()
+    return TransformersModel(made.eval(), attention), attention
+
+
+def report(first: set[str]) -> None:
     later = set(seen) - first
     print(f"{len(first)} kernels at first, {len(later)} more", *(f"{seen[key]}: {key}" for key in later), sep="\n")
-    sys.exit(bool(later))
+    missing.update(later)
+
+
+def main() -> None:
+    step = [""]
+    count_launches(step)
+    if sys.argv[1] == "kernels":
+        kernels(step)
+    else:
+        workers(step, cold="--cold" in sys.argv)
+    sys.exit(bool(missing))
 
 
 if __name__ == "__main__":

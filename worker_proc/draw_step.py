@@ -61,6 +61,10 @@ class DrawStep:
         self._grammars = grammars
         self._with_grammar: set[int] = set()  # slots; every rank knows them
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Draw from logits (float32 `[S, vocab]`, device) by all filters, as the first requests would."""
+        self._sampler.warm_up(logits)
+
     def reset(self) -> None:
         """Every slot is free."""
         self._with_grammar.clear()

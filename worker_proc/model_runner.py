@@ -112,22 +112,29 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Run the model once on the scratch page, so that the first request does not pay for lazy initialisation."""
+    def warm_up(self, row_counts: tuple[int, ...] = (1,)) -> None:
+        """Run the model on the scratch page and draw, so that the first request does not pay for lazy initialisation.
+        On a GPU, draws from one row and from two take all kernels: only of several rows a layout must be kept."""
+        for rows in row_counts:
+            logits = self._model.forward(self._idle(rows), self._cache)
+            if not self._tp.rank:
+                self._draw_step.warm_up(logits)
+
+    def _idle(self, rows: int) -> ForwardBatch:
+        """Decodes of the scratch page's first token."""
         page, size = self._cache.scratch_page, self._cache.page_size
-        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-        batch = ForwardBatch(
-            token_ids=zero,
-            positions=zero,
-            slot_mapping=zero + page * size,
-            page_table=torch.full((1, 1), page, dtype=torch.int64, device=self._device),
-            kv_lens=zero + 1,
-            q_lens=[1],
-            kv_lens_host=[1],
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        return ForwardBatch(
+            token_ids=zeros,
+            positions=zeros,
+            slot_mapping=zeros + page * size,
+            page_table=torch.full((rows, 1), page, dtype=torch.int64, device=self._device),
+            kv_lens=zeros + 1,
+            q_lens=[1] * rows,
+            kv_lens_host=[1] * rows,
             num_prefill_rows=0,
-            logit_rows=zero,
+            logit_rows=torch.arange(rows, device=self._device),
         )
-        self._model.forward(batch, self._cache)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

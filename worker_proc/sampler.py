@@ -107,6 +107,18 @@ class Sampler:
         index = torch.stack((drawing, slots[drawing], positions[drawing]))
         return Drawing(params[:, drawing], staging.put(index))
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Have each row of logits (float32 `[S, vocab]`, device) drawn by the kernels, where there are any. What slots
+        have asked for stays."""
+        if self._draw_rows is None or not len(logits):
+            return
+        best, tokens = logits.max(dim=-1) if self._best_rows is None else self._best_rows(logits)
+        params, rows = torch.empty_like(self._params), torch.arange(len(logits), device=self.device)
+        for which, value in ((_TEMPERATURE, 1.0), (_TOP_K, 2.0), (_TOP_P, 0.5), (_MIN_P, 0.1)):
+            params[which] = value
+        index = torch.stack((rows, 0 * rows, rows))
+        self._draw_rows(logits, best, params, self._seeds, index, tokens)
+
     def sample(self, logits: Tensor, drawing: Drawing | None) -> Tensor:
         """One token per row, int64 `[S]` on the device.
 

@@ -99,8 +99,20 @@ def load_worker(
     activations, steps = 0, config.scheduler
     if device.type == "cuda":
         from worker_proc.cuda.startup import measure_activations
+        from worker_proc.cuda.warm_up import compile_kernels
 
         rows = steps.max_running
+        compile_kernels(
+            model,
+            attention,
+            spec,
+            max_rows=rows,
+            max_tokens=steps.max_batch_tokens + rows,  # some have logits for a draw and for a score
+            context_len=context_len,
+            page_size=page_size,
+            device=device,
+            progress=progress,
+        )
         activations = measure_activations(model, spec, steps.max_batch_tokens, page_size, rows, device)
     num_pages = tp.min(
         choose_num_pages(
@@ -138,7 +150,7 @@ def load_worker(
         host=host,
         loads_by_layer=decoder is not None,
     )
-    runner.warm_up()
+    runner.warm_up((1, 2) if device.type == "cuda" else (1,))
     if grammars is not None:
         grammars.wait_ready()
     if prefault is not None:

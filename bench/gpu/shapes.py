@@ -38,7 +38,7 @@ def make_model(name: str, scheme: Scheme | None = None, *, layers: int | None = 
     spec = parse_spec(CONFIGS[name])
     if layers is not None:
         spec = replace(spec, num_layers=layers, scales=spec.scales[:layers], windows=spec.windows[:layers])
-    weights = _weights(spec, scheme)
+    weights = random_weights(spec, scheme)
     return CudaDecoder(spec, Shard.of(spec, 0, 1), weights, TensorParallel())
 
 
@@ -50,9 +50,9 @@ def weight_bytes(model: CudaDecoder) -> int:
     return sum(linear.weight.nbytes for linear in (w.head, *layers))
 
 
-def random_matrix(rows: int, columns: int) -> torch.Tensor:
-    """bfloat16 `[rows, columns]` on the current GPU, which keeps the size of what it is multiplied with."""
-    return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda").mul_(columns**-0.5)
+def random_matrix(rows: int, columns: int, device: str = "cuda") -> torch.Tensor:
+    """bfloat16 `[rows, columns]`, by default on the current GPU, which keeps the size of what it is multiplied with."""
+    return torch.randn(rows, columns, dtype=torch.bfloat16, device=device).mul_(columns**-0.5)
 
 
 def in_codes(weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
@@ -64,15 +64,16 @@ def in_codes(weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
     return packed
 
 
-def _weights(spec: DecoderSpec, scheme: Scheme | None = None) -> DecoderWeights:
+def random_weights(spec: DecoderSpec, scheme: Scheme | None = None, device: str = "cuda") -> DecoderWeights:
+    """Of a model without biases, its projections in codes of `scheme`, if one is given, and its head in int8 then."""
     torch.manual_seed(0)
 
     def matrix(rows: int, columns: int, scheme: Scheme | None = scheme) -> Table:
-        weight = random_matrix(rows, columns)
+        weight = random_matrix(rows, columns, device)
         return weight if scheme is None else in_codes(weight, scheme)
 
     def norm(width: int) -> RMSNorm:
-        return RMSNorm(torch.ones(width, dtype=torch.bfloat16, device="cuda"), spec.norm_eps)
+        return RMSNorm(torch.ones(width, dtype=torch.bfloat16, device=device), spec.norm_eps)
 
     heads, kv_heads, dim, hidden = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.hidden_size
     layers = tuple(
@@ -102,7 +103,7 @@ def save_checkpoint(name: str, path: Path, tokenizer_of: Path) -> None:
     from safetensors.torch import save_file
 
     spec = parse_spec(CONFIGS[name])
-    weights = _weights(spec)
+    weights = random_weights(spec)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm.weight}
     if not spec.tied:

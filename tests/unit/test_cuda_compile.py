@@ -1,6 +1,7 @@
 """Every Triton kernel compiles to Hopper's machine code, which takes no GPU; the interpreter would not tell."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +26,36 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert all("mma" in line for line in lines if "decode" in line or "shared group" in line), done.stdout
 
 
+def launches(tmp_path: Path, *what: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.helpers_launches", *what]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+
 def test_no_step_needs_a_kernel_that_others_did_not(tmp_path: Path) -> None:
     """Compiling takes a second or more, while requests wait."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.helpers_launches"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = launches(tmp_path, "kernels")
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) > 20
+
+
+def test_serving_launches_no_kernel_that_the_start_has_not(tmp_path: Path) -> None:
+    """Of none of the configurations, whose requests between them launch every kernel there is."""
+    done = launches(tmp_path, "workers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    kernels = {word for line in lines if " steps with " in line for word in line.split() if word.endswith("_kernel")}
+    written = {name for file in (ROOT / "worker_proc" / "cuda").glob("*.py") for name in defined(file.read_text())}
+    assert kernels == written and len(written) == 12
+    assert sum("0 more" in line for line in lines) == sum("steps with" in line for line in lines) == 7
+
+
+def test_without_a_warm_up_serving_launches_others(tmp_path: Path) -> None:
+    done = launches(tmp_path, "workers", "--cold")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert {"draw_kernel", "weights_kernel", "prefill_kernel"} <= set(done.stdout.split())
+
+
+def defined(text: str) -> list[str]:
+    """The kernels of a source file that are launched, not called by others."""
+    return re.findall(r"^@triton\.jit.*?\ndef (\w+_kernel)\(", text, re.M)

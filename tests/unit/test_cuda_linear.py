@@ -136,3 +136,18 @@ def test_stored_codes_are_what_they_stand_for(method: str, scheme: Scheme, tmp_p
     tp, attention = TensorParallel(), ReferenceAttention()
     reference = load_model(codes, dtype=torch.float32, device="cpu", tp=tp, attention=attention)
     assert generate(OnDevice(load(codes)), PROMPTS, 4, page_size=16) == generate(reference, PROMPTS, 4, page_size=16)
+
+
+@pytest.mark.parametrize("outputs, inputs", [(70, 64), (1024, 4096), (6144, 1024), (151_936, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("most", [1, 40, 64, 65, 3000])
+def test_some_products_launch_what_all_of_them_would(outputs: int, inputs: int, dtype: torch.dtype, most: int) -> None:
+    weight = PackedWeight.empty(outputs, inputs, Scheme(4, 64), dtype, torch.device("cpu"))
+
+    def kernel(rows: int) -> tuple[int, int, int, int, bool]:
+        cut = Launch.of(rows, outputs, inputs // weight.block, dtype)
+        return cut.block_m, cut.block_n, cut.warps, cut.stages, cut.splits > 1
+
+    some = weight.row_counts(most)
+    assert max(some) <= most and len({kernel(rows) for rows in some}) == len(some)
+    assert {kernel(rows) for rows in some} == {kernel(rows) for rows in range(1, most + 1)}

@@ -29,7 +29,7 @@ def test_all_parts_run(tmp_path: Path) -> None:
     done = run(tmp_path, SAYS)
     assert done.returncode == 0, done.stdout
     asked = [line for line in done.stdout.splitlines() if line.startswith("asked")]
-    assert len(asked) == 14 and done.stdout.splitlines()[-1].endswith("failed: none")
+    assert len(asked) == 15 and done.stdout.splitlines()[-1].endswith("failed: none")
     named = [word for line in asked for word in line.split() if word.startswith(("bench.", "tests/"))]
     for name in named:
         path = ROOT / name if "/" in name else ROOT / (name.replace(".", "/") + ".py")
@@ -39,19 +39,19 @@ def test_all_parts_run(tmp_path: Path) -> None:
 def test_a_part_that_fails_is_named_and_stops_no_other(tmp_path: Path) -> None:
     done = run(tmp_path, SAYS + '\ncase "$*" in *"bench.gpu.sampling") exit 3;; esac')
     assert done.returncode == 1
-    assert done.stdout.count("asked") == 14
+    assert done.stdout.count("asked") == 15
     assert done.stdout.splitlines()[-1].endswith("failed: sampling (3)")
 
 
 def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
     done = run(tmp_path, SAYS, BUDGET="0")
     assert done.returncode == 1
-    assert done.stdout.count("NOT RUN") == 14 and "asked" not in done.stdout
+    assert done.stdout.count("NOT RUN") == 15 and "asked" not in done.stdout
 
 
 def test_flashinfer_that_is_missing_is_no_failure(tmp_path: Path) -> None:
     done = run(tmp_path, SAYS.replace("exit 0", "exit 1"))
-    assert done.returncode == 0 and "FlashInfer is not installed" in done.stdout and done.stdout.count("asked") == 13
+    assert done.returncode == 0 and "FlashInfer is not installed" in done.stdout and done.stdout.count("asked") == 14
 
 
 def test_all_parts_have_time_to_reach_their_limits() -> None:
@@ -59,7 +59,7 @@ def test_all_parts_have_time_to_reach_their_limits() -> None:
     parts = re.findall(r'^ *part (\d+) "(.*?)"', text, re.M)
     limits = [int(limit) for limit, name in parts if "FlashInfer" not in name]
     budget = re.search(r"BUDGET:-(\d+)", text)
-    assert budget is not None and len(limits) == 13 and sum(limits) <= int(budget[1])
+    assert budget is not None and len(limits) == 14 and sum(limits) <= int(budget[1])
 
 
 def test_what_is_missing_is_said_first(tmp_path: Path) -> None:

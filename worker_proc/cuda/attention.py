@@ -1,5 +1,6 @@
 """Attention on a GPU by the kernels of attention_kernels.py."""
 
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -22,6 +23,15 @@ _MIN_GROUP = 16  # rows of the smallest matrix product
 _MAX_SPLITS = 64
 _MAX_PARTS = 128  # of a row and head, which one program joins
 _PROGRAMS = 264  # two per multiprocessor of an H100 or H200: what a decode step is cut into when its rows are few
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKind:
+    """Decodes: how many, how many pages the longest has, whether they share some."""
+
+    rows: int
+    columns: int
+    shared: bool
 
 
 class TritonAttention:
@@ -83,6 +93,21 @@ class TritonAttention:
             decode(q[tokens:], out[tokens:], table, lengths, cache, layer, *limits, shared)
         return out
 
+    def decode_kinds(self, max_rows: int, kv_heads: int, page_size: int, columns: int) -> list[DecodeKind]:
+        """Decodes that launch, between them, every kernel that up to `max_rows` of them with up to `columns` pages each
+        can need, in chosen sizes as small as possible. What differs is the block in which parts are joined."""
+        blocks = range(1, min(_MAX_SPLITS, -(-columns * page_size // _BLOCK_N)) + 1)
+        widths = sorted({1, columns, *(min(columns, -(-((n - 1) * _BLOCK_N + 1) // page_size)) for n in blocks)})
+        found: dict[tuple[bool, int], DecodeKind] = {}
+        for shared in (False, True):
+            for rows in range(1 + shared, max_rows + 1):
+                parts = [num_parts(rows, kv_heads, width * page_size, shared)[0] for width in widths]
+                for width, count in zip(widths, parts, strict=True):
+                    found.setdefault((shared, _block(count)), DecodeKind(rows, width, shared))
+                if parts[-1] == (1 + SHARED_LEVELS if shared else 1):  # so it is for more rows
+                    break
+        return list(found.values())
+
     def _prefill_starts(self, batch: ForwardBatch) -> Tensor:
         if batch is not self._batch or self._starts is None:
             lengths = batch.q_lens[: batch.num_prefill_rows]
@@ -122,9 +147,7 @@ def decode(
     held = (k_pages, v_pages, *scales_of(cache, layer))
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
     group, longest = heads // kv_heads, page_table.shape[1] * cache.page_size
-    splits = num_splits(rows, kv_heads, longest)
-    more = 0 if shared is None else shared_splits(splits, rows, kv_heads, longest)
-    parts = splits + SHARED_LEVELS * more
+    parts, splits, more = num_parts(rows, kv_heads, longest, shared is not None)
     partial = torch.empty(rows, heads, parts, dim_v, dtype=torch.float32, device=q.device)
     sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
     # read where there is something shared only
@@ -175,6 +198,13 @@ def num_splits(rows: int, kv_heads: int, longest: int) -> int:
     """
     wanted = -(-_PROGRAMS // (rows * kv_heads))
     return max(1, min(wanted, _MAX_SPLITS, -(-longest // _BLOCK_N)))
+
+
+def num_parts(rows: int, kv_heads: int, longest: int, shared: bool) -> tuple[int, int, int]:
+    """Partial results of a row and head in all, its own, and those of each level of `shared` pages."""
+    splits = num_splits(rows, kv_heads, longest)
+    more = shared_splits(splits, rows, kv_heads, longest) if shared else 0
+    return splits + SHARED_LEVELS * more, splits, more
 
 
 def shared_splits(own: int, rows: int, kv_heads: int, longest: int) -> int:

@@ -103,6 +103,15 @@ class PackedWeight:
         zeros = self.zeros.T[pick] + middle if self.zeros is not None else None
         return QuantizedRows(self.scheme, codes, self.scales.T[pick], zeros).dequantize(self.dtype)
 
+    def row_counts(self, most: int) -> list[int]:
+        """Numbers of rows up to `most` whose products launch, between them, every kernel that any such number needs."""
+        outputs, tiles = len(self.codes), triton.cdiv(self.inputs, self.block)
+        found: dict[tuple[object, ...], int] = {}
+        for rows in (*range(1, min(most, _FEW) + 1), *range(_FEW + 1, most + 1, _FEW)):  # in whole blocks of rows
+            cut = Launch.of(rows, outputs, tiles, self.dtype, roomy=_is_roomy(self.codes.device))
+            found.setdefault((cut.block_m, cut.block_n, cut.warps, cut.stages, cut.splits > 1), rows)
+        return list(found.values())
+
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias` for `x` `[T, in]`: sums in float32, rounded once. Nothing here waits for the GPU."""
         x = x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,106 @@
+"""Has every Triton kernel that steps can need compiled before requests wait for one.
+
+A kernel takes a second or more the first time on a machine, and some hundredths when Triton finds it on disk. Which
+there are depends on the model and on what a step looks like: chunks and decodes, how decodes are cut into parts and
+whether they share pages (`TritonAttention.decode_kinds`), how many rows products with codes have
+(`PackedWeight.row_counts`). `bench.gpu.compiles` and tests/unit/test_cuda_compile.py look for steps that need others.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from worker_proc.attention.interface import TILE_COLUMNS, AttentionBackend, ForwardBatch, SharedPages
+from worker_proc.cuda.attention import TritonAttention
+from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.quantized import PackedWeight
+from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.decoder_weights import DecoderWeights
+from worker_proc.models.interface import LanguageModel
+from worker_proc.models.layers import Linear
+from worker_proc.shared_pages import max_tiles
+
+_CHUNK = 2  # tokens: the shortest
+
+
+@torch.inference_mode()
+def compile_kernels(
+    model: LanguageModel,
+    attention: AttentionBackend,
+    spec: KVSpec,
+    *,
+    max_rows: int,
+    max_tokens: int,
+    context_len: int,
+    page_size: int,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Launch every kernel that steps of `model` through `attention` need, of at most `max_rows` requests with at most
+    `max_tokens` tokens in all; draws are `ModelRunner.warm_up`'s. All ranks must do so at the same time.
+
+    Steps are computed on the scratch page of a small cache of `spec`. `progress(done, total)` counts launches.
+    """
+    cache = KVCache(spec, 1, page_size, device)
+    columns = -(-max(context_len, _CHUNK) // page_size)
+    step = partial(_step, cache=cache, device=device)
+    batches = [step(_CHUNK, 1, -(-_CHUNK // page_size)), step(0, 1, 1)]
+    if isinstance(attention, TritonAttention):
+        kinds = attention.decode_kinds(max_rows, spec.num_kv_heads, page_size, columns)
+        several = isinstance(model, CudaDecoder)  # others are not told of shared pages
+        batches += [step(0, kind.rows, kind.columns, kind.shared) for kind in kinds if several or not kind.shared]
+    tasks: list[Callable[[], object]] = [partial(model.forward, batch, cache) for batch in batches]
+    if isinstance(model, CudaDecoder):
+        tasks += _products(model.weights, max_tokens, device)
+    for done, task in enumerate(tasks):
+        if progress is not None:
+            progress(done, len(tasks))
+        task()
+    if progress is not None:
+        progress(len(tasks), len(tasks))
+
+
+def _step(
+    chunk: int, decodes: int, columns: int, shared: bool = False, *, cache: KVCache, device: torch.device
+) -> ForwardBatch:
+    """A chunk of so many tokens, if any, and decodes of one token each, on the scratch page."""
+    lengths = [chunk] * (chunk > 0) + [1] * decodes
+
+    def fill(*shape: int, value: int = 0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int64, device=device)
+
+    ends = torch.tensor(lengths, device=device)
+    return ForwardBatch(
+        token_ids=fill(chunk + decodes),
+        positions=torch.cat((torch.arange(chunk, device=device), fill(decodes))),
+        slot_mapping=fill(chunk + decodes, value=cache.scratch_page * cache.page_size),
+        page_table=fill(len(lengths), columns, value=cache.scratch_page),
+        kv_lens=ends,
+        q_lens=lengths,
+        kv_lens_host=lengths,
+        num_prefill_rows=int(chunk > 0),
+        logit_rows=ends.cumsum(0) - 1,
+        # tiles of no tokens
+        shared=SharedPages(fill(decodes), fill(decodes), fill(max_tiles(decodes), TILE_COLUMNS)) if shared else None,
+    )
+
+
+def _products(weights: DecoderWeights, most: int, device: torch.device) -> Iterator[Callable[[], Tensor]]:
+    """A product with codes for each shape of matrix and each kernel that up to `most` rows need."""
+    seen: set[tuple[object, ...]] = set()
+    layers = (linear for layer in weights.layers for linear in (layer.qkv, layer.o, layer.up, layer.down))
+    for linear in (*layers, weights.head):
+        weight = linear.weight
+        if not isinstance(weight, PackedWeight):
+            continue
+        shape = (weight.codes.shape, weight.inputs, weight.scheme, weight.block, linear.bias is None)
+        if shape not in seen:
+            seen.add(shape)
+            for rows in weight.row_counts(most):
+                yield partial(_multiply, linear, rows, weight, device)
+
+
+def _multiply(linear: Linear, rows: int, weight: PackedWeight, device: torch.device) -> Tensor:
+    return linear(torch.zeros(rows, weight.inputs, dtype=weight.dtype, device=device))
