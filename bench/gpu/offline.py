@@ -25,7 +25,8 @@ _SEED = 0
 def main(model: Path, requests: int, repeats: int, shortest: int, longest: int) -> None:
     rng = random.Random(_SEED)
     rates = []
-    with LLM(model, max_running=requests) as llm:
+    # nobody waits for a single token: prompts come in steps as large as there are
+    with LLM(model, max_running=requests, chunk_tokens=2048, chunk_slowdown=0) as llm:
         for repeat in range(repeats + 1):
             prompts = [
                 [rng.randrange(3, 10_000) for _ in range(rng.randint(shortest, longest))] for _ in range(requests)
