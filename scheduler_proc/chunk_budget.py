@@ -10,6 +10,7 @@ arrival is felt.
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
 LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
+UNKNOWN_TOKENS = 256  # at most, while too few steps with prompts have been timed
 _NEAR = 0.9  # weight of what earlier requests had to compute, per admission
 
 
@@ -47,6 +48,6 @@ class ChunkBudget:
             return most
         share = self._step_time.tokens_for(self._slowdown, decodes)
         if share is None:
-            return most
+            return min(most, UNKNOWN_TOKENS)
         backlog = prefilling + waiting * self._typical
         return min(most, max(LEAST_TOKENS, int(share + backlog / decodes.tokens)))

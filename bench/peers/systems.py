@@ -91,7 +91,8 @@ class _Hosted:
     def __init__(self, name: str):
         self.name = name
         self.start_s = 0.0
-        self._home = Path(tempfile.mkdtemp(prefix="rhz-compare-"))
+        self._directory = tempfile.TemporaryDirectory(prefix="rhz-compare-", ignore_cleanup_errors=True)  # goes with it
+        self._home = Path(self._directory.name)
         self._process: _Process | None = None
 
     @property

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_proc.chunk_budget import LEAST_TOKENS, ChunkBudget
+from scheduler_proc.chunk_budget import LEAST_TOKENS, UNKNOWN_TOKENS, ChunkBudget
 from scheduler_proc.step_time import StepShape, StepTimeModel
 from tests.rig import Rig
 
@@ -46,9 +46,14 @@ def test_nobody_is_delayed_where_nobody_decodes():
     assert ChunkBudget(learned(), 512, 0.0, 0.01).tokens(StepShape(0, 0), 4000, 0) is None
 
 
-@pytest.mark.parametrize("slowdown, model", [(0.0, learned()), (1.5, StepTimeModel()), (1.5, learned(mixed=7))])
-def test_the_most_where_slowdown_is_off_or_too_little_is_known(slowdown, model):
-    assert ChunkBudget(model, 300, slowdown, 0.0).tokens(StepShape(8, 0), 128, 0) == 300
+def test_the_most_where_slowdown_is_off():
+    assert ChunkBudget(learned(), 300, 0.0, 0.0).tokens(StepShape(8, 0), 128, 0) == 300
+
+
+@pytest.mark.parametrize("model", [StepTimeModel(), learned(mixed=7)])
+def test_a_moderate_chunk_while_too_little_is_known(model):
+    assert ChunkBudget(model, 300, 1.5, 0.0).tokens(StepShape(8, 0), 128, 0) == UNKNOWN_TOKENS
+    assert ChunkBudget(model, 200, 1.5, 0.0).tokens(StepShape(8, 0), 128, 0) == 200
 
 
 def test_a_target_counts_before_the_slowdown():
