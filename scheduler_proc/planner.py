@@ -55,6 +55,14 @@ class Planner:
     def fill(self, step: PlanBuilder, now: int) -> None:
         """Plan as much as the budget and the pages allow, perhaps nothing. `now` in ns."""
         preempted = self._plan_decodes(step)
+        if self._residents.prefilling or len(self._waiting):
+            self._plan_prompts(step, now, preempted=preempted)
+        self._share_prefills(step)
+        if step.num_tokens and not preempted:
+            self.admission.after_step()
+
+    def _plan_prompts(self, step: PlanBuilder, now: int, *, preempted: bool) -> None:
+        """Beside the decodes that are planned: admit requests, and cut the next chunks of prompts."""
         room = self._config.max_batch_tokens - step.num_tokens
         decodes = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
         if self._quarantine:
@@ -69,9 +77,6 @@ class Planner:
             room = SCORED_TOKENS - step.num_scored_tokens if request.unscored else budget
             if room > 0:
                 budget -= self._plan_chunk(step, request, min(budget, room))
-        self._share_prefills(step)
-        if step.num_tokens and not preempted:
-            self.admission.after_step()
 
     def _plan_decodes(self, step: PlanBuilder) -> bool:
         """Plan one token for each decoding request that can have a page, and guesses at more where they pay; True when

@@ -51,8 +51,7 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape) -> float:
         """Seconds."""
-        base, per_token, per_context = self.coefficients()
-        return base + per_token * shape.tokens / 1e3 + per_context * shape.context / 1e6
+        return _seconds(self.coefficients(), shape)
 
     def tokens_within(self, seconds: float, context: int) -> int | None:
         """How many tokens a step may have to take at most `seconds`; None while too little is known."""
@@ -67,10 +66,15 @@ class StepTimeModel:
         """How many more tokens make a step of `shape` take `slowdown` times as long; None while too little is known."""
         if self._mixed.samples < 8:
             return None
-        _, per_token, _ = self.coefficients()
+        _, per_token, _ = found = self.coefficients()
         if per_token <= 0:
             return None
-        return int((slowdown - 1.0) * self.predict(shape) / per_token * 1e3)
+        return int((slowdown - 1.0) * _seconds(found, shape) / per_token * 1e3)
+
+
+def _seconds(coefficients: tuple[float, float, float], shape: StepShape) -> float:
+    base, per_token, per_context = coefficients
+    return base + per_token * shape.tokens / 1e3 + per_context * shape.context / 1e6
 
 
 class _Sums:

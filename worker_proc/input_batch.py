@@ -5,7 +5,7 @@ the next plan may be sent before the result of this one is read. Lengths follow 
 the host, where batches are laid out. What a step has for the device goes there with its other numbers (`Staging`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,9 +55,7 @@ class _Decodes:
 
     bits: bytes  # StepPlan.decode
     layout: Layout
-    ends: Tensor  # int64 [B], host
     room: int  # tokens that any row could grow by, at least
-    longest: int  # of `ends`
     page_table: Tensor | None = None  # of the last batch, None when pages have come since
 
 
@@ -163,32 +161,26 @@ class SlotTable:
             SampledRows(sample_slots, sample_ends, staging.put(sample_slots), drafts),
         )
         if not num_chunks:
-            self._decodes = _Decodes(plan.decode, layout, ends, self._room(rows, ends), int(ends.max()))
+            self._decodes = _Decodes(plan.decode, layout, self._room(rows, ends))
         return layout
 
     def _lay_out_again(self, last: _Decodes, staging: Staging) -> Layout:
         """The same decodes as in the last step: each row has one token more."""
-        old, begins, rows = last.layout, last.ends, last.layout.decode_slots
-        last.ends = ends = begins + 1
-        last.room, last.longest = last.room - 1, last.longest + 1
+        rows, begins = last.layout.decode_slots, last.layout.sampled.positions
+        ends = begins + 1
+        last.room -= 1
         if last.room < 0:
             self._check_room(rows, ends)
             last.room = self._room(rows, ends)
         self._lengths.index_copy_(0, rows, ends)
-        last.layout = Layout(
-            0,
-            rows,
-            old.q_lens,
-            [length + 1 for length in old.kv_lens],
-            -(-last.longest // self._page_size),
-            old.rows,
-            staging.put(ends),
-            old.row_of_token,
-            staging.put(begins),
-            old.chunk_tokens,
-            None,
-            old.last_token,
-            SampledRows(rows, ends, old.sampled.staged_slots),
+        lengths = [length + 1 for length in last.layout.kv_lens]
+        last.layout = replace(
+            last.layout,
+            kv_lens=lengths,
+            columns=-(-max(lengths) // self._page_size),
+            ends=staging.put(ends),
+            positions=staging.put(begins),
+            sampled=replace(last.layout.sampled, positions=ends),
         )
         return last.layout
 
@@ -269,8 +261,6 @@ class SlotTable:
             staging.then(lambda: self._page_table.index_fill_(0, there.tensor, 0))
 
     def _append_pages(self, slots: Tensor, counts: Tensor, pages: Tensor, staging: Staging) -> None:
-        if not len(slots):
-            return
         if int(pages.max()) >= self._num_pages:
             raise PlanError(f"pages: page {int(pages.max())} is not below {self._num_pages}")
         if self._decodes is not None:

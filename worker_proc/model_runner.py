@@ -10,12 +10,13 @@ from torch import Tensor
 from common.logprobs import LogprobRows
 from common.messages import StepPlan
 from worker_proc import shared_pages
-from worker_proc.attention.interface import ForwardBatch, SharedPages
+from worker_proc.attention.interface import SharedPages
 from worker_proc.draw_step import DrawStep
 from worker_proc.drawn import DrawnTokens
 from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers
 from worker_proc.host_tier import HostPages, PageCopies
+from worker_proc.idle_step import idle_step
 from worker_proc.input_batch import Layout, SampledRows, SlotTable
 from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import ScoreRows
@@ -116,25 +117,9 @@ class ModelRunner:
         """Run the model on the scratch page and draw, so that the first request does not pay for lazy initialisation.
         On a GPU, draws from one row and from two take all kernels: only of several rows a layout must be kept."""
         for rows in row_counts:
-            logits = self._model.forward(self._idle(rows), self._cache)
+            logits = self._model.forward(idle_step(self._cache, 0, rows, 1), self._cache)
             if not self._tp.rank:
                 self._draw_step.warm_up(logits)
-
-    def _idle(self, rows: int) -> ForwardBatch:
-        """Decodes of the scratch page's first token."""
-        page, size = self._cache.scratch_page, self._cache.page_size
-        zeros = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        return ForwardBatch(
-            token_ids=zeros,
-            positions=zeros,
-            slot_mapping=zeros + page * size,
-            page_table=torch.full((rows, 1), page, dtype=torch.int64, device=self._device),
-            kv_lens=zeros + 1,
-            q_lens=[1] * rows,
-            kv_lens_host=[1] * rows,
-            num_prefill_rows=0,
-            logit_rows=torch.arange(rows, device=self._device),
-        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

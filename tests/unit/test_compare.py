@@ -2,17 +2,19 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from click.testing import CliRunner
 
 from bench.compare import CASES, llama_server, main
 from bench.peers.closed_loop import closed_loop
-from bench.peers.systems import BenchError, Case, InProcess
+from bench.peers.systems import BenchError, Case, InProcess, System
 
+Hosted = TypeVar("Hosted", bound=System)
 CASE = Case("a case", requests=5, prefix=3, input=4, output=6, concurrency=2)
 
 SERVER = """#!{python}
@@ -126,6 +128,16 @@ def test_tokens_that_come_together_are_all_counted_and_an_end_may_come_without_o
     assert figures["output_tokens"] == 6
 
 
+@contextmanager
+def started(system: Hosted) -> Iterator[Hosted]:
+    """Ended whatever happens, also when it does not start."""
+    try:
+        system.start()
+        yield system
+    finally:
+        system.stop()
+
+
 def driver(folder: Path, per_step: int) -> InProcess:
     peers = Path(__file__).resolve().parents[2] / "bench" / "peers"
     script = folder / "driver.py"
@@ -134,37 +146,28 @@ def driver(folder: Path, per_step: int) -> InProcess:
 
 
 def test_a_library_in_process_answers_cases_rests_and_ends(tmp_path: Path) -> None:
-    system = driver(tmp_path, 1)
-    try:
-        system.start()
+    with started(driver(tmp_path, 1)) as system:
         assert system.start_s > 0 and system.memory() > 0
         assert system.run(CASE)["output_tokens"] == 30
         system.rest()
         system.wake()
         assert system.run(CASE)["output_tokens"] == 30
-    finally:
-        system.stop()
 
 
 def test_a_library_that_gives_other_lengths_is_no_result(tmp_path: Path) -> None:
-    system = driver(tmp_path, 2)
-    try:
-        system.start()
-        with pytest.raises(BenchError, match="not every request got its 6 tokens"):
-            system.run(CASE)
-    finally:
-        system.stop()
+    with (
+        started(driver(tmp_path, 2)) as system,
+        pytest.raises(BenchError, match="not every request got its 6 tokens"),
+    ):
+        system.run(CASE)
 
 
 def test_a_library_that_does_not_start_says_why(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text("raise SystemExit('no such model')")
     system = InProcess("a library", Path(sys.executable), str(script))
-    try:
-        with pytest.raises(BenchError, match="no such model"):
-            system.start()
-    finally:
-        system.stop()
+    with pytest.raises(BenchError, match="no such model"), started(system):
+        pass
 
 
 def server(folder: Path, lacking: int = 0) -> Path:
@@ -176,12 +179,8 @@ def server(folder: Path, lacking: int = 0) -> Path:
 
 def test_llama_cpp_gets_ids_of_exact_lengths_and_is_ready_when_it_says_so(tmp_path: Path) -> None:
     program = server(tmp_path)
-    system = llama_server(program, tmp_path / "m.gguf", 100)
-    try:
-        system.start()
+    with started(llama_server(program, tmp_path / "m.gguf", 100)) as system:
         figures = system.run(CASE)
-    finally:
-        system.stop()
     assert figures["output_tokens_per_s"] > 0
     argv = json.loads(program.with_suffix(".argv").read_text())
     assert int(argv[argv.index("--parallel") + 1]) == max(case.concurrency for case in CASES)
@@ -194,13 +193,11 @@ def test_llama_cpp_gets_ids_of_exact_lengths_and_is_ready_when_it_says_so(tmp_pa
 
 
 def test_a_server_that_stops_early_is_no_result(tmp_path: Path) -> None:
-    system = llama_server(server(tmp_path, lacking=1), tmp_path / "m.gguf", 100)
-    try:
-        system.start()
-        with pytest.raises(BenchError, match="not every request got its 6 tokens"):
-            system.run(CASE)
-    finally:
-        system.stop()
+    with (
+        started(llama_server(server(tmp_path, lacking=1), tmp_path / "m.gguf", 100)) as system,
+        pytest.raises(BenchError, match="not every request got its 6 tokens"),
+    ):
+        system.run(CASE)
 
 
 @pytest.mark.parametrize("name", ["openvino", "llama-cpp"])

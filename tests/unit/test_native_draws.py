@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.sampling_params import DrawParams
-from worker_proc.cpu.features import Level, cpu_features
-from worker_proc.cpu.library import load_library
+from tests.helpers_native import native_draws
+from worker_proc.cpu.features import cpu_features
 from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.random import uniforms
 from worker_proc.sampler import UNIT, Sampler, weights_of
@@ -21,11 +21,7 @@ VOCABS = (5, 128, 1000, 4099, 40_000)
 
 @pytest.fixture(params=cpu_features().levels(), scope="module")
 def native(request: pytest.FixtureRequest) -> Iterator[NativeDraws]:
-    level: Level = request.param
-    library = load_library(level)
-    library.set_threads(2)
-    yield NativeDraws(library)
-    library.set_threads(1)
+    yield from native_draws(request.param)
 
 
 def make_logits(rows: int, vocab: int, seed: int, scale: float) -> Tensor:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.logprobs import Logprobs
-from worker_proc.cpu.features import Level, cpu_features
-from worker_proc.cpu.library import load_library
+from tests.helpers_native import native_draws
+from worker_proc.cpu.features import cpu_features
 from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.logprobs import Scores, of_tokens, score_with_torch
 
@@ -20,11 +20,7 @@ VOCABS = (1, 5, 127, 128, 1000, 4096, 4099, 40_000)
 
 @pytest.fixture(params=cpu_features().levels(), scope="module")
 def native(request: pytest.FixtureRequest) -> Iterator[NativeDraws]:
-    level: Level = request.param
-    library = load_library(level)
-    library.set_threads(2)
-    yield NativeDraws(library)
-    library.set_threads(1)
+    yield from native_draws(request.param)
 
 
 def make_logits(rows: int, vocab: int, seed: int, scale: float) -> Tensor:

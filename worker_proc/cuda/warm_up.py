@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker_proc.attention.interface import TILE_COLUMNS, AttentionBackend, ForwardBatch, SharedPages
+from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.quantized import PackedWeight
+from worker_proc.idle_step import idle_step
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_weights import DecoderWeights
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import Linear
-from worker_proc.shared_pages import max_tiles
 
 _CHUNK = 2  # tokens: the shortest
 
@@ -45,7 +45,7 @@ def compile_kernels(
     """
     cache = KVCache(spec, 1, page_size, device)
     columns = -(-max(context_len, _CHUNK) // page_size)
-    step = partial(_step, cache=cache, device=device)
+    step = partial(idle_step, cache)
     batches = [step(_CHUNK, 1, -(-_CHUNK // page_size)), step(0, 1, 1)]
     if isinstance(attention, TritonAttention):
         kinds = attention.decode_kinds(max_rows, spec.num_kv_heads, page_size, columns)
@@ -60,31 +60,6 @@ def compile_kernels(
         task()
     if progress is not None:
         progress(len(tasks), len(tasks))
-
-
-def _step(
-    chunk: int, decodes: int, columns: int, shared: bool = False, *, cache: KVCache, device: torch.device
-) -> ForwardBatch:
-    """A chunk of so many tokens, if any, and decodes of one token each, on the scratch page."""
-    lengths = [chunk] * (chunk > 0) + [1] * decodes
-
-    def fill(*shape: int, value: int = 0) -> Tensor:
-        return torch.full(shape, value, dtype=torch.int64, device=device)
-
-    ends = torch.tensor(lengths, device=device)
-    return ForwardBatch(
-        token_ids=fill(chunk + decodes),
-        positions=torch.cat((torch.arange(chunk, device=device), fill(decodes))),
-        slot_mapping=fill(chunk + decodes, value=cache.scratch_page * cache.page_size),
-        page_table=fill(len(lengths), columns, value=cache.scratch_page),
-        kv_lens=ends,
-        q_lens=lengths,
-        kv_lens_host=lengths,
-        num_prefill_rows=int(chunk > 0),
-        logit_rows=ends.cumsum(0) - 1,
-        # tiles of no tokens
-        shared=SharedPages(fill(decodes), fill(decodes), fill(max_tiles(decodes), TILE_COLUMNS)) if shared else None,
-    )
 
 
 def _products(weights: DecoderWeights, most: int, device: torch.device) -> Iterator[Callable[[], Tensor]]:
