@@ -59,6 +59,11 @@ inline __m512i first_of_both() {
   return _mm512_load_si512(kIndices);
 }
 
+// Takes the first 8 pairs of numbers of two vectors in turn.
+inline __m512i first_pairs_of_both() {
+  return _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+
 // 2^x, relative error 3e-6.
 inline __m512 exp2_accurate(__m512 x) {
   const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);

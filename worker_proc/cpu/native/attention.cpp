@@ -201,10 +201,11 @@ class Attention {
         for (int block = first_block; block * kAttentionBlock < length; ++block, empty = false) {
           const int begin = block * kAttentionBlock, end = std::min(length, begin + kAttentionBlock);
           kernel.set_block(source(task.row, head), begin, end, group_);
-          if (end + 32 <= length)
-            kernel.expect(source(task.row, head), end, 32);
-          else if (end == length && head + 1 < stop_head && first_block * kAttentionBlock + 32 <= length)
-            kernel.expect(source(task.row, head + 1), first_block * kAttentionBlock, 32);
+          const int again = first_block * kAttentionBlock;
+          if (end < length)
+            kernel.expect(source(task.row, head), end, std::min(kAttentionBlock, length - end));
+          else if (head + 1 < stop_head)
+            kernel.expect(source(task.row, head + 1), again, std::min(kAttentionBlock, length - again));
           kernel.extend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, total, now, empty);
         }
         for (int i = 0; i < tile.count; ++i)

@@ -47,15 +47,34 @@ class AmxKernel {
   void set_block(const KeySource& source, int first, int end, int num_queries) {
     first_ = first;
     count_ = end - first;
+    packed_ = packs(num_queries);
+    few_ = packed_ ? 0 : few_of(num_queries);
+    ahead_.count = 0;
+    k_token_ = source.k_token;
+    v_token_ = source.v_token;
+    if (few_ > 0 && source.k_scales == nullptr) {
+      const int groups = (count_ + kGroup - 1) / kGroup;
+      source.walk_groups(first, groups, kGroup, [&](int i, const char* k, const char* v) {
+        groups_[i] = k;
+        groups_[groups + i] = v;
+      });
+      std::fill_n(groups_ + 2 * groups, kMoreGroups, groups_[2 * groups - 1]);
+      return;
+    }
     source.walk(first, count_, [&](int i, const char* k, const char* v) {
       k_rows_[i] = k;
       v_rows_[i] = v;
     });
-    k_token_ = source.k_token;
     if (source.k_scales != nullptr) widen_codes(source, first, count_, v_rows_);
-    packed_ = packs(num_queries);
-    few_ = packed_ ? 0 : few_of(num_queries);
-    ahead_.count = 0;
+    if (few_ > 0) {  // the widened ones are side by side
+      const int groups = (count_ + kGroup - 1) / kGroup;
+      for (int i = 0; i < groups; ++i) {
+        groups_[i] = k_rows_[i * kGroup];
+        groups_[groups + i] = v_rows_[i * kGroup];
+      }
+      std::fill_n(groups_ + 2 * groups, kMoreGroups, groups_[2 * groups - 1]);
+      return;
+    }
     // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time.
     std::fill_n(v_rows_ + count_, kTokensAhead, v_rows_[count_ - 1]);
     std::fill_n(k_rows_ + count_, round_up(count_, 32) - count_, k_rows_[0]);
@@ -63,7 +82,6 @@ class AmxKernel {
       std::copy_n(v_rows_, 16, k_rows_ + round_up(count_, 16));
       for (int group = 0; group < count_; group += 16) pack_keys(group, std::min(16, count_ - group));
     }
-    if (few_ > 0) return;
     for (int step = 0; step < count_; step += 32) {
       if (count_ - step >= 32 && v_dim_ % 32 == 0)
         pack_full_values(v_rows_ + step, step);
@@ -72,7 +90,7 @@ class AmxKernel {
     }
   }
 
-  // The tokens first .. first + count - 1 of `source`, at least 32 and at most kAttentionBlock, come after this block.
+  // The tokens first .. first + count - 1 of `source`, at most kAttentionBlock, come after this block.
   void expect(const KeySource& source, int first, int count) {
     ahead_.done = ahead_.count = 0;
     ahead_.bytes = (source.k_scales != nullptr ? 1 : 2) * std::max(k_dim_, v_dim_);
@@ -82,7 +100,10 @@ class AmxKernel {
         ahead_.rows[ahead_.count++] = v;
       });
     }
-    if (few_ > 0) source.walk(first, kTokensAhead, [&](int i, const char* k, const char*) { v_rows_[count_ + i] = k; });
+    if (few_ == 0) return;
+    const int groups = std::min(kMoreGroups, (count + kGroup - 1) / kGroup);
+    const char** const more = groups_ + 2 * few_block().num_groups();
+    source.walk_groups(first, groups, kGroup, [&](int i, const char* k, const char*) { more[i] = k; });
   }
 
   // Put queries into `memory` (query_bytes) as `attend` needs them for blocks set with the same `num_queries`.
@@ -95,6 +116,15 @@ class AmxKernel {
       return;
     }
     if (const int few = few_of(num_queries); few > 0) {
+      if (few == 2 && tile.count == 2) {
+        const __m512i low = first_pairs_of_both(), high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+        for (int d = 0; d < k_width_; d += 32) {
+          const __m512i a = _mm512_loadu_si512(tile.q[0] + 2 * d), b = _mm512_loadu_si512(tile.q[1] + 2 * d);
+          _mm512_store_si512(q + 2 * d, _mm512_permutex2var_epi32(a, low, b));
+          _mm512_store_si512(q + 2 * d + 32, _mm512_permutex2var_epi32(a, high, b));
+        }
+        return;
+      }
       for (int j = 0; j < tile.count; ++j) {
         for (int d = 0; d < k_width_; d += 2) std::memcpy(q + d * few + 2 * j, tile.q[j] + 2 * d, 4);
       }
@@ -169,6 +199,7 @@ class AmxKernel {
 
  private:
   // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
+  static constexpr int kTokensAhead = 32;  // that is how far V, and codes, are fetched ahead of what is packed
   static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
 
   // Codes become rows of bfloat16, which stand in for those of the pages from here on.
@@ -185,6 +216,7 @@ class AmxKernel {
       v_rows[i] = reinterpret_cast<const char*>(v_to);
     });
     k_token_ = 2 * k_width_;
+    v_token_ = 2 * v_width_;
   }
 
   // Tokens group .. group + 15 of K, word by word: [16 pairs of numbers][16 tokens][2] for every 32 numbers.
@@ -372,7 +404,7 @@ class AmxKernel {
     }
   }
 
-  FewBlock few_block() const { return {k_rows_, v_rows_, k_token_, k_width_, v_dim_, v_width_, count_}; }
+  FewBlock few_block() const { return {groups_, k_token_, v_token_, k_width_, v_dim_, v_width_, count_}; }
 
   // Whether K is packed for so many queries in all.
   bool packs(int num_queries) const { return num_queries > 2 * kTile || !in_place_; }
@@ -385,13 +417,14 @@ class AmxKernel {
   bool packed_ = false;
   int config_ = -1;
   int first_ = 0;
-  int64_t k_token_ = 0;
+  int64_t k_token_ = 0, v_token_ = 0;
   int count_ = 0, few_ = 0;
   uint16_t *k_, *v_, *weights_, *widened_;
   float* scores_;
   RowsAhead ahead_;
   const char* k_rows_[kAttentionBlock + 16];
   const char* v_rows_[kAttentionBlock + kTokensAhead];
+  const char* groups_[2 * kAttentionBlock / kGroup + kMoreGroups];
 };
 
 }  // namespace rhizome

@@ -43,7 +43,17 @@ struct KeySource {
     }
   }
 
-  // Calls visit(i, scale of k, scale of v) likewise.
+  // Calls visit(i, k, v) for the groups of `size` tokens, of which a page has whole ones, from token `first` on, which
+  // one begins with: k and v of the first token of group i.
+  template <class Visit>
+  void walk_groups(int first, int count, int size, Visit&& visit) const {
+    for (int i = 0; i < count; ++i, first += size) {
+      const int page = pages[first / page_size], offset = first % page_size;
+      visit(i, k + page * k_page + offset * k_token, v + page * v_page + offset * v_token);
+    }
+  }
+
+  // Calls visit(i, scale of k, scale of v) as `walk` does.
   template <class Visit>
   void walk_scales(int first, int count, Visit&& visit) const {
     int page = first / page_size, offset = first % page_size;
