@@ -25,6 +25,7 @@ constexpr int64_t kPartRows = 320;    // the same where the inputs are taken in 
 constexpr int64_t kMaxChunk = kMaxHead / kPanel;
 constexpr int64_t kChunk = 4;         // panels per task when many rows share them: their results lie side by side
 constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
+constexpr int64_t kHeldSteps = 64;   // panels of more blocks are long beside what is made of their sums
 constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
 
 // What one task works on: rows of x and panels of weights, [begin, end).
@@ -91,9 +92,15 @@ void multiply_few(const PackedMatrix& weights, const bf16* x, int64_t x_stride, 
   const int count = static_cast<int>(range.row_end - range.row_begin);
   const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
   float* const sums = sums_of_thread();
+  const char* const bytes = reinterpret_cast<const char*>(data);
   // A single tile of rows is quicker without: the processor finds the stream by itself.
-  const Prefetch ahead{reinterpret_cast<const char*>(data) + kDistance, count > kTile ? kBlockLines : 0};
-  block(x + range.row_begin * x_stride, x_stride, count, data, steps, sums, false, ahead);
+  const bool fetches = count > kTile;
+  const int lines = !fetches ? 0 : steps <= kHeldSteps ? kBlockLines - 1 : kBlockLines;
+  block(x + range.row_begin * x_stride, x_stride, count, data, steps, sums, false, {bytes + kDistance, lines});
+  // Main memory would be idle while the sums are finished: some of the next panel is kept for that time.
+  const char* const left = fetches ? bytes + kDistance + steps * lines * 64 : bytes + steps * kBlockLines * 64;
+  const int64_t left_lines = fetches ? steps * (kBlockLines - lines) : kBlockLines;
+  for (int64_t line = 0; line < left_lines; ++line) __builtin_prefetch(left + line * 64, 0, 2);
   then(panel, range.row_begin, count, sums);
 }
 
