@@ -81,11 +81,15 @@ class Attention {
         for (int head = 0; head < batch_.num_kv_heads; ++head)
           tasks_.push_back({row, head, first, std::min(step, count - first)});
     }
+    // Rows that decode: whole ones, and in the end smaller tasks, so that threads are done at the same time.
     const int heads = std::clamp(batch_.num_rows * batch_.num_kv_heads / (8 * num_threads()), 1, batch_.num_kv_heads);
-    for (int row = 0; row < batch_.num_rows; ++row)
-      if (num_queries(row) == 1)
-        for (int head = 0; head < batch_.num_kv_heads; head += heads)
-          tasks_.push_back({row, head, 0, std::min(heads, batch_.num_kv_heads - head)});
+    const int last_rows = batch_.num_rows - 2 * num_threads();
+    for (int row = 0; row < batch_.num_rows; ++row) {
+      if (num_queries(row) > 1) continue;
+      const int step = row < last_rows ? heads : std::min(heads, (batch_.num_kv_heads + 3) / 4);
+      for (int head = 0; head < batch_.num_kv_heads; head += step)
+        tasks_.push_back({row, head, 0, std::min(step, batch_.num_kv_heads - head)});
+    }
   }
 
   KeySource source(int row, int kv_head) const {
