@@ -84,10 +84,10 @@ float* sums_of_thread() {
 }
 
 // Calls then(panel, row, count, sums) with the sums [count, 32] of a panel for all rows of a range that a task can hold
-// at once, up to kBlockRows.
-template <class Then>
+// at once, up to kBlockRows, and before(panel, row, count) when their last inputs are about to be multiplied.
+template <class Before, class Then>
 void multiply_few(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
-                  Then&& then) {
+                  Before&& before, Then&& then) {
   const int64_t steps = blocks(weights.inputs);
   const int count = static_cast<int>(range.row_end - range.row_begin);
   const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
@@ -96,6 +96,7 @@ void multiply_few(const PackedMatrix& weights, const bf16* x, int64_t x_stride, 
   // A single tile of rows is quicker without: the processor finds the stream by itself.
   const bool fetches = count > kTile;
   const int lines = !fetches ? 0 : steps <= kHeldSteps ? kBlockLines - 1 : kBlockLines;
+  before(panel, range.row_begin, count);
   block(x + range.row_begin * x_stride, x_stride, count, data, steps, sums, false, {bytes + kDistance, lines});
   // Main memory would be idle while the sums are finished: some of the next panel is kept for that time.
   const char* const left = fetches ? bytes + kDistance + steps * lines * 64 : bytes + steps * kBlockLines * 64;
@@ -107,8 +108,9 @@ void multiply_few(const PackedMatrix& weights, const bf16* x, int64_t x_stride, 
 // The same for more rows. Inputs are cut into pieces of kSteps blocks, so that a piece of the panel stays in the L1
 // cache while the rows go by, and where there are many, into parts that all panels take before the next part: what
 // they read of the rows should stay in the L2 cache.
-template <class Then>
-void multiply_many(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Then&& then) {
+template <class Before, class Then>
+void multiply_many(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Before&& before,
+                   Then&& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const int64_t part = steps > kWholeSteps ? kPartSteps : steps;
   const auto piece_of = [&](int64_t panel, int64_t step) {
@@ -146,6 +148,7 @@ void multiply_many(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
         for (int64_t row = 0; row < rows; row += kBlockRows) {
           const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
           if (count != prepared) prepare(prepared = count);
+          if (step + now == steps) before(panel, range.row_begin + row, count);
           block(x + row * x_stride + step * 32, x_stride, count, piece, now, sums + row * kPanel, step > 0, ahead);
           ahead.next += now * lines * 64;
           if (step + now == steps) then(panel, range.row_begin + row, count, sums + row * kPanel);
@@ -162,10 +165,10 @@ inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, in
       store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
 }
 
-// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows. Panels come in units that one
-// thread takes one after another for the same rows, at most kGroupRows.
-template <class Then>
-void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Then&& then,
+// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows, and before(panel, row, count)
+// some time before. Panels come in units that one thread takes one after another for the same rows, at most kGroupRows.
+template <class Before, class Then>
+void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Before&& before, Then&& then,
                 int64_t unit = 1) {
   if (rows == 0) return;
   const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
@@ -208,15 +211,24 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     };
     const int64_t count = range.row_end - range.row_begin;
     if (count > kBlockRows || weights.format != Format::kBFloat16) {
-      multiply_many(weights, x, x_stride, range, take);
+      multiply_many(weights, x, x_stride, range, before, take);
     } else {
       prepare(static_cast<int>(count));
       for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel)
-        multiply_few(weights, x, x_stride, range, panel, take);
+        multiply_few(weights, x, x_stride, range, panel, before, take);
     }
     finish_streams();
   });
 }
+
+// Fetches what a block of results will be written to, so that the writes need not wait for the lines.
+template <class Element>
+inline void fetch_results(const Element* from, int64_t stride, int count, int width) {
+  for (; count > 0; --count, from += stride)
+    for (int i = 0; i < width; i += 64 / static_cast<int>(sizeof(Element))) __builtin_prefetch(from + i, 1, 3);
+}
+
+inline void nothing(int64_t /*panel*/, int64_t /*row*/, int /*count*/) {}
 
 template <class Element, bool kAdding>
 inline void put(const float* sums, int count, Element* out) {
@@ -255,7 +267,10 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
             Finish finish) {
   // Calls put(sums of a row, how many of them there are, where they go) for all rows of all panels of `width` outputs.
   auto run = [&]<class Element>(Element* to, int width, int64_t outputs, auto put) {
-    for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+    const auto before = [&](int64_t panel, int64_t row, int count) {
+      fetch_results(to + row * out_stride + panel * width, out_stride, count, width);
+    };
+    for_panels(weights, x, x_stride, rows, before, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
       const int columns = static_cast<int>(std::min<int64_t>(width, outputs - panel * width));
       Element* place = to + row * out_stride + panel * width;
       if (columns == width)
@@ -266,7 +281,7 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
   };
   // The same for bfloat16 and many rows, in whole cache lines.
   auto stream_whole = [&](bf16* to) {
-    for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+    for_panels(weights, x, x_stride, rows, nothing, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, weights.outputs - panel * kPanel));
       bf16* place = to + row * out_stride + panel * kPanel;
       for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) {
@@ -296,7 +311,7 @@ void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, 
                   TakeHead take, void* context) {
   const int64_t unit = head_dim / kPanel;
   for_panels(
-      weights, x, x_stride, rows,
+      weights, x, x_stride, rows, nothing,
       [&](int64_t panel, int64_t row, int count, const float* sums, int) {
         // of the rows of a task, whose first one is not known here: rows of a task are never as far apart
         alignas(64) static thread_local bf16 held[kGroupRows * kMaxHead];
@@ -317,7 +332,7 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
     for (int v = 0; v < kVectors; ++v) one.value[v] = splat(-__builtin_inff()), one.index[v] = ints{};
   ints lanes[kVectors];
   for (int i = 0; i < kPanel; ++i) lanes[i / kLanes][i % kLanes] = i;
-  for_panels(weights, x, x_stride, rows, [&](int64_t panel, int64_t row, int count, const float* sums, int thread) {
+  for_panels(weights, x, x_stride, rows, nothing, [&](int64_t panel, int64_t row, int count, const float* sums, int thread) {
     const int32_t first = static_cast<int32_t>(panel * kPanel);
     for (int i = 0; i < count; ++i) {
       Best& one = found[thread * rows + row + i];
