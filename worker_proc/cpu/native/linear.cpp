@@ -166,7 +166,8 @@ inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, in
 }
 
 // Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows, and before(panel, row, count)
-// some time before. Panels come in units that one thread takes one after another for the same rows, at most kGroupRows.
+// some time before (not where quantized weights go through AMX). Panels come in units that one thread takes one after
+// another for the same rows, at most kGroupRows.
 template <class Before, class Then>
 void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Before&& before, Then&& then,
                 int64_t unit = 1) {
