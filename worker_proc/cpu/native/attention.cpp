@@ -83,10 +83,10 @@ class Attention {
     }
     // Rows that decode: whole ones, and in the end smaller tasks, so that threads are done at the same time.
     const int heads = std::clamp(batch_.num_rows * batch_.num_kv_heads / (8 * num_threads()), 1, batch_.num_kv_heads);
-    const int last_rows = batch_.num_rows - 2 * num_threads();
+    const int first_small = batch_.num_rows - 2 * num_threads();
     for (int row = 0; row < batch_.num_rows; ++row) {
       if (num_queries(row) > 1) continue;
-      const int step = row < last_rows ? heads : std::min(heads, (batch_.num_kv_heads + 3) / 4);
+      const int step = row < first_small ? heads : std::min(heads, (batch_.num_kv_heads + 3) / 4);
       for (int head = 0; head < batch_.num_kv_heads; head += step)
         tasks_.push_back({row, head, 0, std::min(step, batch_.num_kv_heads - head)});
     }

@@ -52,29 +52,15 @@ class AmxKernel {
     ahead_.count = 0;
     k_token_ = source.k_token;
     v_token_ = source.v_token;
-    if (few_ > 0 && source.k_scales == nullptr) {
-      const int groups = (count_ + kGroup - 1) / kGroup;
-      source.walk_groups(first, groups, kGroup, [&](int i, const char* k, const char* v) {
-        groups_[i] = k;
-        groups_[groups + i] = v;
+    const bool widens = source.k_scales != nullptr;
+    if (few_ == 0 || widens) {
+      source.walk(first, count_, [&](int i, const char* k, const char* v) {
+        k_rows_[i] = k;
+        v_rows_[i] = v;
       });
-      std::fill_n(groups_ + 2 * groups, kMoreGroups, groups_[2 * groups - 1]);
-      return;
     }
-    source.walk(first, count_, [&](int i, const char* k, const char* v) {
-      k_rows_[i] = k;
-      v_rows_[i] = v;
-    });
-    if (source.k_scales != nullptr) widen_codes(source, first, count_, v_rows_);
-    if (few_ > 0) {  // the widened ones are side by side
-      const int groups = (count_ + kGroup - 1) / kGroup;
-      for (int i = 0; i < groups; ++i) {
-        groups_[i] = k_rows_[i * kGroup];
-        groups_[groups + i] = v_rows_[i * kGroup];
-      }
-      std::fill_n(groups_ + 2 * groups, kMoreGroups, groups_[2 * groups - 1]);
-      return;
-    }
+    if (widens) widen_codes(source, first, count_, v_rows_);
+    if (few_ > 0) return set_groups(source, widens);
     // Rows are read in full groups of 16 (K, the rest is masked then) and ahead of their time.
     std::fill_n(v_rows_ + count_, kTokensAhead, v_rows_[count_ - 1]);
     std::fill_n(k_rows_ + count_, round_up(count_, 32) - count_, k_rows_[0]);
@@ -198,9 +184,23 @@ class AmxKernel {
   }
 
  private:
-  // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
   static constexpr int kTokensAhead = 32;  // that is how far V, and codes, are fetched ahead of what is packed
+  // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
   static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
+
+  // The block as few queries read it; what was widened lies side by side.
+  void set_groups(const KeySource& source, bool widened) {
+    const int groups = few_block().num_groups();
+    const auto put = [&](int i, const char* k, const char* v) {
+      groups_[i] = k;
+      groups_[groups + i] = v;
+    };
+    if (widened)
+      for (int i = 0; i < groups; ++i) put(i, k_rows_[i * kGroup], v_rows_[i * kGroup]);
+    else
+      source.walk_groups(first_, groups, kGroup, put);
+    std::fill_n(groups_ + 2 * groups, kMoreGroups, groups_[2 * groups - 1]);
+  }
 
   // Codes become rows of bfloat16, which stand in for those of the pages from here on.
   void widen_codes(const KeySource& source, int first, int count, const char** v_rows) {
