@@ -3,55 +3,23 @@
 #include <algorithm>
 #include <vector>
 
+#include "linear_quantized.h"
+#include "linear_task.h"
 #include "parallel.h"
 
 #if defined(__AMX_BF16__)
-#include "linear_amx.h"
 #include "linear_quantized_rows.h"
+#include "linear_task_amx.h"
+#else
+#include "linear_task_simd.h"
 #endif
-#include "linear_quantized.h"
-#include "linear_simd.h"
 
 namespace rhizome {
 namespace {
 
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
-constexpr int64_t kGroupRows = 576;           // of x that a task takes at most, for the L2 cache: 512 and some decodes
 constexpr int64_t kStreamRows = 512;  // results of so many rows are read again much later: not from a cache
-constexpr int64_t kSteps = 8;         // blocks of 32 inputs in one pass over the rows of a group: 16 KiB of weights
-constexpr int64_t kWholeSteps = 32;   // more blocks are taken in parts
-constexpr int64_t kPartSteps = 16;    // blocks in a part
-constexpr int64_t kPartRows = 320;    // the same where the inputs are taken in parts: 256 and some decodes
-constexpr int64_t kMaxChunk = kMaxHead / kPanel;
 constexpr int64_t kChunk = 4;         // panels per task when many rows share them: their results lie side by side
-constexpr int64_t kDistance = 4096;  // bytes ahead that weights are fetched when one pass takes all inputs
-constexpr int64_t kHeldSteps = 64;   // panels of more blocks are long beside what is made of their sums
-constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
-
-// What one task works on: rows of x and panels of weights, [begin, end).
-struct Range {
-  int64_t row_begin, row_end, panel_begin, panel_end;
-};
-
-// sums[row * 32 + output] (+)= x @ weights.T for at most kBlockRows rows, one panel, `steps` blocks of inputs.
-inline void block(const bf16* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
-                  bool accumulate, [[maybe_unused]] Prefetch ahead) {
-#if defined(__AMX_BF16__)
-  if (rows > kTile)
-    amx_block<true>(x, x_stride, weights, steps, sums, accumulate, ahead);
-  else
-    amx_block<false>(x, x_stride, weights, steps, sums, accumulate, ahead);
-#else
-  simd_block(x, x_stride, rows, weights, steps, sums, accumulate);
-#endif
-}
-
-// Before `block` is called with another number of rows, and at the start of a task.
-inline void prepare([[maybe_unused]] int rows) {
-#if defined(__AMX_BF16__)
-  configure_tiles(rows);
-#endif
-}
 
 // Stores one whole cache line of bfloat16 past the caches.
 inline void stream_line([[maybe_unused]] bf16* to, [[maybe_unused]] floats low, [[maybe_unused]] floats high) {
@@ -75,87 +43,6 @@ inline bool streams([[maybe_unused]] const void* out, [[maybe_unused]] int64_t o
 #else
   return false;
 #endif
-}
-
-// Room for the sums of a task: of all its panels where the inputs are taken in parts, else of one.
-float* sums_of_thread() {
-  alignas(64) static thread_local float sums[std::max(kGroupRows, kPartRows * kMaxChunk) * kPanel];
-  return sums;
-}
-
-// Calls then(panel, row, count, sums) with the sums [count, 32] of a panel for all rows of a range that a task can hold
-// at once, up to kBlockRows, and before(panel, row, count) when their last inputs are about to be multiplied.
-template <class Before, class Then>
-void multiply_few(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, int64_t panel,
-                  Before&& before, Then&& then) {
-  const int64_t steps = blocks(weights.inputs);
-  const int count = static_cast<int>(range.row_end - range.row_begin);
-  const bf16* const data = weights.data + panel * steps * 2 * kTileElements;
-  float* const sums = sums_of_thread();
-  const char* const bytes = reinterpret_cast<const char*>(data);
-  // A single tile of rows is quicker without: the processor finds the stream by itself.
-  const bool fetches = count > kTile;
-  const int lines = !fetches ? 0 : steps <= kHeldSteps ? kBlockLines - 1 : kBlockLines;
-  before(panel, range.row_begin, count);
-  block(x + range.row_begin * x_stride, x_stride, count, data, steps, sums, false, {bytes + kDistance, lines});
-  // Main memory would be idle while the sums are finished: some of the next panel is kept for that time.
-  const char* const left = fetches ? bytes + kDistance + steps * lines * 64 : bytes + steps * kBlockLines * 64;
-  const int64_t left_lines = fetches ? steps * (kBlockLines - lines) : kBlockLines;
-  for (int64_t line = 0; line < left_lines; ++line) __builtin_prefetch(left + line * 64, 0, 2);
-  then(panel, range.row_begin, count, sums);
-}
-
-// The same for more rows. Inputs are cut into pieces of kSteps blocks, so that a piece of the panel stays in the L1
-// cache while the rows go by, and where there are many, into parts that all panels take before the next part: what
-// they read of the rows should stay in the L2 cache.
-template <class Before, class Then>
-void multiply_many(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Before&& before,
-                   Then&& then) {
-  const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
-  const int64_t part = steps > kWholeSteps ? kPartSteps : steps;
-  const auto piece_of = [&](int64_t panel, int64_t step) {
-    return weights.data + (panel * steps + step) * 2 * kTileElements;
-  };
-#if defined(__AMX_BF16__)
-  constexpr bool quantized = false;  // see for_panels
-#else
-  const bool quantized = weights.format != Format::kBFloat16;
-#endif
-  const int64_t row_blocks = (rows + kBlockRows - 1) / kBlockRows;
-  const int lines = quantized ? 0 : static_cast<int>((kBlockLines + row_blocks - 1) / row_blocks);
-  int prepared = 0;
-  x += range.row_begin * x_stride;
-  for (int64_t first = 0; first < steps; first += part) {
-    const int64_t stop = std::min(steps, first + part);
-    for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
-      float* const sums = sums_of_thread() + (part < steps ? (panel - range.panel_begin) * rows * kPanel : 0);
-      for (int64_t step = first; step < stop; step += kSteps) {
-        const int64_t now = std::min(kSteps, stop - step);
-        const bf16* piece = piece_of(panel, step);
-        // The memory of the next piece is fetched while the rows go by this one.
-        const bf16* const next = step + now < stop                ? piece_of(panel, step + now)
-                                 : panel + 1 < range.panel_end    ? piece_of(panel + 1, first)
-                                 : stop < steps                   ? piece_of(range.panel_begin, stop)
-                                                                  : piece_of(panel + 1, 0);
-#if !defined(__AMX_BF16__)
-        if (quantized) {
-          alignas(64) static thread_local bf16 widened[kSteps * 2 * kTileElements];
-          widen(weights, panel, step, now, widened);
-          piece = widened;
-        }
-#endif
-        Prefetch ahead{reinterpret_cast<const char*>(next), lines};
-        for (int64_t row = 0; row < rows; row += kBlockRows) {
-          const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - row));
-          if (count != prepared) prepare(prepared = count);
-          if (step + now == steps) before(panel, range.row_begin + row, count);
-          block(x + row * x_stride + step * 32, x_stride, count, piece, now, sums + row * kPanel, step > 0, ahead);
-          ahead.next += now * lines * 64;
-          if (step + now == steps) then(panel, range.row_begin + row, count, sums + row * kPanel);
-        }
-      }
-    }
-  }
 }
 
 inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
@@ -210,14 +97,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
       add_bias(weights, panel, sums, count);
       then(panel, row, count, sums, thread);
     };
-    const int64_t count = range.row_end - range.row_begin;
-    if (count > kBlockRows || weights.format != Format::kBFloat16) {
-      multiply_many(weights, x, x_stride, range, before, take);
-    } else {
-      prepare(static_cast<int>(count));
-      for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel)
-        multiply_few(weights, x, x_stride, range, panel, before, take);
-    }
+    multiply(weights, x, x_stride, range, before, take);
     finish_streams();
   });
 }

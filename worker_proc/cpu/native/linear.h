@@ -35,12 +35,6 @@ struct PackedMatrix {
   int32_t group;        // inputs that have a scale in common, a multiple of 32
 };
 
-// Weights that will be wanted soon: `lines` cache lines more with every block of inputs.
-struct Prefetch {
-  const char* next;
-  int lines;
-};
-
 constexpr int64_t kMaxHead = 256;  // numbers of a head that `linear_heads` can hold
 
 inline int64_t blocks(int64_t inputs) { return (inputs + 31) / 32; }

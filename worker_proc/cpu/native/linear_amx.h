@@ -26,33 +26,65 @@ inline void configure_tiles(int rows) {
   asm volatile("ldtilecfg %0" : : "m"(config));
 }
 
-// See `block` in linear.cpp. Tiles are configured for `rows`.
+// Weights that will be wanted soon: `lines` cache lines more with every block of inputs.
+struct Prefetch {
+  const char* next;
+  int lines;
+};
+
+constexpr int64_t kSumStride = kPanel * sizeof(float);
+
+// The sums of up to 32 rows, [32, 32], out of the tiles.
 template <bool kTwo>
-inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums,
-                      bool accumulate, Prefetch ahead) {
-  constexpr int64_t kSumStride = kPanel * sizeof(float);
-  float* const lower = sums + kTile * kPanel;
-  if (accumulate) {
-    _tile_loadd(0, sums, kSumStride);
-    _tile_loadd(1, sums + kTile, kSumStride);
-    if constexpr (kTwo) {
-      _tile_loadd(2, lower, kSumStride);
-      _tile_loadd(3, lower + kTile, kSumStride);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (kTwo) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+inline void store_sums(float* sums) {
+  _tile_stored(0, sums, kSumStride);
+  _tile_stored(1, sums + kTile, kSumStride);
+  if constexpr (kTwo) {
+    _tile_stored(2, sums + kTile * kPanel, kSumStride);
+    _tile_stored(3, sums + kTile * kPanel + kTile, kSumStride);
   }
+}
+
+// Leaves in the tiles what `sums` [32, 32] (null: nothing) and x @ weights.T are together, for the rows that the tiles are
+// configured for, one panel, `steps` blocks of inputs. What was in the tiles goes to `held`, unless null: one tile after
+// another is stored and filled anew between the first multiplications, which would have to wait for all of them otherwise.
+// Calls stored() when that is done.
+template <bool kTwo, class Stored>
+inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* held,
+                      const float* sums, Prefetch ahead, Stored&& stored) {
+  constexpr int64_t kLower = kTile * kPanel;
   const int64_t stride = x_stride * static_cast<int64_t>(sizeof(bf16));
   const bf16* const x_lower = x + kTile * x_stride;
-  for (int64_t step = 0; step < steps; ++step) {
-    const bf16* const tile = weights + step * 2 * kTileElements;
+  const auto fetch = [&] {
     for (int line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.next + line * 64, _MM_HINT_T1);
     ahead.next += ahead.lines * 64;
+  };
+#define RHIZOME_CHANGE(tile, place)                                     \
+  if (held != nullptr) _tile_stored(tile, held + (place), kSumStride);  \
+  if (sums != nullptr)                                                  \
+    _tile_loadd(tile, sums + (place), kSumStride);                      \
+  else                                                                  \
+    _tile_zero(tile)
+  fetch();
+  RHIZOME_CHANGE(0, 0);
+  _tile_loadd(6, weights, 64);
+  _tile_loadd(4, x, stride);
+  _tile_dpbf16ps(0, 4, 6);
+  RHIZOME_CHANGE(1, kTile);
+  _tile_loadd(7, weights + kTileElements, 64);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (kTwo) {
+    RHIZOME_CHANGE(2, kLower);
+    _tile_loadd(5, x_lower, stride);
+    _tile_dpbf16ps(2, 5, 6);
+    RHIZOME_CHANGE(3, kLower + kTile);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+#undef RHIZOME_CHANGE
+  stored();
+  for (int64_t step = 1; step < steps; ++step) {
+    const bf16* const tile = weights + step * 2 * kTileElements;
+    fetch();
     _tile_loadd(6, tile, 64);
     _tile_loadd(4, x + step * 32, stride);
     _tile_dpbf16ps(0, 4, 6);
@@ -63,12 +95,6 @@ inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int6
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-  }
-  _tile_stored(0, sums, kSumStride);
-  _tile_stored(1, sums + kTile, kSumStride);
-  if constexpr (kTwo) {
-    _tile_stored(2, lower, kSumStride);
-    _tile_stored(3, lower + kTile, kSumStride);
   }
 }
 

@@ -65,7 +65,7 @@ inline int simd_rows(const bf16* x, int64_t x_stride, int rows, const bf16* weig
     return done;
 }
 
-// See `block` in linear.cpp.
+// sums[row * 32 + output] (+)= x @ weights.T for at most kBlockRows rows, one panel, `steps` blocks of inputs.
 inline void simd_block(const bf16* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
                        bool accumulate) {
   simd_rows<kSimdRows>(x, x_stride, rows, weights, steps, sums, accumulate, 0);
