@@ -101,12 +101,19 @@ def product(stack: list[PackedMatrix], rows: int) -> Callable[[], object]:
     """The product of `rows` rows with the next matrix of the stack at every call; the likeliest token of a head."""
     turns = itertools.cycle(stack)
     first = stack[0]
-    x = torch.randn(rows, first.inputs).to(torch.bfloat16)
+    x = _rows(rows, first.inputs)
     if first.outputs == _SHAPES["head"][0]:
         return lambda: next(turns).argmax(x)
     finish = Finish.SILU_MUL if first.paired else Finish.STORE
-    out = torch.empty(rows, first.outputs // 2 if first.paired else first.outputs, dtype=torch.bfloat16)
+    out = _rows(rows, first.outputs // 2 if first.paired else first.outputs)
     return lambda: next(turns).linear(x, finish, out)
+
+
+def _rows(rows: int, columns: int) -> torch.Tensor:
+    """Random bfloat16 `[rows, columns]`, an odd number of cache lines from row to row as in the decoder: rows a power
+    of two apart would share the few places of a cache where such addresses go."""
+    lines = (columns + 31) // 32 | 1
+    return torch.randn(rows, lines * 32).to(torch.bfloat16)[:, :columns]
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class PackedMatrix:
 
     def linear(self, x: Tensor, finish: Finish, out: Tensor) -> Tensor:
         """Run the kernel on bfloat16 `x` `[rows, inputs]`, see `native/linear.h`; for tests and benchmarks."""
-        padded = torch.nn.functional.pad(x, (0, -self.inputs % 32)).contiguous()
+        padded = self._whole_blocks(x)
         self.native.functions.rhizome_linear(
             ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), out.data_ptr(),
             out.stride(0), finish,
@@ -95,13 +95,19 @@ class PackedMatrix:
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest index (int64 `[rows]`) of the largest output of each row, and that output (float32)."""
-        padded = torch.nn.functional.pad(x, (0, -self.inputs % 32)).contiguous()
+        padded = self._whole_blocks(x)
         index, best = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x))
         self.native.functions.rhizome_linear_argmax(
             ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), index.data_ptr(),
             best.data_ptr(),
         )  # fmt: skip
         return index, best
+
+    def _whole_blocks(self, x: Tensor) -> Tensor:
+        """`x` as the kernels read it: rows without gaps, which zeros fill up to a multiple of 32 inputs."""
+        if self.inputs % 32 == 0 and x.stride(1) == 1:
+            return x
+        return torch.nn.functional.pad(x, (0, -self.inputs % 32)).contiguous()
 
     def unpack(self, outputs: Tensor) -> Tensor:
         """Rows `outputs` (int64) of a matrix that is not paired, bfloat16 `[len(outputs), inputs]`."""

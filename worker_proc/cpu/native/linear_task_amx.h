@@ -10,7 +10,7 @@ namespace rhizome {
 
 constexpr int64_t kDistance = 4096;     // bytes ahead that weights are fetched when one pass takes all inputs
 constexpr int64_t kHeldSteps = 64;      // panels of more blocks are long beside what is made of their sums
-constexpr int64_t kTogetherBlocks = 4;  // of rows, whose sums stay in the L1 cache: one is begun while the last one is stored
+constexpr int64_t kTogetherBlocks = 4;  // of rows, whose sums stay in the L1 cache: one begins while the last is stored
 
 // The sums in the tiles of a thread. They are stored at `flush` or while the next block is begun, and only then is
 // then(panel, row, count, sums [count, 32]) called for those that are complete.
