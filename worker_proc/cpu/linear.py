@@ -104,7 +104,7 @@ class PackedMatrix:
         return index, best
 
     def _whole_blocks(self, x: Tensor) -> Tensor:
-        """`x` as the kernels read it: rows without gaps, which zeros fill up to a multiple of 32 inputs."""
+        """`x` as the kernels read it: the inputs of a row side by side, and zeros up to a multiple of 32."""
         if self.inputs % 32 == 0 and x.stride(1) == 1:
             return x
         return torch.nn.functional.pad(x, (0, -self.inputs % 32)).contiguous()

@@ -32,6 +32,11 @@ struct Prefetch {
   int lines;
 };
 
+// Brings lines to the L2 cache.
+inline void fetch(const char* from, int64_t lines) {
+  for (int64_t line = 0; line < lines; ++line) _mm_prefetch(from + line * 64, _MM_HINT_T1);
+}
+
 constexpr int64_t kSumStride = kPanel * sizeof(float);
 
 // The sums of up to 32 rows, [32, 32], out of the tiles.
@@ -55,17 +60,13 @@ inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int6
   constexpr int64_t kLower = kTile * kPanel;
   const int64_t stride = x_stride * static_cast<int64_t>(sizeof(bf16));
   const bf16* const x_lower = x + kTile * x_stride;
-  const auto fetch = [&] {
-    for (int line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.next + line * 64, _MM_HINT_T1);
-    ahead.next += ahead.lines * 64;
-  };
 #define RHIZOME_CHANGE(tile, place)                                     \
   if (held != nullptr) _tile_stored(tile, held + (place), kSumStride);  \
   if (sums != nullptr)                                                  \
     _tile_loadd(tile, sums + (place), kSumStride);                      \
   else                                                                  \
     _tile_zero(tile)
-  fetch();
+  fetch(ahead.next, ahead.lines);
   RHIZOME_CHANGE(0, 0);
   _tile_loadd(6, weights, 64);
   _tile_loadd(4, x, stride);
@@ -84,7 +85,7 @@ inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int6
   stored();
   for (int64_t step = 1; step < steps; ++step) {
     const bf16* const tile = weights + step * 2 * kTileElements;
-    fetch();
+    fetch(ahead.next += ahead.lines * 64, ahead.lines);
     _tile_loadd(6, tile, 64);
     _tile_loadd(4, x + step * 32, stride);
     _tile_dpbf16ps(0, 4, 6);

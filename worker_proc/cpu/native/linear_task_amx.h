@@ -26,10 +26,9 @@ class TileSums {
     held_ = sums;
   }
 
-  // What is in the tiles is complete; `sums` is the part of it that is wanted. Weights in `held_back` are fetched when it
-  // is taken.
-  void complete(int64_t panel, int64_t row, int count, float* sums, Prefetch held_back) {
-    panel_ = panel, row_ = row, count_ = count, complete_ = sums, held_back_ = held_back;
+  // What is in the tiles is complete; `sums` is the part of it that is wanted.
+  void complete(int64_t panel, int64_t row, int count, float* sums) {
+    panel_ = panel, row_ = row, count_ = count, complete_ = sums;
   }
 
   // Nothing is left in the tiles, and what is complete has been taken.
@@ -42,9 +41,7 @@ class TileSums {
 
  private:
   void take() {
-    if (count_ == 0) return;
-    for (int line = 0; line < held_back_.lines; ++line) _mm_prefetch(held_back_.next + line * 64, _MM_HINT_T1);
-    then_(panel_, row_, count_, complete_);
+    if (count_ > 0) then_(panel_, row_, count_, complete_);
     count_ = 0;
   }
 
@@ -53,7 +50,6 @@ class TileSums {
   float* complete_ = nullptr;  // sums of `count_` rows of a panel, in memory as soon as the tiles are stored
   int64_t panel_ = 0, row_ = 0;
   int count_ = 0;
-  Prefetch held_back_{nullptr, 0};
 };
 
 // Inputs are cut into pieces of kSteps blocks, so that a piece of the panel stays in the L1 cache while the rows go by, and
@@ -73,7 +69,6 @@ void multiply_rows(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
   const int lines = !kTwo   ? 0
                     : whole ? kBlockLines - (steps <= kHeldSteps ? 1 : 0)
                             : static_cast<int>((kBlockLines + row_blocks - 1) / row_blocks);
-  const int64_t held_back = !whole ? 0 : kTwo ? steps * (kBlockLines - lines) : kBlockLines;
   configure_tiles(static_cast<int>(std::min<int64_t>(rows, kBlockRows)));
   TileSums<kTwo, Then> tiles(then);
   for (int64_t first = 0; first < steps; first += part) {
@@ -98,10 +93,9 @@ void multiply_rows(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
           const bool last = step + now == steps;
           if (last) before(panel, row, count);
           tiles.multiply(x + (range.row_begin + begin) * x_stride + step * 32, x_stride, data, now, to, step == 0, ahead);
-          if (last) {
-            const char* const after = ahead.next + (kTwo ? 0 : -kDistance) + steps * (kTwo ? lines : kBlockLines) * 64;
-            tiles.complete(panel, row, count, to + (at - begin) * kPanel, {after, static_cast<int>(held_back)});
-          }
+          if (last) tiles.complete(panel, row, count, to + (at - begin) * kPanel);
+          if (whole && kTwo) fetch(ahead.next + steps * lines * 64, steps * (kBlockLines - lines));
+          if (whole && !kTwo) fetch(reinterpret_cast<const char*>(weights_at(weights, panel + 1, 0)), kBlockLines);
           if (!together) tiles.flush();
         }
       }
