@@ -66,13 +66,15 @@ def test_a_batch_that_is_interrupted_and_resumed_gives_each_line_once(cluster, t
     assert seventh["response"]["body"]["choices"][0]["text"] == json.loads(alone.stdout)["text"]
 
 
+# The seeds are fixed, as two of the prompts that are drawn for a vocabulary of 3,072 begin with the same token by chance
+# in one run of eleven, which is a hit in the cache.
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--concurrency=4", "--input-len=10:30"),
-        ("--request-rate=40", "--burstiness=0.5"),
-        ("--dataset=shared-prefix", "--prefix-len=64", "--concurrency=3"),
-        ("--dataset=multi-turn", "--turns=3", "--concurrency=2", "--input-len=12"),
+        ("--seed=1", "--concurrency=4", "--input-len=10:30"),
+        ("--seed=2", "--request-rate=40", "--burstiness=0.5"),
+        ("--seed=3", "--dataset=shared-prefix", "--prefix-len=64", "--concurrency=3"),
+        ("--seed=4", "--dataset=multi-turn", "--turns=3", "--concurrency=2", "--input-len=12"),
     ],
     ids=" ".join,
 )
@@ -91,7 +93,7 @@ def test_the_counts_of_a_benchmark_are_those_of_the_cluster(cluster, tmp_path, f
     assert summary["completed"] == grown["finished"] == 12 and summary["output_tokens"] == 72
     assert summary["short_answers"] == 0
     assert all(summary["cluster"][f"scheduler.{name}"] == grown[name] for name in COUNTED)
-    assert (summary["cached_tokens"] > 0) == ("--dataset" in flags[0])
+    assert (summary["cached_tokens"] > 0) == ("--dataset" in flags[1])
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         assert 0 < summary[name]["p50"] <= summary[name]["p99"]
 
