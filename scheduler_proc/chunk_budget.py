@@ -2,15 +2,16 @@
 
 Prompt tokens make a step longer for every request that decodes (Sarathi-Serve, Agrawal et al., 2024, sizes chunks by a
 bound on that time). How long a step may be depends on what it delays and what waits: with few prompts waiting, at most
-`slowdown` times a step without them; with many, so much longer that everybody who decodes lets an equal part of the
-waiting tokens pass. So a burst of prompts starts in large chunks, and the more answers are under way, the less each
-arrival is felt.
+`slowdown` times a step without them; with many, longer by a part of the waiting tokens, which falls faster than the
+number of those who decode grows, because a long step is felt by all of them. So a burst of prompts starts in large
+chunks, and the more answers are under way, the less each arrival is felt.
 """
 
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
 LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
 UNKNOWN_TOKENS = 256  # at most, while too few steps with prompts have been timed
+_CROWD = 1.4  # power of the number of decodes; 1 gives 20 ms more of ITL p99 beside 32 decodes, 1.5 costs 1 % more output
 _NEAR = 0.9  # weight of what earlier requests had to compute, per admission
 
 
@@ -50,4 +51,4 @@ class ChunkBudget:
         if share is None:
             return min(most, UNKNOWN_TOKENS)
         backlog = prefilling + waiting * self._typical
-        return min(most, max(LEAST_TOKENS, int(share + backlog / decodes.tokens)))
+        return min(most, max(LEAST_TOKENS, int(share + backlog / decodes.tokens**_CROWD)))
