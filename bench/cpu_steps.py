@@ -16,11 +16,14 @@ import torch
 
 from bench.clusters import machine
 from bench.cpu_kernels import limits
+from common.config import WEIGHT_COMPRESSIONS
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
 from worker_proc.cpu.library import load_library, num_cpus
+from worker_proc.cpu.linear import PackedMatrix
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
@@ -67,19 +70,21 @@ def floors(
     """Seconds that each operation takes at least; those that are not named move nothing but activations."""
     spec, tokens = model.spec, rows * new
 
-    def product(elements: int, outputs_of: int) -> float:
-        return max(2 * elements / bandwidth, 2 * elements * outputs_of / rate)
+    def product(matrix: PackedMatrix, outputs_of: int) -> float:
+        elements = matrix.outputs * matrix.inputs
+        size = 1.5 if isinstance(matrix, CompressedMatrix) and matrix.compressed else 2  # bytes of a weight
+        return max(size * elements / bandwidth, 2 * elements * outputs_of / rate)
 
     layer = model.weights.layers[0]
     pairs = rows * (new * total - new * (new - 1) / 2)
     read = (shared + rows * (total - shared)) * model.kv_spec.bytes_per_token
     arithmetic = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
     return {
-        "qkv": spec.num_layers * product(layer.qkv.outputs * layer.qkv.inputs, tokens),
-        "o": spec.num_layers * product(layer.o.outputs * layer.o.inputs, tokens),
-        "gate_up": spec.num_layers * product(layer.up.outputs * layer.up.inputs, tokens),
-        "down": spec.num_layers * product(layer.down.outputs * layer.down.inputs, tokens),
-        "head": product(model.weights.head.outputs * model.weights.head.inputs, rows),
+        "qkv": spec.num_layers * product(layer.qkv, tokens),
+        "o": spec.num_layers * product(layer.o, tokens),
+        "gate_up": spec.num_layers * product(layer.up, tokens),
+        "down": spec.num_layers * product(layer.down, tokens),
+        "head": product(model.weights.head, rows),
         "attention": max(read / bandwidth, arithmetic / rate),
     }
 
@@ -103,13 +108,15 @@ def measure(model: CpuDecoder, batch: ForwardBatch, cache: KVCache, repeats: int
 @click.option("--threads", type=int, default=num_cpus())
 @click.option("--cases", default=",".join(_CASES), help="Beginnings of their names, separated by commas.")
 @click.option("--repeats", default=7)
-def main(path: Path, level: Level, threads: int, cases: str, repeats: int) -> None:
+@click.option("--weight-compression", type=click.Choice(WEIGHT_COMPRESSIONS), default="auto")
+def main(path: Path, level: Level, threads: int, cases: str, repeats: int, weight_compression: str) -> None:
     """Print a table for each case."""
     native = load_library(level)
     native.set_threads(threads)
     model = load_model(
-        path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), native=native
-    )
+        path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), native=native,
+        compression=weight_compression,
+    )  # fmt: skip
     if not isinstance(model, CpuDecoder):
         raise click.ClickException("the native kernels do not compute this model")
     click.echo(f"{machine()}, {level}, {threads} threads")

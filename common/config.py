@@ -22,6 +22,7 @@ QUANTIZATIONS = ("auto", "int8", "int4")
 QUANTIZATION_GROUP_SIZES = (32, 64, 128)
 KV_DTYPES = ("auto", "int8")
 CPU_KERNELS = ("auto", "amx", "avx512", "generic", "torch")
+WEIGHT_COMPRESSIONS = ("auto", "on", "off")
 GPU_ATTENTIONS = ("auto", "flashinfer", "triton", "sdpa")
 
 
@@ -38,7 +39,9 @@ def _check(ok: bool, field: str, rule: str) -> None:
 class ModelConfig:
     """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank.
 
-    `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those.
+    `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those. With
+    `weight_compression` "on" those for AMX hold bfloat16 weights in 12 bits without loss, "auto" does so where they are
+    far more than fits in caches.
     `cuda_graphs` replays decode steps on GPUs; `gpu_attention` "auto" is FlashInfer where it can be had, else Triton.
     `quantization` "auto" takes weights as they are stored, other names bring plain weights into fewer bits while they
     are read; `quantization_group_size` inputs have a scale in common with int4.
@@ -51,6 +54,7 @@ class ModelConfig:
     tp: int = 1
     threads: int | None = None
     cpu_kernels: str = "auto"
+    weight_compression: str = "auto"
     cuda_graphs: bool = True
     gpu_attention: str = "auto"
     quantization: str = "auto"
@@ -60,6 +64,7 @@ class ModelConfig:
         _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         _check(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
         _check(self.cpu_kernels in CPU_KERNELS, "cpu_kernels", f"one of {', '.join(CPU_KERNELS)}")
+        _check(self.weight_compression in WEIGHT_COMPRESSIONS, "weight_compression", "one of auto, on, off")
         _check(self.gpu_attention in GPU_ATTENTIONS, "gpu_attention", f"one of {', '.join(GPU_ATTENTIONS)}")
         _check(self.quantization in QUANTIZATIONS, "quantization", f"one of {', '.join(QUANTIZATIONS)}")
         size, sizes = self.quantization_group_size, ", ".join(map(str, QUANTIZATION_GROUP_SIZES))

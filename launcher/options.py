@@ -85,6 +85,7 @@ model_options = _made_into(
     click.option("--tp", type=int, default=1, help="Tensor parallel worker ranks."),
     click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]"),
     click.option("--cpu-kernels", default="auto", help="auto, amx, avx512, generic or torch (no native code)."),
+    click.option("--weight-compression", default="auto", help="auto, on or off: 12 bits for bfloat16, lossless."),
     click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="Replay decode steps on a GPU."),
     click.option("--gpu-attention", default="auto", help="auto, flashinfer, triton or sdpa (plain torch)."),
     click.option("--quantization", "-q", default="auto", help="auto (as stored), int8 or int4: of the weights."),

@@ -93,6 +93,7 @@ def load_worker(
         attention=attention,
         native=library,
         quantization=scheme,
+        compression=model_config.weight_compression,
         progress=progress,
     )
     spec, page_size = replace(model.kv_spec, int8=int8_kv), config.cache.page_size

@@ -66,8 +66,8 @@ def test_a_batch_that_is_interrupted_and_resumed_gives_each_line_once(cluster, t
     assert seventh["response"]["body"]["choices"][0]["text"] == json.loads(alone.stdout)["text"]
 
 
-# The seeds are fixed, as two of the prompts that are drawn for a vocabulary of 3,072 begin with the same token by chance
-# in one run of eleven, which is a hit in the cache.
+# The seeds are fixed, as two of the prompts that are drawn for a vocabulary of 3,072 begin with the same token by
+# chance in one run of eleven, which is a hit in the cache.
 @pytest.mark.parametrize(
     "flags",
     [

@@ -14,6 +14,7 @@ from tests.helpers_quantized import quantize_checkpoint
 from tests.integration.cluster import ROOT, Cluster, running
 from tests.integration.test_cluster import GREEDY, collect, crowd
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.features import cpu_features
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
@@ -100,6 +101,23 @@ def test_a_gptq_checkpoint_over_two_ranks(tmp_path: Path) -> None:
     with running(codes, *FLAGS, "--dtype", "float32") as cluster:
         assert cluster.info["model"]["quantization"] == "gptq"
         assert answers(cluster) == in_process(codes, None)
+
+
+def test_weights_in_12_bits_give_the_same_answers() -> None:
+    """Greedy and sampled, whole and in chunks, over two ranks."""
+    prompts, _ = crowd(300)
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=20, ignore_eos=True) for i in range(32)]
+    outputs = []
+    for compression in ("off", "on"):
+        flags = ("--weight-compression", compression, "--dtype", "bfloat16", "--tp", "2", "--chunk-tokens", "48")
+        more = ("--kv-tokens", "8192", "--log-level", "info")
+        with running(ROOT / "demo_model", *flags, *more) as cluster, cluster.connect() as connection:
+            rids = [connection.submit(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+            found = collect(connection, rids)
+            outputs.append([found[rid].token_ids for rid in rids])
+            said = f"{5 * 4 + 1} of {5 * 4 + 1} matrices are in 12 bits"
+            assert (said in cluster.log) == (compression == "on" and "amx" in cpu_features().levels())
+    assert outputs[0] == outputs[1]
 
 
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from common.config import (
     KV_DTYPES,
     POLICIES,
     SPECULATIONS,
+    WEIGHT_COMPRESSIONS,
     CacheConfig,
     ClusterConfig,
     ConfigError,
@@ -40,6 +41,7 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         tp=draw(st.integers(1, 64)),
         threads=draw(st.none() | st.integers(1, 1024)),
         cpu_kernels=draw(st.sampled_from(CPU_KERNELS)),
+        weight_compression=draw(st.sampled_from(WEIGHT_COMPRESSIONS)),
         gpu_attention=draw(st.sampled_from(GPU_ATTENTIONS)),
         **draw(
             st.sampled_from([{}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 64}])

@@ -123,7 +123,7 @@ def test_processes_that_build_at_once_compile_once(sources: Path, tmp_path: Path
 
 
 def test_levels_follow_from_the_features_of_a_cpu() -> None:
-    amx = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"}
+    amx = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"}
     avx2 = {"avx2", "fma", "f16c"}
     assert CpuFeatures("x86_64", frozenset(amx | avx2)).levels() == LEVELS
     assert CpuFeatures("x86_64", frozenset((amx | avx2) - {"amx_tile"})).levels() == ("avx512", "generic")

@@ -20,6 +20,7 @@ from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import Row, generate, make_batch, make_prompts
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
@@ -51,11 +52,13 @@ IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)
 
 
-def load_native(path: Path, level: Level, threads: int = 2) -> CpuDecoder:
+def load_native(path: Path, level: Level, threads: int = 2, compression: str = "auto") -> CpuDecoder:
     native = load_library(level)
     native.set_threads(threads)
     tp, attention = TensorParallel(), ReferenceAttention()
-    model = load_model(path, dtype=torch.bfloat16, device="cpu", tp=tp, attention=attention, native=native)
+    model = load_model(
+        path, dtype=torch.bfloat16, device="cpu", tp=tp, attention=attention, native=native, compression=compression
+    )
     assert isinstance(model, CpuDecoder)
     return model
 
@@ -121,6 +124,25 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
         with torch.inference_mode():
             want = reference(torch.tensor([prompt])).logits[0]
         assert error(got, want) < 0.02
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("kind", "overrides"), KINDS, ids=IDS)
+def test_logits_with_compressed_weights_have_the_bits_of_plain_ones(
+    kind: str, overrides: dict[str, Any], level: Level, tmp_path: Path
+) -> None:
+    path = make_checkpoint(kind, tmp_path, **overrides)
+    plain, compressed = (load_native(path, level, compression=compression) for compression in ("off", "on"))
+    for layer in compressed.weights.layers:  # kernels for other instruction sets know plain ones only
+        assert isinstance(layer.up, CompressedMatrix) == isinstance(layer.qkv, CompressedMatrix) == (level == "amx")
+    want = logits(plain, plain.vocab_size)
+    assert torch.equal(logits(compressed, plain.vocab_size).view(torch.int32), want.view(torch.int32))
+
+
+def test_a_small_model_is_not_compressed_unless_it_is_wanted(tmp_path: Path) -> None:
+    weights = load_native(make_checkpoint("qwen3", tmp_path), LEVELS[0]).weights
+    assert not any(isinstance(layer.down, CompressedMatrix) for layer in weights.layers)
+    assert not isinstance(weights.head, CompressedMatrix)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -11,7 +11,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)  # best first
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _NEEDS: dict[Level, tuple[str, ...]] = {
-    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    "amx": (*_AVX512, "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"),
     "avx512": _AVX512,
     "generic": (),
 }
@@ -25,6 +25,7 @@ _OPTIONS = {
     "avx512dq": "-mavx512dq",
     "avx512vl": "-mavx512vl",
     "avx512_bf16": "-mavx512bf16",
+    "avx512_vbmi2": "-mavx512vbmi2",
     "amx_tile": "-mamx-tile",
     "amx_bf16": "-mamx-bf16",
 }

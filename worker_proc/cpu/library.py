@@ -21,6 +21,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_read": (ctypes.c_uint32, [_POINTER, _LONG]),
     "rhizome_multiply": (ctypes.c_double, [_LONG]),
     "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),
+    "rhizome_compress": (_LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _LONG]),
+    "rhizome_inflate": (None, [_POINTER, _POINTER]),
     "rhizome_quantize": (None, [_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER]),
     "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT]),
     "rhizome_linear": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT]),

@@ -20,6 +20,16 @@ class Finish(IntEnum):
     SILU_MUL = 3
 
 
+class Format(IntEnum):
+    """How the weights are stored, as in `native/linear.h`."""
+
+    BFLOAT16 = 0
+    INT8_CHANNEL = 1
+    INT8 = 2
+    INT4 = 3
+    COMPRESSED = 4
+
+
 class Pairing(IntEnum):
     """Which rows of a packed matrix are filled: any, or the gates or ups of a gated MLP, which lie side by side."""
 
@@ -40,6 +50,9 @@ class MatrixStruct(ctypes.Structure):
         ("outputs", ctypes.c_int32),
         ("format", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("high_bytes", ctypes.c_void_p),
+        ("exception_starts", ctypes.c_void_p),
+        ("exceptions", ctypes.c_void_p),
     )
 
 

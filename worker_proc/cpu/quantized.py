@@ -2,28 +2,18 @@
 
 import ctypes
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.linear import PANEL, PackedMatrix, Pairing
+from worker_proc.cpu.linear import PANEL, Format, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
-
-
-class Format(IntEnum):
-    """As in `native/linear.h`."""
-
-    BFLOAT16 = 0
-    INT8_CHANNEL = 1
-    INT8 = 2
-    INT4 = 3
 
 
 @dataclass(frozen=True, slots=True)

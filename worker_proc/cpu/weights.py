@@ -1,5 +1,6 @@
 """Reads one rank's share of a checkpoint straight into packed form: the plain form is never held as a whole."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
@@ -16,6 +18,9 @@ from worker_proc.models.loading import Part, WeightLoader, same_data
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
+
+log = logging.getLogger(__name__)
+_COMPRESSED_FROM = 2**27  # bytes of weights of a rank: fewer may stay in a cache, where reading them costs little
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,16 @@ class PackedWeightPlan:
     `worker_proc.cpu.decoder.supports` names."""
 
     def __init__(
-        self, spec: DecoderSpec, shard: Shard, load: WeightLoader, native: NativeLibrary, source: WeightSource
+        self,
+        spec: DecoderSpec,
+        shard: Shard,
+        load: WeightLoader,
+        native: NativeLibrary,
+        source: WeightSource,
+        *,
+        compression: str = "auto",
     ) -> None:
+        """`compression` is that of `ModelConfig.weight_compression`."""
         self.load = load
         self.native = native
         self.source = source
@@ -68,13 +81,18 @@ class PackedWeightPlan:
             if same_data(entry(layout.head.name), entry(layout.embedding.name)):
                 stored_head = None
         head = stored_head or layout.embedding
-        self._sizes = 0
-        for parts in layout.layers:
-            for linear in (parts.qkv, parts.o, parts.up, parts.down):
-                self._reserve(linear.weight, source.scheme(linear.weight), paired=linear is parts.up)
-        self._reserve((head,), source.head_scheme(head))
-        self.memory = HugePages(self._sizes)
+        matrices = [
+            (linear.weight, source.scheme(linear.weight), linear is parts.up)
+            for parts in layout.layers
+            for linear in (parts.qkv, parts.o, parts.up, parts.down)
+        ]
+        matrices.append(((head,), source.head_scheme(head), False))
+        plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired in matrices if scheme is None)
+        wanted = compression == "on" or (compression == "auto" and plain >= _COMPRESSED_FROM)
+        self._compress = wanted and native.level == "amx"
+        self.memory = HugePages(sum(self._room(*matrix) for matrix in matrices))
         self._after: list[Callable[[], object]] = []
+        self._matrices: list[CompressedMatrix] = []
 
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
@@ -87,15 +105,18 @@ class PackedWeightPlan:
     def finish(self) -> PackedWeights:
         for step in self._after:
             step()
+        if self._matrices:
+            compressed = sum(matrix.compressed for matrix in self._matrices)
+            log.info("%d of %d matrices are in 12 bits", compressed, len(self._matrices))
         return PackedWeights(self.embedding, self.layers, self.norm, self.head)
 
-    def _reserve(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False) -> None:
+    def _room(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool) -> int:
         outputs, inputs = _shape(parts)
         if scheme is not None:
-            self._sizes += CodeSizes.of(outputs, inputs, scheme, paired=paired).room()
-            return
-        size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
-        self._sizes += HugePages.room(size * torch.bfloat16.itemsize)
+            return CodeSizes.of(outputs, inputs, scheme, paired=paired).room()
+        if self._compress:
+            return CompressedMatrix.room(outputs, inputs, paired=paired)
+        return HugePages.room(_plain_bytes(parts, paired))
 
     def _layer(self, parts: LayerParts) -> PackedLayer:
         return PackedLayer(
@@ -128,6 +149,10 @@ class PackedWeightPlan:
         outputs, inputs = _shape(parts)
         if scheme is not None:
             matrix: PackedMatrix = QuantizedMatrix(self.native, self.memory, outputs, inputs, scheme, paired=paired)
+        elif self._compress:
+            matrix = compressed = CompressedMatrix(self.native, self.memory, outputs, inputs, paired=paired)
+            self._matrices.append(compressed)
+            self._after.append(matrix.seal)
         else:
             size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
             matrix = PackedMatrix(self.native, self.memory.take(size, torch.bfloat16), outputs, inputs, paired=paired)
@@ -140,6 +165,11 @@ class PackedWeightPlan:
             if not paired:
                 output += part.local_shape()[0]
         return matrix
+
+
+def _plain_bytes(parts: tuple[Part, ...], paired: bool) -> int:
+    outputs, inputs = _shape(parts)
+    return PackedMatrix.packed_size(outputs, inputs, paired=paired) * torch.bfloat16.itemsize
 
 
 def _shape(parts: tuple[Part, ...]) -> tuple[int, int]:

@@ -34,13 +34,15 @@ def load_model(
     attention: AttentionBackend,
     native: NativeLibrary | None = None,
     quantization: Scheme | None = None,
+    compression: str = "auto",
     progress: Progress | None = None,
 ) -> LanguageModel:
     """Load this rank's share of a Hugging Face checkpoint directory.
 
     Models that `worker_proc.cpu.decoder` (with the kernels of `native`) or, on a GPU, `worker_proc.cuda.decoder`
     supports are computed by them; others use `attention`. `quantization` is the scheme into which plain weights are
-    brought while they are read; checkpoints that hold codes are read as they are.
+    brought while they are read; checkpoints that hold codes are read as they are. `compression` is that of
+    `ModelConfig.weight_compression`.
 
     `progress(done_bytes, total_bytes)` counts the bytes that this rank reads. Raises ModelError naming the config
     key, tensor, file or argument that stands in the way.
@@ -64,7 +66,7 @@ def load_model(
         quantize = NativeQuantizer(native) if native is not None else quantize_rows
         source = WeightSource(loader, quantization, parse_stored(config), quantize)
         if native is not None and supports(spec, dtype):
-            packed = PackedWeightPlan(spec, shard, loader, native, source)
+            packed = PackedWeightPlan(spec, shard, loader, native, source, compression=compression)
             loader.run(progress)
             return CpuDecoder(spec, shard, packed.finish(), tp, native)
         if device.type == "cuda":

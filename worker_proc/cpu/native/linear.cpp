@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "linear_compressed.h"
 #include "linear_quantized.h"
 #include "linear_task.h"
 #include "parallel.h"
@@ -10,6 +11,7 @@
 #if defined(__AMX_BF16__)
 #include "linear_quantized_rows.h"
 #include "linear_task_amx.h"
+#include "linear_task_compressed.h"
 #else
 #include "linear_task_simd.h"
 #endif
@@ -70,7 +72,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   chunk = (chunk + unit - 1) / unit * unit;
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
 #if defined(__AMX_BF16__)
-  if (weights.format != Format::kBFloat16) {
+  if (weights.format != Format::kBFloat16 && weights.format != Format::kCompressed) {
     const TurnedRows turned(x, x_stride, rows, blocks(weights.inputs));
     return parallel_for(groups * chunks, [&](int64_t task, int thread) {
       const int64_t at = task / chunks, first = task % chunks * chunk, row_end = std::min(rows, (at + 1) * group);
@@ -97,7 +99,12 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
       add_bias(weights, panel, sums, count);
       then(panel, row, count, sums, thread);
     };
-    multiply(weights, x, x_stride, range, before, take);
+#if defined(__AMX_BF16__)
+    if (weights.format == Format::kCompressed)
+      multiply_compressed(weights, x, x_stride, range, before, take);
+    else
+#endif
+      multiply(weights, x, x_stride, range, before, take);
     finish_streams();
   });
 }
@@ -239,6 +246,13 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
 }
 
 void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
+  if (weights.format == Format::kCompressed) {
+    const int64_t first = output / kPanel * blocks(weights.inputs), place = output % kPanel;
+    const int64_t column = place / kTile * kTileElements + place % kTile * 2;
+    for (int64_t input = 0; input < weights.inputs; ++input)
+      out[input] = inflated(weights, first + input / 32, static_cast<int>(column + input % 32 / 2 * 32 + input % 2));
+    return;
+  }
   if (weights.format != Format::kBFloat16) {
     for (int64_t input = 0; input < weights.inputs; ++input) out[input] = to_bf16(widened(weights, output, input));
     return;

@@ -20,12 +20,12 @@ inline constexpr int kTile = 16;
 inline constexpr int kTileElements = 512;
 inline constexpr int kBlockRows = 32;  // rows of x that one micro-kernel call takes at most
 
-// How the numbers of a matrix are stored, see linear_quantized.h.
-enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4 };
+// How the numbers of a matrix are stored, see linear_quantized.h and linear_compressed.h.
+enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4, kCompressed };
 
 // Plain C types only: linear.py mirrors it with ctypes.
 struct PackedMatrix {
-  const bf16* data;     // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64; codes if it is quantized
+  const bf16* data;     // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64; else codes
   const float* bias;    // [panels * 32] in the order of the packed outputs, or null
   const float* scales;  // [panels][groups][32], or null if it is not quantized
   const float* zeros;   // the same, or null: the middle code
@@ -33,6 +33,10 @@ struct PackedMatrix {
   int32_t outputs;      // packed outputs: for gate and up, both
   Format format;
   int32_t group;        // inputs that have a scale in common, a multiple of 32
+  // Of compressed weights, see linear_compressed.h, or null.
+  const uint8_t* high_bytes;         // [16], by code
+  const uint32_t* exception_starts;  // [panels * blocks + 1]
+  const uint32_t* exceptions;        // number in the block << 16 | bfloat16, in the order of blocks
 };
 
 constexpr int64_t kMaxHead = 256;  // numbers of a head that `linear_heads` can hold

@@ -50,13 +50,32 @@ inline void store_sums(float* sums) {
   }
 }
 
+// Weights as they lie in memory: block after block.
+class PlainBlocks {
+ public:
+  PlainBlocks(const bf16* first, Prefetch ahead) : tile_(first), ahead_(ahead) {}
+
+  // The next block, which is to be multiplied now.
+  const bf16* next() {
+    fetch(ahead_.next, ahead_.lines);
+    ahead_.next += ahead_.lines * 64;
+    const bf16* const tile = tile_;
+    tile_ += 2 * kTileElements;
+    return tile;
+  }
+
+ private:
+  const bf16* tile_;
+  Prefetch ahead_;
+};
+
 // Leaves in the tiles what `sums` [32, 32] (null: nothing) and x @ weights.T are together, for the rows that the tiles are
-// configured for, one panel, `steps` blocks of inputs. What was in the tiles goes to `held`, unless null: one tile after
-// another is stored and filled anew between the first multiplications, which would have to wait for all of them otherwise.
-// Calls stored() when that is done.
-template <bool kTwo, class Stored>
-inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* held,
-                      const float* sums, Prefetch ahead, Stored&& stored) {
+// configured for, one panel, the next `steps` blocks of inputs of `weights`. What was in the tiles goes to `held`, unless null:
+// one tile after another is stored and filled anew between the first multiplications, which would have to wait for all of
+// them otherwise. Calls stored() when that is done.
+template <bool kTwo, class Blocks, class Stored>
+inline void amx_block(const bf16* x, int64_t x_stride, Blocks& weights, int64_t steps, float* held, const float* sums,
+                      Stored&& stored) {
   constexpr int64_t kLower = kTile * kPanel;
   const int64_t stride = x_stride * static_cast<int64_t>(sizeof(bf16));
   const bf16* const x_lower = x + kTile * x_stride;
@@ -66,13 +85,13 @@ inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int6
     _tile_loadd(tile, sums + (place), kSumStride);                      \
   else                                                                  \
     _tile_zero(tile)
-  fetch(ahead.next, ahead.lines);
+  const bf16* tile = weights.next();
   RHIZOME_CHANGE(0, 0);
-  _tile_loadd(6, weights, 64);
+  _tile_loadd(6, tile, 64);
   _tile_loadd(4, x, stride);
   _tile_dpbf16ps(0, 4, 6);
   RHIZOME_CHANGE(1, kTile);
-  _tile_loadd(7, weights + kTileElements, 64);
+  _tile_loadd(7, tile + kTileElements, 64);
   _tile_dpbf16ps(1, 4, 7);
   if constexpr (kTwo) {
     RHIZOME_CHANGE(2, kLower);
@@ -84,8 +103,7 @@ inline void amx_block(const bf16* x, int64_t x_stride, const bf16* weights, int6
 #undef RHIZOME_CHANGE
   stored();
   for (int64_t step = 1; step < steps; ++step) {
-    const bf16* const tile = weights + step * 2 * kTileElements;
-    fetch(ahead.next += ahead.lines * 64, ahead.lines);
+    tile = weights.next();
     _tile_loadd(6, tile, 64);
     _tile_loadd(4, x + step * 32, stride);
     _tile_dpbf16ps(0, 4, 6);

@@ -81,7 +81,8 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
       return multiply_format<Format::kInt8Channel>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt8: return multiply_format<Format::kInt8>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt4: return multiply_format<Format::kInt4>(weights, x, row_begin, row_end, panel, then);
-    case Format::kBFloat16: return;
+    case Format::kBFloat16:
+    case Format::kCompressed: return;
   }
 }
 #else
@@ -90,7 +91,8 @@ void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t cou
     case Format::kInt8Channel: return widen_blocks<Format::kInt8Channel>(weights, panel, step, count, out);
     case Format::kInt8: return widen_blocks<Format::kInt8>(weights, panel, step, count, out);
     case Format::kInt4: return widen_blocks<Format::kInt4>(weights, panel, step, count, out);
-    case Format::kBFloat16: return;
+    case Format::kBFloat16:
+    case Format::kCompressed: return;
   }
 }
 #endif

@@ -20,9 +20,9 @@ class TileSums {
   explicit TileSums(Then& then) : then_(then) {}
 
   // Adds a block to `sums` in memory (`fresh`: to nothing), which are then to be found in the tiles.
-  void multiply(const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums, bool fresh,
-                Prefetch ahead) {
-    amx_block<kTwo>(x, x_stride, weights, steps, held_, fresh ? nullptr : sums, ahead, [this] { take(); });
+  template <class Blocks>
+  void multiply(const bf16* x, int64_t x_stride, Blocks& weights, int64_t steps, float* sums, bool fresh) {
+    amx_block<kTwo>(x, x_stride, weights, steps, held_, fresh ? nullptr : sums, [this] { take(); });
     held_ = sums;
   }
 
@@ -92,7 +92,8 @@ void multiply_rows(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
           float* const to = sums + at * kPanel;
           const bool last = step + now == steps;
           if (last) before(panel, row, count);
-          tiles.multiply(x + (range.row_begin + begin) * x_stride + step * 32, x_stride, data, now, to, step == 0, ahead);
+          PlainBlocks from(data, ahead);
+          tiles.multiply(x + (range.row_begin + begin) * x_stride + step * 32, x_stride, from, now, to, step == 0);
           if (last) tiles.complete(panel, row, count, to + (at - begin) * kPanel);
           if (whole && kTwo) fetch(ahead.next + steps * lines * 64, steps * (kBlockLines - lines));
           if (whole && !kTwo) fetch(reinterpret_cast<const char*>(weights_at(weights, panel + 1, 0)), kBlockLines);

@@ -1,0 +1,77 @@
+// Weights in bfloat16 that take 12 bits: the bits are those of bfloat16, only fewer of them are read.
+//
+// Exponents of trained weights take few values (Zhang et al., DFloat11, 2025: 2.6 bits of information of 8). So the high
+// byte of a weight, its sign and all but the last bit of its exponent, is a code of 4 bits for one of the sixteen that are
+// most frequent in the matrix, and the low byte is as it is. Weights with another high byte are listed apart and put in
+// place afterwards, as in PFOR (Zukowski et al., 2006).
+//
+// A block of 32 inputs by 32 outputs is eight packs of 192 bytes for 128 weights, four rows of 32 of its two tiles each: 64
+// bytes with two codes each, then 128 low bytes. Two rows lie in 64 bytes by turns, so that one is put together by masks and
+// the other by shifts; the lower codes are those of the first two rows.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace rhizome {
+
+inline constexpr int64_t kPackWeights = 128, kPackBytes = 192;
+inline constexpr int64_t kBlockPacks = 2 * kTileElements / kPackWeights;
+inline constexpr int64_t kCompressedBlock = kBlockPacks * kPackBytes;  // bytes
+
+// Where, in a pack, the code and the low byte of weight `column` of row `row` (of four) lie.
+struct PackPlace {
+  int code_byte, code_shift, low_byte;
+  PackPlace(int row, int column) {
+    code_byte = 2 * column + 1 - row % 2, code_shift = row / 2 * 4, low_byte = 64 + row / 2 * 64 + 2 * column + row % 2;
+  }
+};
+
+inline const uint8_t* compressed_block(const PackedMatrix& weights, int64_t block) {
+  return reinterpret_cast<const uint8_t*>(weights.data) + block * kCompressedBlock;
+}
+
+// One weight; `place` is its number in the block.
+inline bf16 inflated(const PackedMatrix& weights, int64_t block, int place) {
+  for (uint32_t i = weights.exception_starts[block]; i < weights.exception_starts[block + 1]; ++i)
+    if (static_cast<int>(weights.exceptions[i] >> 16) == place) return static_cast<bf16>(weights.exceptions[i]);
+  const uint8_t* const pack = compressed_block(weights, block) + place / kPackWeights * kPackBytes;
+  const PackPlace at(place % kPackWeights / 32, place % 32);
+  return static_cast<bf16>(weights.high_bytes[pack[at.code_byte] >> at.code_shift & 15] << 8 | pack[at.low_byte]);
+}
+
+#if defined(__AVX512VBMI2__)
+class Inflater {
+ public:
+  explicit Inflater(const PackedMatrix& weights)
+      : weights_(weights),
+        high_bytes_(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weights.high_bytes)))) {}
+
+  // A pack to its four rows.
+  void inflate(const uint8_t* from, bf16* to) const {
+    const __m512i nibble = _mm512_set1_epi8(15), byte = _mm512_set1_epi16(255);
+    const __m512i codes = _mm512_loadu_si512(from);
+    const __m512i half[2] = {_mm512_and_si512(codes, nibble), _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble)};
+    for (int i = 0; i < 2; ++i) {
+      const __m512i low = _mm512_loadu_si512(from + 64 + 64 * i), high = _mm512_shuffle_epi8(high_bytes_, half[i]);
+      _mm512_store_si512(to + 64 * i, _mm512_ternarylogic_epi64(byte, low, high, 0xca));
+      _mm512_store_si512(to + 64 * i + 32, _mm512_shldi_epi16(high, low, 8));
+    }
+  }
+
+  // Puts in place what has no code; the rest of blocks [block, end) is at `to`.
+  void mend(int64_t block, int64_t end, bf16* to) const {
+    for (uint32_t first = weights_.exception_starts[block]; block < end; ++block, to += 2 * kTileElements) {
+      const uint32_t last = weights_.exception_starts[block + 1];
+      for (; first < last; ++first) to[weights_.exceptions[first] >> 16] = static_cast<bf16>(weights_.exceptions[first]);
+    }
+  }
+
+ private:
+  const PackedMatrix& weights_;
+  const __m512i high_bytes_;  // by code, four times
+};
+#endif
+
+}  // namespace rhizome

@@ -1,0 +1,205 @@
+// The products of a task on AMX tiles, with compressed weights: blocks are inflated while the tiles work on earlier ones.
+#pragma once
+
+#include <algorithm>
+
+#include "linear_compressed.h"
+#include "linear_task_amx.h"
+
+namespace rhizome {
+
+// One block after the other of several panels, inflated some blocks ahead of its use.
+class InflatedStream {
+ public:
+  InflatedStream(const PackedMatrix& weights, int64_t first, int64_t end)
+      : inflater_(weights), from_(compressed_block(weights, first)), ring_(room()), at_(first), ready_(first), end_(end) {
+    while (ready_ < std::min(first + kAhead, end_)) inflate();
+  }
+
+  const bf16* next() {
+    if (ready_ < end_) inflate();
+    return ring_ + at_++ % kSlots * 2 * kTileElements;
+  }
+
+ private:
+  static constexpr int64_t kAhead = 2, kSlots = 2 * kAhead;
+  static constexpr int64_t kFetch = 4096;  // bytes ahead
+
+  static bf16* room() {
+    alignas(64) static thread_local bf16 ring[kSlots * 2 * kTileElements];
+    return ring;
+  }
+
+  void inflate() {
+    bf16* const to = ring_ + ready_ % kSlots * 2 * kTileElements;
+    for (int pack = 0; pack < kBlockPacks; ++pack, from_ += kPackBytes) {
+      fetch(reinterpret_cast<const char*>(from_) + kFetch, kPackBytes / 64);
+      inflater_.inflate(from_, to + pack * kPackWeights);
+    }
+    inflater_.mend(ready_, ready_ + 1, to);
+    ++ready_;
+  }
+
+  const Inflater inflater_;
+  const uint8_t* from_;
+  bf16* const ring_;
+  int64_t at_, ready_;  // blocks
+  const int64_t end_;
+};
+
+template <bool kTwo, class Before, class Then>
+void multiply_compressed_few(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range,
+                             Before& before, Then& then) {
+  const int64_t steps = blocks(weights.inputs);
+  const int count = static_cast<int>(range.row_end - range.row_begin);
+  float* const sums = sums_of_thread();
+  configure_tiles(count);
+  TileSums<kTwo, Then> tiles(then);
+  InflatedStream stream(weights, range.panel_begin * steps, range.panel_end * steps);
+  for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
+    before(panel, range.row_begin, count);
+    tiles.multiply(x + range.row_begin * x_stride, x_stride, stream, steps, sums, true);
+    tiles.complete(panel, range.row_begin, count, sums);
+    tiles.flush();
+  }
+}
+
+// A piece of a panel, inflated. While the last rows go by it, each of its blocks is replaced by one of the next piece, so
+// that all of this stays in the L1 cache.
+class PieceBlocks {
+ public:
+  explicit PieceBlocks(const PackedMatrix& weights) : inflater_(weights), weights_(weights), piece_(room()) {}
+
+  // The next piece are blocks [first, first + count) of the matrix, which are fetched in the time of `turns` blocks.
+  void begin(int64_t first, int64_t count, int64_t turns) {
+    first_ = at_ = first, end_ = first + count;
+    const int64_t lines = kSteps * kCompressedBlock / 64;
+    ahead_ = {reinterpret_cast<const char*>(compressed_block(weights_, first)),
+              turns > 0 ? static_cast<int>((lines + turns - 1) / turns) : 0};
+  }
+
+  // To the first block of the piece; with `last`, for the last time.
+  void rewind(bool last) { tile_ = piece_, last_ = last; }
+
+  const bf16* next() {
+    if (!last_) {
+      fetch(ahead_.next, ahead_.lines);
+      ahead_.next += ahead_.lines * 64;
+    } else if (tile_ > piece_ && at_ < end_) {
+      inflate();
+    }
+    const bf16* const tile = tile_;
+    tile_ += 2 * kTileElements;
+    return tile;
+  }
+
+  // The next piece takes the place of this one.
+  void replace() {
+    while (at_ < end_) inflate();
+    inflater_.mend(first_, end_, piece_);
+  }
+
+ private:
+  static bf16* room() {
+    alignas(64) static thread_local bf16 piece[kSteps * 2 * kTileElements];
+    return piece;
+  }
+
+  void inflate() {
+    const uint8_t* from = compressed_block(weights_, at_);
+    bf16* to = piece_ + (at_ - first_) * 2 * kTileElements;
+    for (int pack = 0; pack < kBlockPacks; ++pack, from += kPackBytes, to += kPackWeights) inflater_.inflate(from, to);
+    ++at_;
+  }
+
+  const Inflater inflater_;
+  const PackedMatrix& weights_;
+  bf16* const piece_;
+  const bf16* tile_ = nullptr;
+  Prefetch ahead_{};
+  int64_t first_ = 0, at_ = 0, end_ = 0;  // blocks of the matrix
+  bool last_ = false;
+};
+
+// Where the pieces of a task lie, in the order in which they are multiplied.
+struct Piece {
+  int64_t first, stop, panel, step, now;  // the part [first, stop) of the inputs, and blocks [step, step + now) of it
+};
+
+class PieceOrder {
+ public:
+  PieceOrder(const Range& range, int64_t steps, int64_t part) : range_(range), steps_(steps), part_(part) {}
+
+  Piece start() const { return at(0, range_.panel_begin, 0); }
+
+  // Undefined where there is no other: it lies behind all of them then.
+  Piece after(const Piece& piece) const {
+    if (piece.step + piece.now < piece.stop) return at(piece.first, piece.panel, piece.step + piece.now);
+    if (piece.panel + 1 < range_.panel_end) return at(piece.first, piece.panel + 1, piece.first);
+    return at(piece.stop, range_.panel_begin, piece.stop);
+  }
+
+  bool ended(const Piece& piece) const { return piece.first >= steps_; }
+
+ private:
+  Piece at(int64_t first, int64_t panel, int64_t step) const {
+    const int64_t stop = std::min(steps_, first + part_);
+    return {first, stop, panel, step, std::min(kSteps, stop - step)};
+  }
+
+  const Range& range_;
+  const int64_t steps_, part_;
+};
+
+template <class Before, class Then>
+void multiply_compressed_many(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range,
+                              Before& before, Then& then) {
+  const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
+  const int64_t row_blocks = (rows + kBlockRows - 1) / kBlockRows;
+  const bool together = row_blocks <= kTogetherBlocks;
+  const int64_t part = steps > kWholeSteps ? kPartSteps : steps;
+  configure_tiles(kBlockRows);
+  TileSums<true, Then> tiles(then);
+  PieceBlocks from(weights);
+  const PieceOrder order(range, steps, part);
+  Piece piece = order.start(), next = order.after(piece);
+  const auto block_of = [steps](const Piece& one) { return one.panel * steps + one.step; };
+  from.begin(block_of(piece), piece.now, 0);
+  from.replace();
+  for (; !order.ended(piece); piece = next, next = order.after(next)) {
+    // behind the last piece lies, as a rule, the first one of the thread's next task
+    const int64_t following = order.ended(next) ? range.panel_end * steps : block_of(next);
+    from.begin(following, order.ended(next) ? 0 : next.now, piece.now * (row_blocks - 1));
+    const int64_t place = part < steps ? piece.panel - range.panel_begin : 0;
+    float* const sums = sums_of_thread() + place * row_blocks * kBlockRows * kPanel;
+    const bool last = piece.step + piece.now == steps;
+    for (int64_t at = 0; at < rows; at += kBlockRows) {
+      const int64_t begin = std::min(at, rows - kBlockRows), row = range.row_begin + at;
+      const int count = static_cast<int>(std::min<int64_t>(kBlockRows, rows - at));
+      float* const to = sums + at * kPanel;
+      if (last) before(piece.panel, row, count);
+      from.rewind(at + kBlockRows >= rows);
+      const bf16* const inputs = x + (range.row_begin + begin) * x_stride + piece.step * 32;
+      tiles.multiply(inputs, x_stride, from, piece.now, to, piece.step == 0);
+      if (last) tiles.complete(piece.panel, row, count, to + (at - begin) * kPanel);
+      if (!together) tiles.flush();
+    }
+    from.replace();
+  }
+  tiles.flush();
+}
+
+// As `multiply`, for compressed weights.
+template <class Before, class Then>
+void multiply_compressed(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range,
+                         Before& before, Then& then) {
+  const int64_t rows = range.row_end - range.row_begin;
+  if (rows <= kTile)
+    multiply_compressed_few<false>(weights, x, x_stride, range, before, then);
+  else if (rows <= kBlockRows)
+    multiply_compressed_few<true>(weights, x, x_stride, range, before, then);
+  else
+    multiply_compressed_many(weights, x, x_stride, range, before, then);
+}
+
+}  // namespace rhizome
