@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SMALL_MODEL_BYTES = 2**25
-_PREFAULT_S = 2.0  # that a start waits at most for memory of the KV cache; the rest comes while the worker rests
+_PREFAULT_S = 1.0  # that a start waits at most for memory of the KV cache; the rest comes while the worker rests
 _REST_S = 1.5  # without a new step: longer than any step takes
 
 

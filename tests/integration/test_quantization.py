@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from common.sampling_params import SamplingParams
@@ -103,6 +104,7 @@ def test_a_gptq_checkpoint_over_two_ranks(tmp_path: Path) -> None:
         assert answers(cluster) == in_process(codes, None)
 
 
+@pytest.mark.skipif("amx" not in cpu_features().levels(), reason="compressed weights need AMX")
 def test_weights_in_12_bits_give_the_same_answers() -> None:
     """Greedy and sampled, whole and in chunks, over two ranks."""
     prompts, _ = crowd(300)
@@ -116,7 +118,7 @@ def test_weights_in_12_bits_give_the_same_answers() -> None:
             found = collect(connection, rids)
             outputs.append([found[rid].token_ids for rid in rids])
             said = f"{5 * 4 + 1} of {5 * 4 + 1} matrices are in 12 bits"
-            assert (said in cluster.log) == (compression == "on" and "amx" in cpu_features().levels())
+            assert (said in cluster.log) == (compression == "on")
     assert outputs[0] == outputs[1]
 
 

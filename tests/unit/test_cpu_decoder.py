@@ -24,6 +24,7 @@ from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
+from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.interface import LanguageModel
@@ -126,17 +127,28 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
         assert error(got, want) < 0.02
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.skipif("amx" not in LEVELS, reason="products with compressed weights need AMX")
 @pytest.mark.parametrize(("kind", "overrides"), KINDS, ids=IDS)
 def test_logits_with_compressed_weights_have_the_bits_of_plain_ones(
-    kind: str, overrides: dict[str, Any], level: Level, tmp_path: Path
+    kind: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     path = make_checkpoint(kind, tmp_path, **overrides)
-    plain, compressed = (load_native(path, level, compression=compression) for compression in ("off", "on"))
-    for layer in compressed.weights.layers:  # kernels for other instruction sets know plain ones only
-        assert isinstance(layer.up, CompressedMatrix) == isinstance(layer.qkv, CompressedMatrix) == (level == "amx")
+    plain, compressed = (load_native(path, "amx", compression=compression) for compression in ("off", "on"))
+    assert all(isinstance(layer.up, CompressedMatrix) for layer in compressed.weights.layers)
     want = logits(plain, plain.vocab_size)
     assert torch.equal(logits(compressed, plain.vocab_size).view(torch.int32), want.view(torch.int32))
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "amx"])
+def test_kernels_that_know_no_compressed_weights_refuse_them(level: Level, tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    with pytest.raises(ModelError, match="weight_compression = 'on': needs a processor with AMX"):
+        load_native(path, level, compression="on")
+    with pytest.raises(ModelError, match="weight_compression = 'on'"):  # not in bfloat16
+        load_model(
+            path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(),
+            native=load_library(level), compression="on",
+        )  # fmt: skip
 
 
 def test_a_small_model_is_not_compressed_unless_it_is_wanted(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@
 
 namespace rhizome {
 
-// One block after the other of several panels, inflated some blocks ahead of its use.
+// One block after the other of several panels, each inflated before the one ahead of it is multiplied.
 class InflatedStream {
  public:
   InflatedStream(const PackedMatrix& weights, int64_t first, int64_t end)
@@ -22,7 +22,7 @@ class InflatedStream {
   }
 
  private:
-  static constexpr int64_t kAhead = 2, kSlots = 2 * kAhead;
+  static constexpr int64_t kAhead = 1, kSlots = 2;
   static constexpr int64_t kFetch = 4096;  // bytes ahead
 
   static bf16* room() {
