@@ -8,7 +8,7 @@
 
 namespace rhizome {
 
-// One block after the other of several panels, each inflated before the one ahead of it is multiplied.
+// One block after the other of several panels, each inflated one block ahead of its use.
 class InflatedStream {
  public:
   InflatedStream(const PackedMatrix& weights, int64_t first, int64_t end)
