@@ -1,6 +1,6 @@
 """Compiles the native kernels at first start and keeps the library in the user's cache.
 
-The sources are plain C++20 without dependencies, so this takes a second or two. A library is named by a hash of
+The sources are plain C++20 without dependencies, so this takes some seconds. A library is named by a hash of
 everything that it depends on: sources, options, compiler, CPU. The cache directory must belong to the user and be
 closed to others, because what lies in it is loaded into the process.
 """
