@@ -132,7 +132,7 @@ class PieceOrder {
 
   Piece start() const { return at(0, range_.panel_begin, 0); }
 
-  // Undefined where there is no other: it lies behind all of them then.
+  // Where there is no other, one that has `ended`: it lies behind all of them.
   Piece after(const Piece& piece) const {
     if (piece.step + piece.now < piece.stop) return at(piece.first, piece.panel, piece.step + piece.now);
     if (piece.panel + 1 < range_.panel_end) return at(piece.first, piece.panel + 1, piece.first);
