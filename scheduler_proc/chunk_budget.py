@@ -11,9 +11,7 @@ from scheduler_proc.step_time import StepShape, StepTimeModel
 
 LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
 UNKNOWN_TOKENS = 256  # at most, while too few steps with prompts have been timed
-_CROWD = (
-    1.4  # power of the number of decodes; 1 gives 20 ms more of ITL p99 beside 32 decodes, 1.5 costs 1 % more output
-)
+_CROWD = 1.4  # power of the number of decodes: more means less ITL p99 in bursts, and less output (docs/benchmarks.md)
 _NEAR = 0.9  # weight of what earlier requests had to compute, per admission
 
 

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers_native import packed
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.compressed import CompressedMatrix, frequent_high_bytes
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
-from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
+from worker_proc.cpu.linear import Finish, Pairing
 from worker_proc.cpu.memory import HugePages
 
 pytestmark = needs_compiler
@@ -57,18 +58,6 @@ def compressed(level: Level, weight: Tensor, cuts: list[int], paired: bool = Fal
     return matrix
 
 
-def plain(level: Level, weight: Tensor, paired: bool = False) -> PackedMatrix:
-    outputs, inputs = weight.shape
-    memory = torch.zeros(PackedMatrix.packed_size(outputs, inputs, paired=paired), dtype=torch.bfloat16)
-    matrix = PackedMatrix(load_library(level), memory, outputs, inputs, paired=paired)
-    if paired:
-        matrix.pack(weight[: outputs // 2], 0, Pairing.GATE)
-        matrix.pack(weight[outputs // 2 :], 0, Pairing.UP)
-    else:
-        matrix.pack(weight, 0)
-    return matrix
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -103,7 +92,7 @@ def test_later_rows_that_are_not_like_the_first_ones(level: Level, others: int) 
     if level == "amx":
         x = normal(40, 64, seed=3)
         got, want = (
-            m.linear(x, Finish.STORE_FLOAT, torch.empty(40, len(weight))) for m in (matrix, plain(level, weight))
+            m.linear(x, Finish.STORE_FLOAT, torch.empty(40, len(weight))) for m in (matrix, packed(level, weight))
         )
         assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
@@ -140,7 +129,7 @@ def test_products_have_the_bits_of_plain_ones(
 ) -> None:
     weight, x = with_odd_ones(normal(outputs, inputs, seed=seed), odd, seed), normal(rows, inputs, seed=1, scale=1.0)
     load_library("amx").set_threads(threads)
-    pair = compressed("amx", weight, [outputs // 3]), plain("amx", weight)
+    pair = compressed("amx", weight, [outputs // 3]), packed("amx", weight)
     for finish, dtype in (
         (Finish.STORE, torch.bfloat16),
         (Finish.STORE_FLOAT, torch.float32),
@@ -162,6 +151,6 @@ def test_gated_products_have_the_bits_of_plain_ones(rows: int, channels: int, in
     assert matrix.compressed
     got, want = (
         m.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
-        for m in (matrix, plain("amx", weight, paired=True))
+        for m in (matrix, packed("amx", weight, paired=True))
     )
     assert torch.equal(bits(got), bits(want))

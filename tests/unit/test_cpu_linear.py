@@ -7,30 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers_native import packed
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
-from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
+from worker_proc.cpu.linear import Finish
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 300, 640]))
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
-
-
-def packed(level: Level, weight: Tensor, paired: bool = False) -> PackedMatrix:
-    outputs, inputs = weight.shape
-    memory = torch.zeros(PackedMatrix.packed_size(outputs, inputs, paired=paired), dtype=torch.bfloat16)
-    matrix = PackedMatrix(load_library(level), memory, outputs, inputs, paired=paired)
-    if paired:
-        gate, up = weight.chunk(2)
-        matrix.pack(gate, 0, Pairing.GATE)
-        matrix.pack(up, 0, Pairing.UP)
-    else:
-        cut = outputs // 3
-        matrix.pack(weight[:cut], 0)
-        matrix.pack(weight[cut:], cut)
-    return matrix
 
 
 def random(*shape: int, seed: int) -> Tensor:

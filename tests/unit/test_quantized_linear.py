@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests import helpers_native
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
@@ -67,15 +68,7 @@ def widened(level: Level, rows: QuantizedRows, paired: bool = False) -> PackedMa
     weight = rows.dequantize(torch.bfloat16)
     if rows.scheme.by_channel:
         weight = (rows.codes.float() - 128).to(torch.bfloat16)
-    outputs, inputs = weight.shape
-    memory = torch.zeros(PackedMatrix.packed_size(outputs, inputs, paired=paired), dtype=torch.bfloat16)
-    matrix = PackedMatrix(load_library(level), memory, outputs, inputs, paired=paired)
-    if paired:
-        matrix.pack(weight[: outputs // 2], 0, Pairing.GATE)
-        matrix.pack(weight[outputs // 2 :], 0, Pairing.UP)
-    else:
-        matrix.pack(weight, 0)
-    return matrix
+    return helpers_native.packed(level, weight, paired)
 
 
 def random(*shape: int, seed: int) -> Tensor:

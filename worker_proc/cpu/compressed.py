@@ -42,11 +42,7 @@ class CompressedMatrix(PackedMatrix):
         """Whether it is, which is known when there are rows."""
         return bool(self.struct.format == Format.COMPRESSED)
 
-    def pack(self, rows: Tensor, first: int, pairing: Pairing = Pairing.NONE) -> None:
-        """As in `PackedMatrix`."""
-        source = rows.to(torch.bfloat16)
-        if source.stride(1) != 1:
-            source = source.contiguous()
+    def _pack(self, source: Tensor, first: int, pairing: Pairing) -> None:
         if self._high_bytes is None and len(source):
             self._high_bytes, other = frequent_high_bytes(source)
             if other * _RARE <= 1:
@@ -54,17 +50,22 @@ class CompressedMatrix(PackedMatrix):
             else:
                 self._use(self._plain_memory())
         if not self.compressed:
-            super().pack(source, first, pairing)
+            super()._pack(source, first, pairing)
             return
-        room, found = source.numel() // _RARE, -1
-        while not 0 <= found <= room:
-            room = max(room, found)
-            entries = torch.empty(room, dtype=torch.int64)
-            found = self.native.functions.rhizome_compress(
-                ctypes.addressof(self.struct), source.data_ptr(), source.stride(0), len(source), first, pairing,
-                entries.data_ptr(), room,
-            )  # fmt: skip
-        self._entries.append(entries[:found].clone())
+        room = torch.empty(source.numel() // _RARE, dtype=torch.int64)
+        found = self._compress(source, first, pairing, room)
+        if found > len(room):
+            room = torch.empty(found, dtype=torch.int64)
+            self._compress(source, first, pairing, room)
+        self._entries.append(room[:found].clone())
+
+    def _compress(self, source: Tensor, first: int, pairing: Pairing, entries: Tensor) -> int:
+        """How many weights have no code; as many as `entries` has room for are listed there."""
+        found = self.native.functions.rhizome_compress(
+            ctypes.addressof(self.struct), source.data_ptr(), source.stride(0), len(source), first, pairing,
+            entries.data_ptr(), len(entries),
+        )  # fmt: skip
+        return int(found)
 
     def seal(self) -> None:
         """All rows are in place."""

@@ -82,8 +82,10 @@ class PackedMatrix:
     def pack(self, rows: Tensor, first: int, pairing: Pairing = Pairing.NONE) -> None:
         """Put `rows` (`[R, inputs]`) in place, rounded to bfloat16, the first one as output `first` (of its kind)."""
         source = rows.to(torch.bfloat16)
-        if source.stride(1) != 1:
-            source = source.contiguous()
+        self._pack(source if source.stride(1) == 1 else source.contiguous(), first, pairing)
+
+    def _pack(self, source: Tensor, first: int, pairing: Pairing) -> None:
+        """`pack` for bfloat16 with the inputs of a row side by side."""
         self.native.functions.rhizome_pack(
             self.memory.data_ptr(), self.inputs, source.data_ptr(), source.stride(0), len(source), first, pairing
         )

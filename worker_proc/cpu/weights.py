@@ -92,7 +92,7 @@ class PackedWeightPlan:
         self._compress = wanted and native.level == "amx"
         self.memory = HugePages(sum(self._room(*matrix) for matrix in matrices))
         self._after: list[Callable[[], object]] = []
-        self._matrices: list[CompressedMatrix] = []
+        self._compressed: list[CompressedMatrix] = []
 
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
@@ -105,9 +105,11 @@ class PackedWeightPlan:
     def finish(self) -> PackedWeights:
         for step in self._after:
             step()
-        if self._matrices:
-            compressed = sum(matrix.compressed for matrix in self._matrices)
-            log.info("%d of %d matrices are in 12 bits", compressed, len(self._matrices))
+        for matrix in self._compressed:
+            matrix.seal()
+        if self._compressed:
+            count = sum(matrix.compressed for matrix in self._compressed)
+            log.info("%d of %d matrices are in 12 bits", count, len(self._compressed))
         return PackedWeights(self.embedding, self.layers, self.norm, self.head)
 
     def _room(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool) -> int:
@@ -150,9 +152,8 @@ class PackedWeightPlan:
         if scheme is not None:
             matrix: PackedMatrix = QuantizedMatrix(self.native, self.memory, outputs, inputs, scheme, paired=paired)
         elif self._compress:
-            matrix = compressed = CompressedMatrix(self.native, self.memory, outputs, inputs, paired=paired)
-            self._matrices.append(compressed)
-            self._after.append(matrix.seal)
+            self._compressed.append(CompressedMatrix(self.native, self.memory, outputs, inputs, paired=paired))
+            matrix = self._compressed[-1]
         else:
             size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
             matrix = PackedMatrix(self.native, self.memory.take(size, torch.bfloat16), outputs, inputs, paired=paired)

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "linear_compressed.h"
+#include "linear_pack.h"
 #include "linear_quantized.h"
 #include "linear_task.h"
 #include "parallel.h"
@@ -274,21 +275,12 @@ RHIZOME_EXPORT void rhizome_pack(bf16* packed, int64_t inputs, const bf16* sourc
                                  int64_t first, int paired) {
   using namespace rhizome;
   const int64_t steps = blocks(inputs);
-  // Tasks are groups of rows that share their tiles, the first one up to the next border.
-  const int64_t head = std::min(rows, (kTile - first % kTile) % kTile);
-  const int64_t groups = (rows - head + kTile - 1) / kTile + (head > 0 ? 1 : 0);
-  parallel_for(groups, [&](int64_t task, int) {
-    const int64_t begin = head == 0 ? task * kTile : task == 0 ? 0 : head + (task - 1) * kTile;
-    const int64_t end = std::min(rows, head > 0 && task == 0 ? head : begin + kTile);
-    const int64_t at = first + begin;
-    const int64_t output = paired == 0 ? at : at / kTile * kPanel + (paired - 1) * kTile + at % kTile;
+  for_tile_rows(rows, first, paired, [&](int64_t begin, int64_t end, int64_t output) {
     bf16* tile = packed + (output / kPanel * steps * 2 + output % kPanel / kTile) * kTileElements + output % kTile * 2;
     const bf16* from = source + begin * stride;
     for (int64_t input = 0; input < inputs; input += 32, tile += 2 * kTileElements, from += 32) {
       if (end - begin == kTile && inputs - input >= 32) {
-        for (int row = 0; row < kTile; ++row)
-          for (int pair = 0; pair < kTile; ++pair)
-            memcpy(tile + (pair * kTile + row) * 2, from + row * stride + pair * 2, 4);
+        pack_tile(from, stride, tile);
       } else {
         for (int64_t row = 0; row < end - begin; ++row)
           for (int64_t i = 0; i < std::min<int64_t>(32, inputs - input); ++i)

@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
 #include "abi.h"
-#include "parallel.h"
+#include "linear_pack.h"
 
 namespace rhizome {
 namespace {
@@ -97,14 +96,7 @@ RHIZOME_EXPORT int64_t rhizome_compress(const rhizome::PackedMatrix* weights, co
   Exceptions exceptions(entries, capacity);
   const Deflater deflater(*weights, exceptions);
   const int64_t inputs = weights->inputs, steps = blocks(inputs);
-  // Tasks are groups of rows that share their tiles, the first one up to the next border.
-  const int64_t head = std::min(rows, (kTile - first % kTile) % kTile);
-  const int64_t groups = (rows - head + kTile - 1) / kTile + (head > 0 ? 1 : 0);
-  parallel_for(groups, [&](int64_t task, int) {
-    const int64_t begin = head == 0 ? task * kTile : task == 0 ? 0 : head + (task - 1) * kTile;
-    const int64_t end = std::min(rows, head > 0 && task == 0 ? head : begin + kTile);
-    const int64_t at = first + begin;
-    const int64_t output = paired == 0 ? at : at / kTile * kPanel + (paired - 1) * kTile + at % kTile;
+  for_tile_rows(rows, first, paired, [&](int64_t begin, int64_t end, int64_t output) {
     const int tile = static_cast<int>(output % kPanel / kTile);
     const bf16* const from = source + begin * stride;
     for (int64_t step = 0; step < steps; ++step) {
@@ -112,9 +104,7 @@ RHIZOME_EXPORT int64_t rhizome_compress(const rhizome::PackedMatrix* weights, co
 #if defined(__AVX512BW__)
       if (end - begin == kTile && count == 32) {
         alignas(64) bf16 whole[kTileElements];
-        for (int row = 0; row < kTile; ++row)
-          for (int pair = 0; pair < kTile; ++pair)
-            memcpy(whole + (pair * kTile + row) * 2, from + row * stride + step * 32 + pair * 2, 4);
+        pack_tile(from + step * 32, stride, whole);
         deflater.put_tile(block, tile, whole);
         continue;
       }
@@ -135,8 +125,10 @@ RHIZOME_EXPORT void rhizome_inflate(const rhizome::PackedMatrix* weights, rhizom
   using namespace rhizome;
   const int64_t steps = blocks(weights->inputs);
   parallel_for(panels(weights->outputs), [&](int64_t panel, int) {
-    for (int64_t block = panel * steps; block < (panel + 1) * steps; ++block)
-      for (int place = 0; place < 2 * kTileElements; ++place)
-        packed[block * 2 * kTileElements + place] = inflated(*weights, block, place);
+    for (int64_t block = panel * steps; block < (panel + 1) * steps; ++block) {
+      bf16* const to = packed + block * 2 * kTileElements;
+      for (int place = 0; place < 2 * kTileElements; ++place) to[place] = coded(*weights, block, place);
+      put_exceptions(*weights, block, block + 1, to);
+    }
   });
 }

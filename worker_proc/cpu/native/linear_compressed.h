@@ -32,21 +32,34 @@ inline const uint8_t* compressed_block(const PackedMatrix& weights, int64_t bloc
   return reinterpret_cast<const uint8_t*>(weights.data) + block * kCompressedBlock;
 }
 
-// One weight; `place` is its number in the block.
-inline bf16 inflated(const PackedMatrix& weights, int64_t block, int place) {
-  for (uint32_t i = weights.exception_starts[block]; i < weights.exception_starts[block + 1]; ++i)
-    if (static_cast<int>(weights.exceptions[i] >> 16) == place) return static_cast<bf16>(weights.exceptions[i]);
+// What the code of a weight says, which is not the weight if it is an exception; `place` is its number in the block.
+inline bf16 coded(const PackedMatrix& weights, int64_t block, int place) {
   const uint8_t* const pack = compressed_block(weights, block) + place / kPackWeights * kPackBytes;
   const PackPlace at(place % kPackWeights / 32, place % 32);
   return static_cast<bf16>(weights.high_bytes[pack[at.code_byte] >> at.code_shift & 15] << 8 | pack[at.low_byte]);
 }
 
+// One weight.
+inline bf16 inflated(const PackedMatrix& weights, int64_t block, int place) {
+  for (uint32_t i = weights.exception_starts[block]; i < weights.exception_starts[block + 1]; ++i)
+    if (static_cast<int>(weights.exceptions[i] >> 16) == place) return static_cast<bf16>(weights.exceptions[i]);
+  return coded(weights, block, place);
+}
+
+// Puts in place what has no code; the rest of blocks [block, end) is at `to`.
+inline void put_exceptions(const PackedMatrix& weights, int64_t block, int64_t end, bf16* to) {
+  for (uint32_t first = weights.exception_starts[block]; block < end; ++block, to += 2 * kTileElements) {
+    const uint32_t last = weights.exception_starts[block + 1];
+    for (; first < last; ++first) to[weights.exceptions[first] >> 16] = static_cast<bf16>(weights.exceptions[first]);
+  }
+}
+
 #if defined(__AVX512VBMI2__)
+// Puts weights together from their codes.
 class Inflater {
  public:
   explicit Inflater(const PackedMatrix& weights)
-      : weights_(weights),
-        high_bytes_(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weights.high_bytes)))) {}
+      : high_bytes_(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weights.high_bytes)))) {}
 
   // A pack to its four rows.
   void inflate(const uint8_t* from, bf16* to) const {
@@ -60,16 +73,7 @@ class Inflater {
     }
   }
 
-  // Puts in place what has no code; the rest of blocks [block, end) is at `to`.
-  void mend(int64_t block, int64_t end, bf16* to) const {
-    for (uint32_t first = weights_.exception_starts[block]; block < end; ++block, to += 2 * kTileElements) {
-      const uint32_t last = weights_.exception_starts[block + 1];
-      for (; first < last; ++first) to[weights_.exceptions[first] >> 16] = static_cast<bf16>(weights_.exceptions[first]);
-    }
-  }
-
  private:
-  const PackedMatrix& weights_;
   const __m512i high_bytes_;  // by code, four times
 };
 #endif

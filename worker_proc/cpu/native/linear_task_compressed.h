@@ -12,7 +12,13 @@ namespace rhizome {
 class InflatedStream {
  public:
   InflatedStream(const PackedMatrix& weights, int64_t first, int64_t end)
-      : inflater_(weights), from_(compressed_block(weights, first)), ring_(room()), at_(first), ready_(first), end_(end) {
+      : weights_(weights),
+        inflater_(weights),
+        from_(compressed_block(weights, first)),
+        ring_(room()),
+        at_(first),
+        ready_(first),
+        end_(end) {
     while (ready_ < std::min(first + kAhead, end_)) inflate();
   }
 
@@ -36,10 +42,11 @@ class InflatedStream {
       fetch(reinterpret_cast<const char*>(from_) + kFetch, kPackBytes / 64);
       inflater_.inflate(from_, to + pack * kPackWeights);
     }
-    inflater_.mend(ready_, ready_ + 1, to);
+    put_exceptions(weights_, ready_, ready_ + 1, to);
     ++ready_;
   }
 
+  const PackedMatrix& weights_;
   const Inflater inflater_;
   const uint8_t* from_;
   bf16* const ring_;
@@ -68,7 +75,7 @@ void multiply_compressed_few(const PackedMatrix& weights, const bf16* x, int64_t
 // that all of this stays in the L1 cache.
 class PieceBlocks {
  public:
-  explicit PieceBlocks(const PackedMatrix& weights) : inflater_(weights), weights_(weights), piece_(room()) {}
+  explicit PieceBlocks(const PackedMatrix& weights) : weights_(weights), inflater_(weights), piece_(room()) {}
 
   // The next piece are blocks [first, first + count) of the matrix, which are fetched in the time of `turns` blocks.
   void begin(int64_t first, int64_t count, int64_t turns) {
@@ -96,7 +103,7 @@ class PieceBlocks {
   // The next piece takes the place of this one.
   void replace() {
     while (at_ < end_) inflate();
-    inflater_.mend(first_, end_, piece_);
+    put_exceptions(weights_, first_, end_, piece_);
   }
 
  private:
@@ -112,8 +119,8 @@ class PieceBlocks {
     ++at_;
   }
 
-  const Inflater inflater_;
   const PackedMatrix& weights_;
+  const Inflater inflater_;
   bf16* const piece_;
   const bf16* tile_ = nullptr;
   Prefetch ahead_{};
