@@ -77,24 +77,29 @@ class PieceBlocks {
  public:
   explicit PieceBlocks(const PackedMatrix& weights) : weights_(weights), inflater_(weights), piece_(room()) {}
 
-  // The next piece are blocks [first, first + count) of the matrix, which are fetched in the time of `turns` blocks.
-  void begin(int64_t first, int64_t count, int64_t turns) {
-    first_ = at_ = first, end_ = first + count;
-    const int64_t lines = kSteps * kCompressedBlock / 64;
+  // The next piece are blocks [first, first + count) of the matrix.
+  void begin(int64_t first, int64_t count) { first_ = at_ = first, end_ = first + count; }
+
+  // The piece from block `first` on is fetched while `turns` blocks are taken; `always`: those of the last rows too.
+  void fetch_piece(int64_t first, int64_t turns, bool always) {
     ahead_ = {reinterpret_cast<const char*>(compressed_block(weights_, first)),
-              turns > 0 ? static_cast<int>((lines + turns - 1) / turns) : 0};
+              static_cast<int>((kPieceLines + turns - 1) / turns)};
+    always_ = always;
+  }
+
+  void fetch_piece(int64_t first) const {
+    fetch(reinterpret_cast<const char*>(compressed_block(weights_, first)), kPieceLines);
   }
 
   // To the first block of the piece; with `last`, for the last time.
   void rewind(bool last) { tile_ = piece_, last_ = last; }
 
   const bf16* next() {
-    if (!last_) {
+    if (!last_ || always_) {
       fetch(ahead_.next, ahead_.lines);
       ahead_.next += ahead_.lines * 64;
-    } else if (tile_ > piece_ && at_ < end_) {
-      inflate();
     }
+    if (last_ && tile_ > piece_ && at_ < end_) inflate();
     const bf16* const tile = tile_;
     tile_ += 2 * kTileElements;
     return tile;
@@ -107,6 +112,8 @@ class PieceBlocks {
   }
 
  private:
+  static constexpr int64_t kPieceLines = kSteps * kCompressedBlock / 64;
+
   static bf16* room() {
     alignas(64) static thread_local bf16 piece[kSteps * 2 * kTileElements];
     return piece;
@@ -125,7 +132,7 @@ class PieceBlocks {
   const bf16* tile_ = nullptr;
   Prefetch ahead_{};
   int64_t first_ = 0, at_ = 0, end_ = 0;  // blocks of the matrix
-  bool last_ = false;
+  bool last_ = false, always_ = false;
 };
 
 // Where the pieces of a task lie, in the order in which they are multiplied.
@@ -158,12 +165,15 @@ class PieceOrder {
   const int64_t steps_, part_;
 };
 
+// Where rows are few, main memory must not be idle while a piece is inflated: pieces are fetched two ahead.
+constexpr int64_t kSoonBlocks = 3;
+
 template <class Before, class Then>
 void multiply_compressed_many(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range,
                               Before& before, Then& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const int64_t row_blocks = (rows + kBlockRows - 1) / kBlockRows;
-  const bool together = row_blocks <= kTogetherBlocks;
+  const bool together = row_blocks <= kTogetherBlocks, soon = row_blocks <= kSoonBlocks;
   const int64_t part = steps > kWholeSteps ? kPartSteps : steps;
   configure_tiles(kBlockRows);
   TileSums<true, Then> tiles(then);
@@ -171,12 +181,22 @@ void multiply_compressed_many(const PackedMatrix& weights, const bf16* x, int64_
   const PieceOrder order(range, steps, part);
   Piece piece = order.start(), next = order.after(piece);
   const auto block_of = [steps](const Piece& one) { return one.panel * steps + one.step; };
-  from.begin(block_of(piece), piece.now, 0);
+  // behind the last piece lies, as a rule, the first one of the thread's next task
+  const int64_t beyond = range.panel_end * steps;
+  from.begin(block_of(piece), piece.now);
   from.replace();
+  if (soon) from.fetch_piece(order.ended(next) ? beyond : block_of(next));
   for (; !order.ended(piece); piece = next, next = order.after(next)) {
-    // behind the last piece lies, as a rule, the first one of the thread's next task
-    const int64_t following = order.ended(next) ? range.panel_end * steps : block_of(next);
-    from.begin(following, order.ended(next) ? 0 : next.now, piece.now * (row_blocks - 1));
+    const bool ends = order.ended(next);
+    const int64_t following = ends ? beyond : block_of(next);
+    from.begin(following, ends ? 0 : next.now);
+    if (soon) {
+      const Piece third = ends ? next : order.after(next);
+      const int64_t later = ends ? beyond + kSteps : order.ended(third) ? beyond : block_of(third);
+      from.fetch_piece(later, piece.now * row_blocks, true);
+    } else {
+      from.fetch_piece(following, piece.now * (row_blocks - 1), false);
+    }
     const int64_t place = part < steps ? piece.panel - range.panel_begin : 0;
     float* const sums = sums_of_thread() + place * row_blocks * kBlockRows * kPanel;
     const bool last = piece.step + piece.now == steps;
