@@ -51,6 +51,41 @@ inline halves narrow(floats value) {
 }
 inline void store(bf16* to, floats value) { *reinterpret_cast<halves*>(to) = narrow(value); }
 
+// Two vectors one after another: where a vector is 16 numbers, a cache line written at once. kPast: past the caches, if the
+// CPU knows how (then `to` is aligned to 64), and `finish_streams` makes them seen by other threads.
+template <bool kPast = false>
+inline void store_pair(bf16* to, floats low, floats high) {
+#if defined(__AVX512BF16__)
+  const __m512i line = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  if constexpr (kPast)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line);
+  else
+    _mm512_storeu_si512(to, line);
+#else
+  store(to, low);
+  store(to + kLanes, high);
+#endif
+}
+
+// Copies `count` numbers, a multiple of 32, in the same way.
+template <bool kPast>
+inline void copy_lines(const bf16* from, int64_t count, bf16* to) {
+#if defined(__AVX512F__)
+  if constexpr (kPast) {
+    for (int64_t i = 0; i < count; i += 32)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+    return;
+  }
+#endif
+  memcpy(to, from, count * sizeof(bf16));
+}
+
+inline void finish_streams() {
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
 inline float to_float(bf16 value) {
   const uint32_t bits = uint32_t{value} << 16;
   float result;

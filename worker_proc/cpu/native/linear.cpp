@@ -21,31 +21,11 @@ namespace rhizome {
 namespace {
 
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
-constexpr int64_t kStreamRows = 512;  // results of so many rows are read again much later: not from a cache
 constexpr int64_t kChunk = 4;         // panels per task when many rows share them: their results lie side by side
 
-// Stores one whole cache line of bfloat16 past the caches.
-inline void stream_line([[maybe_unused]] bf16* to, [[maybe_unused]] floats low, [[maybe_unused]] floats high) {
-#if defined(__AVX512BF16__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-#endif
-}
-
-// After `stream_line`, before other threads read.
-inline void finish_streams() {
-#if defined(__AVX512BF16__)
-  _mm_sfence();
-#endif
-}
-
 // Whether results of so many rows go past the caches: they would have to be read into them first, and drive out x.
-inline bool streams([[maybe_unused]] const void* out, [[maybe_unused]] int64_t out_stride,
-                    [[maybe_unused]] int64_t rows) {
-#if defined(__AVX512BF16__)
+inline bool streams(const void* out, int64_t out_stride, int64_t rows) {
   return rows >= kStreamRows && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % 32 == 0;
-#else
-  return false;
-#endif
 }
 
 inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
@@ -134,14 +114,34 @@ inline void put(const float* sums, int count, Element* out) {
   }
 }
 
+// A whole row of a panel.
+template <bool kPast>
+inline void put_panel(const float* sums, bf16* out) {
+  for (int i = 0; i < kPanel; i += 2 * kLanes) store_pair<kPast>(out + i, load(sums + i), load(sums + i + kLanes));
+}
+
+inline floats silu_mul(const float* sums) { return silu(load(sums)) * load(sums + kTile); }
+
 inline void put_silu_mul(const float* sums, int count, bf16* out) {
   for (int i = 0; i < count; i += kLanes) {
-    const floats gate = load(sums + i), up = load(sums + kTile + i);
-    const floats value = silu(gate) * up;
     if (count - i >= kLanes)
-      store(out + i, value);
+      store(out + i, silu_mul(sums + i));
     else
-      store_some(out + i, value, count - i);
+      store_some(out + i, silu_mul(sums + i), count - i);
+  }
+}
+
+// Of two panels of gates and ups: what came of the first one, `held` [count, 16], and the sums of the second one make whole
+// cache lines.
+template <bool kPast>
+inline void put_silu_pairs(const float* held, const float* sums, int count, bf16* out, int64_t out_stride) {
+  static_assert(kLanes <= kTile);
+  for (; count > 0; --count, held += kTile, sums += kPanel, out += out_stride) {
+    if constexpr (kLanes == kTile) {
+      store_pair<kPast>(out, load(held), silu_mul(sums));
+    } else {
+      for (int i = 0; i < kTile; i += kLanes) store(out + i, load(held + i)), store(out + kTile + i, silu_mul(sums + i));
+    }
   }
 }
 
@@ -175,11 +175,29 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
       bf16* place = to + row * out_stride + panel * kPanel;
       for (int i = 0; i < count; ++i, sums += kPanel, place += out_stride) {
         if (columns == kPanel)
-          stream_line(place, load(sums), load(sums + kTile));
+          put_panel<true>(sums, place);
         else
           put<bf16, false>(sums, columns, place);
       }
     });
+  };
+  // Gates and ups: two panels make a cache line.
+  auto pairs = [&](bf16* to) {
+    const bool past = streams(to, out_stride, rows);
+    const auto before = [&](int64_t panel, int64_t row, int count) {
+      if (!past && panel % 2) fetch_results(to + row * out_stride + panel / 2 * kPanel, out_stride, count, kPanel);
+    };
+    for_panels(weights, x, x_stride, rows, before, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+      alignas(64) static thread_local float held[kGroupRows * kTile];  // as in `linear_heads`
+      float* const first = held + row % kGroupRows * kTile;
+      bf16* const place = to + row * out_stride + panel / 2 * kPanel;
+      if (panel % 2 == 0)
+        for (int i = 0; i < count * kTile; i += kLanes) store(first + i, silu_mul(sums + i / kTile * kPanel + i % kTile));
+      else if (past)
+        put_silu_pairs<true>(first, sums, count, place, out_stride);
+      else
+        put_silu_pairs<false>(first, sums, count, place, out_stride);
+    }, 2);
   };
   bf16* const half = static_cast<bf16*>(out);
   float* const single = static_cast<float*>(out);
@@ -192,6 +210,7 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
     case Finish::kAdd:
       return run(single, kPanel, weights.outputs, [](auto... row) { put<float, true>(row...); });
     case Finish::kSiluMul:
+      if (weights.outputs % (2 * kPanel) == 0) return pairs(half);
       return run(half, kTile, weights.outputs / 2, [](auto... row) { put_silu_mul(row...); });
   }
 }
@@ -206,7 +225,7 @@ void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, 
         alignas(64) static thread_local bf16 held[kGroupRows * kMaxHead];
         const int64_t part = panel % unit;
         bf16* const numbers = held + row % kGroupRows * head_dim;
-        for (int i = 0; i < count; ++i, sums += kPanel) put<bf16, false>(sums, kPanel, numbers + i * head_dim + part * kPanel);
+        for (int i = 0; i < count; ++i, sums += kPanel) put_panel<false>(sums, numbers + i * head_dim + part * kPanel);
         if (part == unit - 1) take(context, panel / unit, row, count, numbers);
       },
       unit);
@@ -247,13 +266,7 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
 }
 
 void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
-  if (weights.format == Format::kCompressed) {
-    const int64_t first = output / kPanel * blocks(weights.inputs), place = output % kPanel;
-    const int64_t column = place / kTile * kTileElements + place % kTile * 2;
-    for (int64_t input = 0; input < weights.inputs; ++input)
-      out[input] = inflated(weights, first + input / 32, static_cast<int>(column + input % 32 / 2 * 32 + input % 2));
-    return;
-  }
+  if (weights.format == Format::kCompressed) return inflate_row(weights, output, out);
   if (weights.format != Format::kBFloat16) {
     for (int64_t input = 0; input < weights.inputs; ++input) out[input] = to_bf16(widened(weights, output, input));
     return;

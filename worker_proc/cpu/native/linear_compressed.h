@@ -10,7 +10,9 @@
 // the other by shifts; the lower codes are those of the first two rows.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "linear.h"
 
@@ -39,18 +41,37 @@ inline bf16 coded(const PackedMatrix& weights, int64_t block, int place) {
   return static_cast<bf16>(weights.high_bytes[pack[at.code_byte] >> at.code_shift & 15] << 8 | pack[at.low_byte]);
 }
 
-// One weight.
-inline bf16 inflated(const PackedMatrix& weights, int64_t block, int place) {
-  for (uint32_t i = weights.exception_starts[block]; i < weights.exception_starts[block + 1]; ++i)
-    if (static_cast<int>(weights.exceptions[i] >> 16) == place) return static_cast<bf16>(weights.exceptions[i]);
-  return coded(weights, block, place);
-}
-
 // Puts in place what has no code; the rest of blocks [block, end) is at `to`.
 inline void put_exceptions(const PackedMatrix& weights, int64_t block, int64_t end, bf16* to) {
   for (uint32_t first = weights.exception_starts[block]; block < end; ++block, to += 2 * kTileElements) {
     const uint32_t last = weights.exception_starts[block + 1];
     for (; first < last; ++first) to[weights.exceptions[first] >> 16] = static_cast<bf16>(weights.exceptions[first]);
+  }
+}
+
+// The weights of one output, by input.
+inline void inflate_row(const PackedMatrix& weights, int64_t output, bf16* out) {
+  constexpr int64_t kTileBytes = kCompressedBlock / 2, kTilePacks = kBlockPacks / 2, kAhead = 4;  // blocks
+  const int64_t steps = blocks(weights.inputs), first = output / kPanel * steps;
+  const int tile = static_cast<int>(output % kPanel / kTile), column = static_cast<int>(output % kTile);
+  const uint8_t* from = compressed_block(weights, first) + tile * kTileBytes;
+  for (int64_t step = 0; step < steps; ++step, from += kCompressedBlock) {
+    for (int64_t line = 0; line < kTileBytes && step + kAhead < steps; line += 64)  // one of three is of another column
+      __builtin_prefetch(from + kAhead * kCompressedBlock + line);
+    bf16 numbers[32];
+    for (int pack = 0; pack < kTilePacks; ++pack)
+      for (int i = 0; i < 8; ++i) {
+        const PackPlace at(i / 2, 2 * column + i % 2);
+        const uint8_t* const bytes = from + pack * kPackBytes;
+        numbers[pack * 8 + i] =
+            static_cast<bf16>(weights.high_bytes[bytes[at.code_byte] >> at.code_shift & 15] << 8 | bytes[at.low_byte]);
+      }
+    for (uint32_t i = weights.exception_starts[first + step]; i < weights.exception_starts[first + step + 1]; ++i) {
+      const int place = static_cast<int>(weights.exceptions[i] >> 16), row = place % kTileElements / 32;
+      if (place / kTileElements == tile && place % 32 / 2 == column)
+        numbers[2 * row + place % 2] = static_cast<bf16>(weights.exceptions[i]);
+    }
+    memcpy(out + step * 32, numbers, std::min<int64_t>(32, weights.inputs - step * 32) * sizeof(bf16));
   }
 }
 

@@ -66,4 +66,28 @@ inline void norm_and_rotate(const bf16* x, const float* weight, float eps, const
   });
 }
 
+// The same for heads of kDim numbers, a multiple of 64, by whole cache lines; see `store_pair` for kPast.
+template <int64_t kDim, bool kPast>
+inline void norm_and_rotate_lines(const bf16* x, const float* weight, float eps, const float* cos, const float* sin,
+                                  bf16* out) {
+  constexpr int64_t kHalf = kDim / 2, kPair = 2 * kLanes;
+  static_assert(kHalf % kPair == 0);
+  const float scale = weight != nullptr ? inverse_rms(x, kDim, eps) : 1.0f;
+  for (int64_t i = 0; i < kHalf; i += kPair) {
+    floats low[2], high[2];
+    for (int64_t j = 0; j < 2; ++j) {
+      const int64_t at = i + j * kLanes;
+      floats first = load(x + at), second = load(x + kHalf + at);
+      if (weight != nullptr) {
+        first = first * scale * load(weight + at);
+        second = second * scale * load(weight + kHalf + at);
+      }
+      const floats c = load(cos + at), s = load(sin + at);
+      low[j] = first * c - second * s, high[j] = second * c + first * s;
+    }
+    store_pair<kPast>(out + i, low[0], low[1]);
+    store_pair<kPast>(out + kHalf + i, high[0], high[1]);
+  }
+}
+
 }  // namespace rhizome
