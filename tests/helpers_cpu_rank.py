@@ -43,7 +43,9 @@ def main() -> None:
         )
         assert isinstance(model, CpuDecoder)
         batch = probe_batch(model.vocab_size)
-        logits = model.forward(batch, KVCache(model.kv_spec, PAGES, PAGE_SIZE))
+        cache = KVCache(model.kv_spec, PAGES, PAGE_SIZE)
+        model.forward(replace(batch, logit_rows=batch.logit_rows[:0]), cache)  # as in a chunk of a prompt
+        logits = model.forward(batch, cache)
         tokens = model.greedy(batch, KVCache(model.kv_spec, PAGES, PAGE_SIZE))
         reports.append({"logits": logits.tolist(), "tokens": tokens.tolist(), "shape": list(logits.shape)})
     out.write_text(json.dumps(reports))

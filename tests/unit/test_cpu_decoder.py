@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
-from tests.helpers_paged import Row, generate, make_batch, make_prompts
+from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_prompts
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.compressed import CompressedMatrix
@@ -208,6 +208,39 @@ def test_logits_have_the_same_bits_in_any_batch(level: Level, qwen: Path, data: 
             alone = native.forward(make_batch([row], [end - row.cached], PAGE_SIZE), cache)
             row.cached = end
         assert torch.equal(alone[0], together[index])
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mistral-sliding", tmp_path_factory.mktemp("windowed"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_logits_have_the_same_bits_whichever_are_wanted(
+    level: Level, qwen: Path, windowed: Path, data: st.DataObject
+) -> None:
+    """The last layer computes what the wanted logits need: any tokens, in any order, more than once, or none."""
+    native = load_native(data.draw(st.sampled_from((qwen, windowed))), level)
+    rows, lengths = [], []
+    for i in range(data.draw(st.integers(1, 4))):
+        length = data.draw(st.integers(1, 40))
+        cached = data.draw(st.integers(0, length - 1))
+        rows.append(Row([(7 * i + 3 * n) % VOCAB_SIZE for n in range(length)], list(range(5 * i, 5 * i + 5)), cached))
+        lengths.append(length - cached)
+    batch = make_batch(rows, lengths, PAGE_SIZE)
+    wanted = data.draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=12))
+    cache = KVCache(replace(native.kv_spec, int8=data.draw(st.booleans())), PAGES, PAGE_SIZE)
+    torch.manual_seed(1)
+    fill(cache)
+    other = copy_of(cache)
+    want = native.forward(replace(batch, logit_rows=torch.arange(sum(lengths))), cache)[wanted]
+    some = replace(batch, logit_rows=torch.tensor(wanted, dtype=torch.int64))
+    assert torch.equal(native.forward(some, other).view(torch.int32), want.view(torch.int32))
+    for got, numbers in zip(other.page_tensors, cache.page_tensors, strict=True):
+        assert torch.equal(got, numbers), "keys and values are those of all tokens"
+    assert torch.equal(native.greedy(some, other), want.argmax(dim=1))
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa"])

@@ -66,6 +66,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_decoder_embed": (None, _STAGE),
     "rhizome_decoder_attention": (None, [*_STAGE, ctypes.c_int]),
     "rhizome_decoder_mlp": (None, [*_STAGE, ctypes.c_int]),
+    "rhizome_decoder_last_tokens": (c_int64, _STAGE[1:]),
     "rhizome_decoder_logits": (None, [*_STAGE, c_void_p, c_int64]),
     "rhizome_decoder_argmax": (None, [*_STAGE, c_void_p, c_void_p]),
     "rhizome_decoder_layers": (None, _STAGE),
@@ -201,10 +202,12 @@ class CpuDecoder:
         functions.rhizome_decoder_embed(model, step)
         self.tp.all_reduce(partial)
         for layer in range(self.spec.num_layers):
-            functions.rhizome_decoder_attention(model, step, layer)
-            self.tp.all_reduce(partial)
-            functions.rhizome_decoder_mlp(model, step, layer)
-            self.tp.all_reduce(partial)
+            if layer == self.spec.num_layers - 1:
+                partial = partial[: functions.rhizome_decoder_last_tokens(step) * self.spec.hidden_size]
+            for stage in (functions.rhizome_decoder_attention, functions.rhizome_decoder_mlp):
+                stage(model, step, layer)
+                if len(partial):
+                    self.tp.all_reduce(partial)
         return step, attention
 
     def _use_cache(self, cache: KVCache) -> None:

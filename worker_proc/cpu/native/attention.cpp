@@ -75,8 +75,8 @@ class Attention {
     const int step = static_cast<int>(std::clamp<int64_t>(even / kTile * kTile, kMinQueries, kMaxQueries));
     tasks_.reserve(batch_.num_rows * batch_.num_kv_heads + all / step);
     for (int row = 0; row < batch_.num_rows; ++row) {
+      if (num_queries(row) <= 1) continue;
       const int count = num_queries(row) * group_;
-      if (num_queries(row) == 1) continue;
       for (int first = (count - 1) / step * step; first >= 0; first -= step)
         for (int head = 0; head < batch_.num_kv_heads; ++head)
           tasks_.push_back({row, head, first, std::min(step, count - first)});
@@ -85,7 +85,7 @@ class Attention {
     const int heads = std::clamp(batch_.num_rows * batch_.num_kv_heads / (8 * num_threads()), 1, batch_.num_kv_heads);
     const int first_small = batch_.num_rows - 2 * num_threads();
     for (int row = 0; row < batch_.num_rows; ++row) {
-      if (num_queries(row) > 1) continue;
+      if (num_queries(row) != 1) continue;
       const int step = row < first_small ? heads : std::min(heads, (batch_.num_kv_heads + 3) / 4);
       for (int head = 0; head < batch_.num_kv_heads; head += step)
         tasks_.push_back({row, head, 0, std::min(step, batch_.num_kv_heads - head)});

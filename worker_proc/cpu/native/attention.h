@@ -21,7 +21,7 @@ constexpr int kAttentionBlock = 256;
 enum : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 // What all layers of a step have in common. Rows are requests; row r has the tokens q_starts[r] .. q_starts[r + 1] - 1
-// of the step, at least one, and they are the last of its kv_lens[r] tokens in the cache (this step's included).
+// of the step, and they are the last of its kv_lens[r] tokens in the cache (this step's included).
 struct AttentionBatch {
   int32_t num_rows;
   int32_t num_heads;     // query heads, a multiple of num_kv_heads; query head h reads KV head h / (heads per KV head)

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "decoder_last.h"
 #include "kv_int8.h"
 #include "norm.h"
 #include "parallel.h"
@@ -110,19 +111,20 @@ void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& bu
 }
 
 // Adds what the ranks have just computed to the hidden states.
-void add_partial(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
+void add_partial(const DecoderModel& model, int64_t tokens, const Buffers& buffers) {
   if (!model.several) return;
-  for_rows(step.tokens, model.hidden, [&](int64_t token) {
+  for_rows(tokens, model.hidden, [&](int64_t token) {
     const float* const partial = buffers.partial + token * model.hidden;
     float* const x = buffers.x + token * buffers.x_stride;
     for (int64_t i = 0; i < model.hidden; ++i) x[i] += partial[i];
   });
 }
 
-void norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const float* weight) {
+void norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const float* weight,
+          int64_t tokens) {
   const Stopwatch time(step.op_ns, kNorm);
-  add_partial(model, step, buffers);
-  for_rows(step.tokens, model.hidden, [&](int64_t token) {
+  add_partial(model, tokens, buffers);
+  for_rows(tokens, model.hidden, [&](int64_t token) {
     rms_norm(buffers.x + token * buffers.x_stride, weight, model.hidden, model.norm_eps,
              buffers.normed + token * buffers.normed_stride);
   });
@@ -141,19 +143,16 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
 class Rotation {
  public:
   Rotation(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer)
-      : model_(model), step_(step), buffers_(buffers), layer_(layer), pages_(*step.attention) {}
+      : model_(model), step_(step), buffers_(buffers), layer_(layer), pages_(*step.attention),
+        past_(step.tokens >= kStreamRows && model.head_dim == 128 && aligned(buffers.qkv) && aligned(layer.k_pages) &&
+              aligned(layer.v_pages)) {}
 
   // Head `head` of queries, keys and values one after another, of a token: its numbers, which may be where the query is
   // kept, and are not wanted afterwards.
   void take(int64_t head, int64_t token, bf16* numbers) const {
-    const int64_t dim = model_.head_dim, half = dim / 2;
-    const float* const cos = buffers_.cos + token * half;
-    const float* const sin = buffers_.sin + token * half;
-    const auto turn = [&](const float* norm, bf16* to) {
-      norm_and_rotate(numbers, norm, model_.norm_eps, cos, sin, dim, to);
-    };
+    const int64_t dim = model_.head_dim;
     if (head < model_.heads)
-      return turn(layer_.q_norm, buffers_.qkv + token * buffers_.qkv_stride + head * dim);
+      return turn(numbers, layer_.q_norm, token, past_, buffers_.qkv + token * buffers_.qkv_stride + head * dim);
     head -= model_.heads;
     const bool is_key = head < model_.kv_heads;
     if (!is_key) head -= model_.kv_heads;
@@ -162,23 +161,42 @@ class Rotation {
                               : page * pages_.v_page_stride + offset * pages_.v_token_stride + head * pages_.v_head_stride;
     void* const memory = is_key ? layer_.k_pages : layer_.v_pages;
     if (pages_.kv_int8) {
-      if (is_key) turn(layer_.k_norm, numbers);
+      if (is_key) turn(numbers, layer_.k_norm, token, false, numbers);
       float* const scales = is_key ? layer_.k_scales : layer_.v_scales;
       scales[(page * model_.kv_heads + head) * pages_.page_size + offset] =
           quantize_head(numbers, dim, static_cast<int8_t*>(memory) + at);
     } else if (is_key) {
-      turn(layer_.k_norm, static_cast<bf16*>(memory) + at);
+      turn(numbers, layer_.k_norm, token, past_, static_cast<bf16*>(memory) + at);
+    } else if (past_) {
+      copy_lines<true>(numbers, dim, static_cast<bf16*>(memory) + at);
     } else {
-      memcpy(static_cast<bf16*>(memory) + at, numbers, dim * sizeof(bf16));
+      copy_lines<false>(numbers, dim, static_cast<bf16*>(memory) + at);
     }
   }
 
  private:
+  static bool aligned(const void* memory) { return reinterpret_cast<uintptr_t>(memory) % 64 == 0; }
+
+  void turn(const bf16* numbers, const float* norm, int64_t token, bool past, bf16* to) const {
+    const int64_t dim = model_.head_dim, half = dim / 2;
+    const float* const cos = buffers_.cos + token * half;
+    const float* const sin = buffers_.sin + token * half;
+    if (past)
+      norm_and_rotate_lines<128, true>(numbers, norm, model_.norm_eps, cos, sin, to);
+    else if (dim == 128)
+      norm_and_rotate_lines<128, false>(numbers, norm, model_.norm_eps, cos, sin, to);
+    else if (dim == 64)
+      norm_and_rotate_lines<64, false>(numbers, norm, model_.norm_eps, cos, sin, to);
+    else
+      norm_and_rotate(numbers, norm, model_.norm_eps, cos, sin, dim, to);
+  }
+
   const DecoderModel& model_;
   const DecoderStep& step_;
   const Buffers& buffers_;
   const DecoderLayer& layer_;
   const AttentionBatch& pages_;
+  const bool past_;  // they are many, so that they need not go to a cache
 };
 
 // Projects to queries, keys and values, and puts them where attention finds them.
@@ -212,38 +230,63 @@ void project_heads(const DecoderModel& model, const DecoderStep& step, const Buf
   });
 }
 
-void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers,
-                     const DecoderLayer& layer) {
-  norm(model, step, buffers, layer.input_norm);
-  project_heads(model, step, buffers, layer);
+// `tokens` queries of `batch`, which lie in the first rows, and what follows attention for them.
+void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer,
+            const AttentionBatch& batch, int64_t tokens) {
   const AttentionLayer attention{buffers.qkv,      buffers.qkv_stride,      layer.k_pages, layer.v_pages,
                                  buffers.attended, buffers.attended_stride, layer.scale,   0.0f,
                                  layer.window,     0,                       layer.k_scales, layer.v_scales};
   {
     const Stopwatch time(step.op_ns, kAttend);
-    rhizome_attention(step.attention, &attention);
+    rhizome_attention(&batch, &attention);
   }
   const Stopwatch time(step.op_ns, kO);
-  add(model, layer.o, buffers.attended, buffers.attended_stride, step.tokens, buffers);
+  add(model, layer.o, buffers.attended, buffers.attended_stride, tokens, buffers);
 }
 
-void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
-  norm(model, step, buffers, layer.post_norm);
+// Moves the rows of the tokens that the last layer keeps to the front. One after another: they go where others lay.
+void keep_rows(const DecoderModel& model, const LastTokens& last, const Buffers& buffers) {
+  const int64_t x_bytes = model.hidden * sizeof(float), q_bytes = int64_t{model.heads} * model.head_dim * sizeof(bf16);
+  for (int64_t row = 0; row < last.count(); ++row) {
+    const int64_t token = last.token(row);
+    if (token == row) continue;
+    memcpy(buffers.x + row * buffers.x_stride, buffers.x + token * buffers.x_stride, x_bytes);
+    memcpy(buffers.qkv + row * buffers.qkv_stride, buffers.qkv + token * buffers.qkv_stride, q_bytes);
+  }
+}
+
+// In the last layer, only tokens whose logits are wanted go further than to their keys and values.
+void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index,
+                     const LastTokens& last) {
+  const DecoderLayer& layer = model.layers[index];
+  norm(model, step, buffers, layer.input_norm, step.tokens);
+  project_heads(model, step, buffers, layer);
+  if (index + 1 < model.num_layers) return attend(model, step, buffers, layer, *step.attention, step.tokens);
+  keep_rows(model, last, buffers);
+  attend(model, step, buffers, layer, last.batch(), last.count());
+}
+
+void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index,
+               const LastTokens& last) {
+  const DecoderLayer& layer = model.layers[index];
+  const int64_t tokens = index + 1 < model.num_layers ? step.tokens : last.count();
+  norm(model, step, buffers, layer.post_norm, tokens);
   {
     const Stopwatch time(step.op_ns, kGateUp);
-    linear(layer.gate_up, buffers.normed, buffers.normed_stride, step.tokens, buffers.inner, buffers.inner_stride,
+    linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,
            Finish::kSiluMul);
   }
   const Stopwatch time(step.op_ns, kDown);
-  add(model, layer.down, buffers.inner, buffers.inner_stride, step.tokens, buffers);
+  add(model, layer.down, buffers.inner, buffers.inner_stride, tokens, buffers);
 }
 
 // The normed hidden states of the tokens whose logits are wanted, as the first rows of `normed`.
 void final_norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
+  const LastTokens last(step);
   const Stopwatch time(step.op_ns, kNorm);
-  add_partial(model, step, buffers);
+  add_partial(model, last.count(), buffers);
   for_rows(step.num_logits, model.hidden, [&](int64_t row) {
-    rms_norm(buffers.x + step.logit_rows[row] * buffers.x_stride, model.norm, model.hidden, model.norm_eps,
+    rms_norm(buffers.x + last.row(step.logit_rows[row]) * buffers.x_stride, model.norm, model.hidden, model.norm_eps,
              buffers.normed + row * buffers.normed_stride);
   });
 }
@@ -262,12 +305,14 @@ void rhizome_decoder_embed(const DecoderModel* model, const DecoderStep* step) {
 }
 
 void rhizome_decoder_attention(const DecoderModel* model, const DecoderStep* step, int layer) {
-  attention_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), model->layers[layer]);
+  attention_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer, LastTokens(*step));
 }
 
 void rhizome_decoder_mlp(const DecoderModel* model, const DecoderStep* step, int layer) {
-  mlp_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), model->layers[layer]);
+  mlp_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer, LastTokens(*step));
 }
+
+int64_t rhizome_decoder_last_tokens(const DecoderStep* step) { return LastTokens(*step).count(); }
 
 void rhizome_decoder_logits(const DecoderModel* model, const DecoderStep* step, float* logits, int64_t stride) {
   const Buffers buffers(*model, step->tokens, step->workspace);
@@ -286,9 +331,10 @@ void rhizome_decoder_argmax(const DecoderModel* model, const DecoderStep* step, 
 
 void rhizome_decoder_layers(const DecoderModel* model, const DecoderStep* step) {
   const Buffers buffers(*model, step->tokens, step->workspace);
+  const LastTokens last(*step);
   embed(*model, *step, buffers);
   for (int layer = 0; layer < model->num_layers; ++layer) {
-    attention_stage(*model, *step, buffers, model->layers[layer]);
-    mlp_stage(*model, *step, buffers, model->layers[layer]);
+    attention_stage(*model, *step, buffers, layer, last);
+    mlp_stage(*model, *step, buffers, layer, last);
   }
 }

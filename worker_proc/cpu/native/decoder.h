@@ -77,6 +77,10 @@ RHIZOME_EXPORT void rhizome_decoder_attention(const rhizome::DecoderModel* model
 RHIZOME_EXPORT void rhizome_decoder_mlp(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
                                         int layer);
 
+// The rows of `partial` after either stage of the last layer: tokens whose logits are not wanted end with their keys and
+// values, and the others lie one after another.
+RHIZOME_EXPORT int64_t rhizome_decoder_last_tokens(const rhizome::DecoderStep* step);
+
 // Logits float32 [num_logits, outputs of the head], `stride` elements from row to row.
 RHIZOME_EXPORT void rhizome_decoder_logits(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
                                            float* logits, int64_t stride);
