@@ -59,7 +59,8 @@ def measure_limits() -> tuple[float, float]:
 
 def floor_s(case: Case, shape: ModelShape, bandwidth: float, flops: float) -> float:
     """Seconds that a case takes when every step runs at the machine's rates: arithmetic of all prompt tokens that have
-    to be computed, then decode steps that read the weights, what all share once, and each request's own rest."""
+    to be computed, then decode steps that read the weights, what all share once, and each request's own rest.
+    Every token counts in every layer, though of a prompt's the last layer needs no more than keys and values (3 %)."""
     rounds = case.requests / case.concurrency
     computed = case.prefix + case.requests * case.input
     pairs = case.requests * (case.input * case.prefix + case.input**2 / 2)

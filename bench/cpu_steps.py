@@ -67,8 +67,9 @@ def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatc
 def floors(
     model: CpuDecoder, rows: int, new: int, total: int, shared: int, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """Seconds that each operation takes at least; those that are not named move nothing but activations."""
-    spec, tokens = model.spec, rows * new
+    """Seconds that each operation takes at least; those that are not named move nothing but activations. The last layer
+    computes one token of a row to the end, and of the others keys and values."""
+    spec, tokens, others = model.spec, rows * new, model.spec.num_layers - 1
 
     def product(matrix: PackedMatrix, outputs_of: int) -> float:
         elements = matrix.outputs * matrix.inputs
@@ -78,12 +79,12 @@ def floors(
     layer = model.weights.layers[0]
     pairs = rows * (new * total - new * (new - 1) / 2)
     read = (shared + rows * (total - shared)) * model.kv_spec.bytes_per_token
-    arithmetic = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
+    arithmetic = 4 * (others * pairs + rows * total) * spec.num_heads * spec.head_dim
     return {
         "qkv": spec.num_layers * product(layer.qkv, tokens),
-        "o": spec.num_layers * product(layer.o, tokens),
-        "gate_up": spec.num_layers * product(layer.up, tokens),
-        "down": spec.num_layers * product(layer.down, tokens),
+        "o": others * product(layer.o, tokens) + product(layer.o, rows),
+        "gate_up": others * product(layer.up, tokens) + product(layer.up, rows),
+        "down": others * product(layer.down, tokens) + product(layer.down, rows),
         "head": product(model.weights.head, rows),
         "attention": max(read / bandwidth, arithmetic / rate),
     }
