@@ -51,8 +51,15 @@ inline halves narrow(floats value) {
 }
 inline void store(bf16* to, floats value) { *reinterpret_cast<halves*>(to) = narrow(value); }
 
+// Whether the CPU knows how to write bfloat16 past the caches, a whole cache line at once.
+#if defined(__AVX512BF16__)
+inline constexpr bool kWritesPast = true;
+#else
+inline constexpr bool kWritesPast = false;
+#endif
+
 // Two vectors one after another: where a vector is 16 numbers, a cache line written at once. kPast: past the caches, if the
-// CPU knows how (then `to` is aligned to 64), and `finish_streams` makes them seen by other threads.
+// CPU can (then `to` is aligned to 64), and `finish_streams` makes them seen by other threads.
 template <bool kPast = false>
 inline void store_pair(bf16* to, floats low, floats high) {
 #if defined(__AVX512BF16__)
@@ -67,10 +74,10 @@ inline void store_pair(bf16* to, floats low, floats high) {
 #endif
 }
 
-// Copies `count` numbers, a multiple of 32, in the same way.
+// Copies `count` numbers in the same way; with kPast, a multiple of 32.
 template <bool kPast>
 inline void copy_lines(const bf16* from, int64_t count, bf16* to) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
   if constexpr (kPast) {
     for (int64_t i = 0; i < count; i += 32)
       _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
@@ -81,7 +88,7 @@ inline void copy_lines(const bf16* from, int64_t count, bf16* to) {
 }
 
 inline void finish_streams() {
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
   _mm_sfence();
 #endif
 }

@@ -144,8 +144,8 @@ class Rotation {
  public:
   Rotation(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer)
       : model_(model), step_(step), buffers_(buffers), layer_(layer), pages_(*step.attention),
-        past_(step.tokens >= kStreamRows && model.head_dim == 128 && aligned(buffers.qkv) && aligned(layer.k_pages) &&
-              aligned(layer.v_pages)) {}
+        past_(kWritesPast && step.tokens >= kStreamRows && model.head_dim == 128 && aligned(buffers.qkv) &&
+              aligned(layer.k_pages) && aligned(layer.v_pages)) {}
 
   // Head `head` of queries, keys and values one after another, of a token: its numbers, which may be where the query is
   // kept, and are not wanted afterwards.

@@ -25,7 +25,7 @@ constexpr int64_t kChunk = 4;         // panels per task when many rows share th
 
 // Whether results of so many rows go past the caches: they would have to be read into them first, and drive out x.
 inline bool streams(const void* out, int64_t out_stride, int64_t rows) {
-  return rows >= kStreamRows && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % 32 == 0;
+  return kWritesPast && rows >= kStreamRows && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % 32 == 0;
 }
 
 inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
@@ -69,6 +69,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
                          (*static_cast<decltype(take)*>(context))(row, count, sums);
                        });
       }
+      finish_streams();
     });
   }
 #endif
