@@ -256,20 +256,19 @@ void keep_rows(const DecoderModel& model, const LastTokens& last, const Buffers&
 }
 
 // In the last layer, only tokens whose logits are wanted go further than to their keys and values.
-void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index,
-                     const LastTokens& last) {
+void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
   norm(model, step, buffers, layer.input_norm, step.tokens);
   project_heads(model, step, buffers, layer);
   if (index + 1 < model.num_layers) return attend(model, step, buffers, layer, *step.attention, step.tokens);
+  const LastTokens last(step);
   keep_rows(model, last, buffers);
   attend(model, step, buffers, layer, last.batch(), last.count());
 }
 
-void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index,
-               const LastTokens& last) {
+void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
-  const int64_t tokens = index + 1 < model.num_layers ? step.tokens : last.count();
+  const int64_t tokens = index + 1 < model.num_layers ? step.tokens : LastTokens(step).count();
   norm(model, step, buffers, layer.post_norm, tokens);
   {
     const Stopwatch time(step.op_ns, kGateUp);
@@ -305,11 +304,11 @@ void rhizome_decoder_embed(const DecoderModel* model, const DecoderStep* step) {
 }
 
 void rhizome_decoder_attention(const DecoderModel* model, const DecoderStep* step, int layer) {
-  attention_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer, LastTokens(*step));
+  attention_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer);
 }
 
 void rhizome_decoder_mlp(const DecoderModel* model, const DecoderStep* step, int layer) {
-  mlp_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer, LastTokens(*step));
+  mlp_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer);
 }
 
 int64_t rhizome_decoder_last_tokens(const DecoderStep* step) { return LastTokens(*step).count(); }
@@ -331,10 +330,9 @@ void rhizome_decoder_argmax(const DecoderModel* model, const DecoderStep* step, 
 
 void rhizome_decoder_layers(const DecoderModel* model, const DecoderStep* step) {
   const Buffers buffers(*model, step->tokens, step->workspace);
-  const LastTokens last(*step);
   embed(*model, *step, buffers);
   for (int layer = 0; layer < model->num_layers; ++layer) {
-    attention_stage(*model, *step, buffers, layer, last);
-    mlp_stage(*model, *step, buffers, layer, last);
+    attention_stage(*model, *step, buffers, layer);
+    mlp_stage(*model, *step, buffers, layer);
   }
 }

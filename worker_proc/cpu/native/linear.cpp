@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kStreamBytes = 256 * 1024;  // of weights per task when few rows share them
 constexpr int64_t kChunk = 4;         // panels per task when many rows share them: their results lie side by side
 
-// Whether results of so many rows go past the caches: they would have to be read into them first, and drive out x.
+// Whether results of so many rows go past the caches: what they replace would have to be read first, and drive out x.
 inline bool streams(const void* out, int64_t out_stride, int64_t rows) {
   return kWritesPast && rows >= kStreamRows && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % 32 == 0;
 }

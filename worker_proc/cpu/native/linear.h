@@ -39,7 +39,7 @@ struct PackedMatrix {
   const uint32_t* exceptions;        // number in the block << 16 | bfloat16, in the order of blocks
 };
 
-constexpr int64_t kStreamRows = 16;  // results of so many rows are read again much later: they need not go to a cache
+constexpr int64_t kStreamRows = 16;  // whose results go past the caches, where other cores hold what they replace
 constexpr int64_t kMaxHead = 256;  // numbers of a head that `linear_heads` can hold
 
 inline int64_t blocks(int64_t inputs) { return (inputs + 31) / 32; }

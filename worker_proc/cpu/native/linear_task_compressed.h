@@ -87,7 +87,7 @@ class PieceBlocks {
     always_ = always;
   }
 
-  void fetch_piece(int64_t first) const {
+  void fetch_now(int64_t first) const {
     fetch(reinterpret_cast<const char*>(compressed_block(weights_, first)), kPieceLines);
   }
 
@@ -185,7 +185,7 @@ void multiply_compressed_many(const PackedMatrix& weights, const bf16* x, int64_
   const int64_t beyond = range.panel_end * steps;
   from.begin(block_of(piece), piece.now);
   from.replace();
-  if (soon) from.fetch_piece(order.ended(next) ? beyond : block_of(next));
+  if (soon) from.fetch_now(order.ended(next) ? beyond : block_of(next));
   for (; !order.ended(piece); piece = next, next = order.after(next)) {
     const bool ends = order.ended(next);
     const int64_t following = ends ? beyond : block_of(next);
