@@ -14,6 +14,7 @@ from tests.helpers_paged import Row, make_batch
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.features import LEVELS
 from worker_proc.cpu.library import load_library
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
@@ -33,7 +34,7 @@ def probe_batch(vocab_size: int) -> ForwardBatch:
 
 def main() -> None:
     rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    native = next(load_library(level) for level in ("amx", "avx512", "generic") if level == sys.argv[5])
+    native = next(load_library(level) for level in LEVELS if level == sys.argv[5])
     torch.set_num_threads(1)
     tp = TensorParallel.connect(rank, size, store, "cpu", timeout=60)
     reports = []

@@ -126,12 +126,14 @@ def test_levels_follow_from_the_features_of_a_cpu() -> None:
     amx = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"}
     avx2 = {"avx2", "fma", "f16c"}
     assert CpuFeatures("x86_64", frozenset(amx | avx2)).levels() == LEVELS
-    assert CpuFeatures("x86_64", frozenset((amx | avx2) - {"amx_tile"})).levels() == ("avx512", "generic")
+    assert CpuFeatures("x86_64", frozenset((amx | avx2) - {"amx_tile"})).levels() == ("avx512bf16", "avx512", "generic")
+    assert CpuFeatures("x86_64", frozenset(amx - {"avx512_bf16"})).levels() == ("avx512", "generic")
     assert CpuFeatures("x86_64", frozenset(avx2)).levels() == ("generic",)
     assert CpuFeatures("aarch64", frozenset()).levels() == ("generic",)
     everything = CpuFeatures("x86_64", frozenset(amx | avx2))
     assert everything.options("generic") == ("-mavx2", "-mfma", "-mf16c")
-    assert "-mavx512bf16" in everything.options("avx512") and "-mamx-tile" not in everything.options("avx512")
+    assert "-mavx512vl" in everything.options("avx512") and "-mavx512bf16" not in everything.options("avx512")
+    assert "-mavx512vbmi2" in everything.options("avx512bf16") and "-mamx-tile" not in everything.options("avx512bf16")
     assert "-mamx-bf16" in everything.options("amx")
     assert CpuFeatures("aarch64", frozenset()).options("generic") == ()
 

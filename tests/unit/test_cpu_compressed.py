@@ -18,7 +18,7 @@ from worker_proc.cpu.memory import HugePages
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
-needs_amx = pytest.mark.skipif("amx" not in LEVELS, reason="products with compressed weights need AMX")
+COMPRESSING = [level for level in LEVELS if level != "generic"]  # whose products know such weights
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 300, 1060]))
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 129, 200, 513, 700]))
 
@@ -89,7 +89,7 @@ def test_later_rows_that_are_not_like_the_first_ones(level: Level, others: int) 
     assert matrix.compressed == (others == 1)
     rows = torch.arange(len(weight))
     assert torch.equal(bits(matrix.unpack(rows)), bits(weight))
-    if level == "amx":
+    if level in COMPRESSING:
         x = normal(40, 64, seed=3)
         got, want = (
             m.linear(x, Finish.STORE_FLOAT, torch.empty(40, len(weight))) for m in (matrix, packed(level, weight))
@@ -118,18 +118,18 @@ def test_a_compressed_matrix_takes_three_quarters() -> None:
         CompressedMatrix(load_library(LEVELS[0]), HugePages(100), 32, 32)
 
 
-@needs_amx
+@pytest.mark.parametrize("level", COMPRESSING)
 @settings(max_examples=80, deadline=None)
 @given(
     rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), seed=st.integers(0, 99),
     odd=st.sampled_from([0.0, 0.005, 0.015]),
 )  # fmt: skip
 def test_products_have_the_bits_of_plain_ones(
-    rows: int, outputs: int, inputs: int, threads: int, seed: int, odd: float
+    level: Level, rows: int, outputs: int, inputs: int, threads: int, seed: int, odd: float
 ) -> None:
     weight, x = with_odd_ones(normal(outputs, inputs, seed=seed), odd, seed), normal(rows, inputs, seed=1, scale=1.0)
-    load_library("amx").set_threads(threads)
-    pair = compressed("amx", weight, [outputs // 3]), packed("amx", weight)
+    load_library(level).set_threads(threads)
+    pair = compressed(level, weight, [outputs // 3]), packed(level, weight)
     for finish, dtype in (
         (Finish.STORE, torch.bfloat16),
         (Finish.STORE_FLOAT, torch.float32),
@@ -139,18 +139,18 @@ def test_products_have_the_bits_of_plain_ones(
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), finish
     for got, want in zip(*(m.argmax(x) for m in pair), strict=True):
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
-    load_library("amx").set_threads(1)
+    load_library(level).set_threads(1)
 
 
-@needs_amx
+@pytest.mark.parametrize("level", COMPRESSING)
 @pytest.mark.parametrize("rows", [1, 17, 40, 130, 513])
 @pytest.mark.parametrize(("channels", "inputs"), [(16, 64), (50, 300), (160, 2080)])
-def test_gated_products_have_the_bits_of_plain_ones(rows: int, channels: int, inputs: int) -> None:
+def test_gated_products_have_the_bits_of_plain_ones(level: Level, rows: int, channels: int, inputs: int) -> None:
     weight, x = normal(2 * channels, inputs, seed=7), normal(rows, inputs, seed=8, scale=1.0)
-    matrix = compressed("amx", weight, [16, 23], paired=True)
+    matrix = compressed(level, weight, [16, 23], paired=True)
     assert matrix.compressed
     got, want = (
         m.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
-        for m in (matrix, packed("amx", weight, paired=True))
+        for m in (matrix, packed(level, weight, paired=True))
     )
     assert torch.equal(bits(got), bits(want))

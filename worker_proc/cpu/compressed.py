@@ -24,7 +24,7 @@ class CompressedMatrix(PackedMatrix):
     def __init__(
         self, native: NativeLibrary, memory: HugePages, outputs: int, inputs: int, *, paired: bool = False
     ) -> None:
-        """Takes what `room` says of `memory`. `native` must be of the level "amx"."""
+        """Takes what `room` says of `memory`. `native` must know such weights (`compresses`)."""
         self._weights = PackedMatrix.packed_size(outputs, inputs, paired=paired)
         data = memory.take(_compressed_bytes(self._weights), torch.uint8)
         super().__init__(native, data, outputs, inputs, paired=paired)

@@ -6,16 +6,17 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-Level = Literal["amx", "avx512", "generic"]
+Level = Literal["amx", "avx512bf16", "avx512", "generic"]
 LEVELS: tuple[Level, ...] = get_args(Level)  # best first
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _NEEDS: dict[Level, tuple[str, ...]] = {
     "amx": (*_AVX512, "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"),
+    "avx512bf16": (*_AVX512, "avx512_bf16"),
     "avx512": _AVX512,
     "generic": (),
 }
-# the kernel's names for CPU features (/proc/cpuinfo) and the compilers' options for them
+# the kernel's names for CPU features (/proc/cpuinfo) and the compilers' options for them, in the order of levels
 _OPTIONS = {
     "avx2": "-mavx2",
     "fma": "-mfma",
@@ -48,12 +49,9 @@ class CpuFeatures:
 
     def options(self, level: Level) -> tuple[str, ...]:
         """Compiler options for `level`: nothing above it, so that a forced level is what a lesser CPU would run."""
-        if level == "generic":
-            wanted = tuple(_OPTIONS)[:3]
-        elif level == "avx512":
-            wanted = tuple(_OPTIONS)[:8]
-        else:
-            wanted = tuple(_OPTIONS)
+        names = tuple(_OPTIONS)
+        first_above = {"generic": "avx512f", "avx512": "avx512_bf16", "avx512bf16": "amx_tile"}.get(level)
+        wanted = names[: names.index(first_above)] if first_above is not None else names
         return tuple(_OPTIONS[flag] for flag in wanted if flag in self.flags)
 
 

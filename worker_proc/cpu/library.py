@@ -54,6 +54,11 @@ class NativeLibrary:
         if not self.functions.rhizome_enable():
             raise BuildError(f"the system does not let this process use {level} instructions")
 
+    @property
+    def compresses(self) -> bool:
+        """Whether products with weights in 12 bits are known (`worker_proc.cpu.compressed`)."""
+        return self.level != "generic"
+
     def set_threads(self, threads: int, cpus: list[int] | None = None) -> int:
         """Use `threads` threads, the caller's included; with `cpus`, each but the caller's is bound to its own. Returns
         how many there are. One pool serves the whole process."""

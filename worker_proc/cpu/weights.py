@@ -89,7 +89,7 @@ class PackedWeightPlan:
         matrices.append(((head,), source.head_scheme(head), False))
         plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired in matrices if scheme is None)
         wanted = compression == "on" or (compression == "auto" and plain >= _COMPRESSED_FROM)
-        self._compress = wanted and native.level == "amx"
+        self._compress = wanted and native.compresses
         self.memory = HugePages(sum(self._room(*matrix) for matrix in matrices))
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []

@@ -49,9 +49,9 @@ def load_model(
     """
     directory, device = Path(path), torch.device(device)
     config = read_config(directory)
-    amx = native is not None and native.level == "amx"
-    if compression == "on" and not (amx and is_native(config) and supports(parse_spec(config), dtype)):
-        reason = "needs a processor with AMX and its kernels, bfloat16, and a model of the Llama family"
+    compresses = native is not None and native.compresses
+    if compression == "on" and not (compresses and is_native(config) and supports(parse_spec(config), dtype)):
+        reason = "needs a processor with AVX512 and kernels for it, bfloat16, and a model of the Llama family"
         raise ModelError("weight_compression", compression, reason)
     if not is_native(config):
         if quantization is not None:

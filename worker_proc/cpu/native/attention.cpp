@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention_amx.h"
+#include "attention_dots.h"
 #include "attention_kernel.h"
 #include "attention_plan.h"
 #include "attention_vector.h"
@@ -280,6 +281,8 @@ class Attention {
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 using BFloat16Kernel = AmxKernel;
+#elif defined(__AVX512BF16__)
+using BFloat16Kernel = DotKernel;
 #else
 using BFloat16Kernel = VectorKernel<uint16_t>;
 #endif

@@ -8,8 +8,9 @@
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 
-#include "amx_vectors.h"
+#include "attention_amx_tiles.h"
 #include "attention_kernel.h"
+#include "attention_vectors.h"
 
 namespace rhizome {
 

@@ -13,6 +13,8 @@
 #include "linear_quantized_rows.h"
 #include "linear_task_amx.h"
 #include "linear_task_compressed.h"
+#elif defined(__AVX512BF16__)
+#include "linear_task_dots.h"
 #else
 #include "linear_task_simd.h"
 #endif

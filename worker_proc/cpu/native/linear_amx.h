@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "linear.h"
+#include "linear_task.h"
 
 namespace rhizome {
 
@@ -24,17 +24,6 @@ inline void configure_tiles(int rows) {
   }
   // not _tile_loadconfig: g++ 12 believes that it reads 8 bytes, and may leave out the stores to the rest
   asm volatile("ldtilecfg %0" : : "m"(config));
-}
-
-// Weights that will be wanted soon: `lines` cache lines more with every block of inputs.
-struct Prefetch {
-  const char* next;
-  int lines;
-};
-
-// Brings lines to the L2 cache.
-inline void fetch(const char* from, int64_t lines) {
-  for (int64_t line = 0; line < lines; ++line) _mm_prefetch(from + line * 64, _MM_HINT_T1);
 }
 
 constexpr int64_t kSumStride = kPanel * sizeof(float);

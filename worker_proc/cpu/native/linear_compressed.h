@@ -75,7 +75,7 @@ inline void inflate_row(const PackedMatrix& weights, int64_t output, bf16* out) 
   }
 }
 
-#if defined(__AVX512VBMI2__)
+#if defined(__AVX512BW__)
 // Puts weights together from their codes.
 class Inflater {
  public:
@@ -90,7 +90,12 @@ class Inflater {
     for (int i = 0; i < 2; ++i) {
       const __m512i low = _mm512_loadu_si512(from + 64 + 64 * i), high = _mm512_shuffle_epi8(high_bytes_, half[i]);
       _mm512_store_si512(to + 64 * i, _mm512_ternarylogic_epi64(byte, low, high, 0xca));
-      _mm512_store_si512(to + 64 * i + 32, _mm512_shldi_epi16(high, low, 8));
+#if defined(__AVX512VBMI2__)
+      const __m512i second = _mm512_shldi_epi16(high, low, 8);
+#else
+      const __m512i second = _mm512_or_si512(_mm512_slli_epi16(high, 8), _mm512_srli_epi16(low, 8));
+#endif
+      _mm512_store_si512(to + 64 * i + 32, second);
     }
   }
 

@@ -1,9 +1,5 @@
-// The micro-kernel for ordinary vector registers: AVX512-bf16 dot products, or widening to float32 on anything else.
+// The micro-kernel for vector registers that know no dot products of bfloat16: it is widened to float32.
 #pragma once
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 
 #include "linear.h"
 
@@ -28,14 +24,6 @@ inline void simd_tile(const bf16* x, int64_t x_stride, const bf16* tile, int64_t
       const bf16* const weights = tile + pair * 2 * kTile;
       const int64_t at = step * 32 + 2 * pair;
       __builtin_prefetch(weights + 512);
-#if defined(__AVX512BF16__)
-      const __m512bh weight = (__m512bh)_mm512_loadu_si512(weights);
-      for (int row = 0; row < kRows; ++row) {
-        int32_t both;
-        memcpy(&both, x + row * x_stride + at, 4);
-        total[row][0] = (floats)_mm512_dpbf16_ps((__m512)total[row][0], (__m512bh)_mm512_set1_epi32(both), weight);
-      }
-#else
       for (int v = 0; v < kVectors; ++v) {
         const words both = *reinterpret_cast<const words*>(weights + v * 2 * kLanes);
         const floats even = (floats)(both << 16), odd = (floats)(both & 0xffff0000u);
@@ -45,7 +33,6 @@ inline void simd_tile(const bf16* x, int64_t x_stride, const bf16* tile, int64_t
           total[row][v] += odd * to_float(pair_of_row[1]);
         }
       }
-#endif
     }
   }
   for (int row = 0; row < kRows; ++row)

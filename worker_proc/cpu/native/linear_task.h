@@ -25,6 +25,47 @@ inline const bf16* weights_at(const PackedMatrix& weights, int64_t panel, int64_
   return weights.data + (panel * blocks(weights.inputs) + step) * 2 * kTileElements;
 }
 
+// Weights that will be wanted soon: `lines` cache lines more with every block of inputs.
+struct Prefetch {
+  const char* next;
+  int lines;
+};
+
+// Brings lines to the L2 cache.
+inline void fetch(const char* from, int64_t lines) {
+  for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(from + line * 64, 0, 2);
+}
+
+// Where the pieces of a task lie, in the order in which they are multiplied.
+struct Piece {
+  int64_t first, stop, panel, step, now;  // the part [first, stop) of the inputs, and blocks [step, step + now) of it
+};
+
+class PieceOrder {
+ public:
+  PieceOrder(const Range& range, int64_t steps, int64_t part) : range_(range), steps_(steps), part_(part) {}
+
+  Piece start() const { return at(0, range_.panel_begin, 0); }
+
+  // Where there is no other, one that has `ended`: it lies behind all of them.
+  Piece after(const Piece& piece) const {
+    if (piece.step + piece.now < piece.stop) return at(piece.first, piece.panel, piece.step + piece.now);
+    if (piece.panel + 1 < range_.panel_end) return at(piece.first, piece.panel + 1, piece.first);
+    return at(piece.stop, range_.panel_begin, piece.stop);
+  }
+
+  bool ended(const Piece& piece) const { return piece.first >= steps_; }
+
+ private:
+  Piece at(int64_t first, int64_t panel, int64_t step) const {
+    const int64_t stop = std::min(steps_, first + part_);
+    return {first, stop, panel, step, std::min(kSteps, stop - step)};
+  }
+
+  const Range& range_;
+  const int64_t steps_, part_;
+};
+
 // Room for the sums of a task: of all its panels where the inputs are taken in parts, else of one.
 inline float* sums_of_thread() {
   alignas(64) static thread_local float sums[std::max(kGroupRows, kPartRows * kMaxChunk) * kPanel];

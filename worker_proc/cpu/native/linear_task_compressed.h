@@ -135,36 +135,6 @@ class PieceBlocks {
   bool last_ = false, always_ = false;
 };
 
-// Where the pieces of a task lie, in the order in which they are multiplied.
-struct Piece {
-  int64_t first, stop, panel, step, now;  // the part [first, stop) of the inputs, and blocks [step, step + now) of it
-};
-
-class PieceOrder {
- public:
-  PieceOrder(const Range& range, int64_t steps, int64_t part) : range_(range), steps_(steps), part_(part) {}
-
-  Piece start() const { return at(0, range_.panel_begin, 0); }
-
-  // Where there is no other, one that has `ended`: it lies behind all of them.
-  Piece after(const Piece& piece) const {
-    if (piece.step + piece.now < piece.stop) return at(piece.first, piece.panel, piece.step + piece.now);
-    if (piece.panel + 1 < range_.panel_end) return at(piece.first, piece.panel + 1, piece.first);
-    return at(piece.stop, range_.panel_begin, piece.stop);
-  }
-
-  bool ended(const Piece& piece) const { return piece.first >= steps_; }
-
- private:
-  Piece at(int64_t first, int64_t panel, int64_t step) const {
-    const int64_t stop = std::min(steps_, first + part_);
-    return {first, stop, panel, step, std::min(kSteps, stop - step)};
-  }
-
-  const Range& range_;
-  const int64_t steps_, part_;
-};
-
 // Where rows are few, main memory must not be idle while a piece is inflated: pieces are fetched two ahead.
 constexpr int64_t kSoonBlocks = 3;
 
