@@ -24,6 +24,7 @@ __attribute__((noinline)) void pair_dots(const uint16_t* x, int64_t x_stride, co
   __m512 low[kRows] = {}, high[kRows] = {};
   for (; pairs > 0; --pairs, x += 2, from += 64) {
     const auto left = (__m512bh)_mm512_load_si512(from), right = (__m512bh)_mm512_load_si512(from + 32);
+#pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
       int32_t both;
       std::memcpy(&both, x + row * x_stride, 4);
@@ -32,6 +33,7 @@ __attribute__((noinline)) void pair_dots(const uint16_t* x, int64_t x_stride, co
       high[row] = _mm512_dpbf16_ps(high[row], pair, right);
     }
   }
+#pragma GCC unroll 12
   for (int row = 0; row < kRows; ++row) {
     _mm512_storeu_ps(out + row * out_stride, low[row]);
     _mm512_storeu_ps(out + row * out_stride + 16, high[row]);
@@ -233,13 +235,16 @@ class DotKernel {
       for (int d = 0; d < k_width_; d += 32) {
         __m512i pairs[16];
         turn_keys(t, d, pairs);
+#pragma GCC unroll 16
         for (int j = 0; j < 16; ++j)
+#pragma GCC unroll 4
           for (int i = 0; i < kQueries; ++i) {
             int32_t both;
             std::memcpy(&both, q + i * k_width_ + d + 2 * j, 4);
             sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(both), (__m512bh)pairs[j]);
           }
       }
+#pragma GCC unroll 4
       for (int i = 0; i < kQueries; ++i) _mm512_store_ps(scores_ + i * kScoreStride + t, sums[i]);
     }
   }
@@ -260,19 +265,24 @@ class DotKernel {
         fetch_row(count_ + t + kRowsAhead);
         fetch_row(count_ + t + kRowsAhead + 1);
       }
+#pragma GCC unroll 4
       for (int line = 0; line < kLines; ++line) {
         __m512bh pairs[2];
         pair_values(t, d + 32 * line, pairs);
+#pragma GCC unroll 4
         for (int i = 0; i < kQueries; ++i) {
           int32_t both;
           std::memcpy(&both, weights_ + i * kWeightStride + t, 4);
           const auto weights = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 2
           for (int half = 0; half < 2; ++half)
             sums[i][2 * line + half] = _mm512_dpbf16_ps(sums[i][2 * line + half], weights, pairs[half]);
         }
       }
     }
+#pragma GCC unroll 4
     for (int i = 0; i < kQueries; ++i)
+#pragma GCC unroll 8
       for (int v = 0; v < 2 * kLines; ++v) _mm512_storeu_ps(state.out + i * v_width_ + d + 16 * v, sums[i][v]);
   }
 

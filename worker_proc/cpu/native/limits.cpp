@@ -70,23 +70,13 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
       }
     _tile_stored(0, sums, kPanel * sizeof(float));
 #elif defined(__AVX512BF16__)
-    // the same of the rows of a block four times, in registers all the time
-    __m512 low[kDotRows] = {}, high[kDotRows] = {};
+    // the same of the rows of a block four times, with sums in registers all the time
+    DotSums<kDotRows> all({x, kSteps * 32, sums, false});
+    LinesAhead nothing;
     for (int64_t round = 0; round < rounds * (kBlockRows / kDotRows); ++round)
       for (int64_t step = 0; step < kSteps; ++step)
-        for (int pair = 0; pair < kTile; ++pair) {
-          const bf16* const from = weights + step * 2 * kTileElements + pair * 32;
-          const auto left = (__m512bh)_mm512_load_si512(from);
-          const auto right = (__m512bh)_mm512_load_si512(from + kTileElements);
-          for (int row = 0; row < kDotRows; ++row) {
-            int32_t both;
-            memcpy(&both, x + (row * kSteps + step) * 32 + 2 * pair, 4);
-            const auto inputs = (__m512bh)_mm512_set1_epi32(both);
-            low[row] = _mm512_dpbf16_ps(low[row], inputs, left);
-            high[row] = _mm512_dpbf16_ps(high[row], inputs, right);
-          }
-        }
-    for (int row = 0; row < kDotRows; ++row) _mm512_store_ps(sums + row * kTile, _mm512_add_ps(low[row], high[row]));
+        dot_step(all, x + step * 32, kSteps * 32, weights + step * 2 * kTileElements, nothing);
+    all.store(sums);
     asm volatile("" : : "r"(sums) : "memory");
 #else
     for (int64_t round = 0; round < rounds; ++round)

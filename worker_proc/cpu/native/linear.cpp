@@ -77,7 +77,9 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
 #endif
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const int64_t at = task / chunks, first = task % chunks * chunk;
-    const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk)};
+    // threads take tasks in turn
+    const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk),
+                      first + chunk * num_threads()};
     const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
       scale_sums(weights, panel, sums, count);
       add_bias(weights, panel, sums, count);

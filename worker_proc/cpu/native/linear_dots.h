@@ -1,71 +1,178 @@
-// The micro-kernel for AVX512's dot products of bfloat16 pairs (VDPBF16PS): a panel of 32 outputs are two vectors of sums for
-// each row, so that every pair of inputs of a row, broadcast, is multiplied twice.
+// The micro-kernels for AVX512's dot products of bfloat16 pairs (VDPBF16PS): a panel of 32 outputs are two vectors of sums for
+// each row, so that every pair of inputs of a row, broadcast, is multiplied twice. Loops over rows are unrolled by hand's order,
+// as sums must stay in registers.
 #pragma once
 
 #if defined(__AVX512BF16__)
 
 #include <immintrin.h>
 
+#include <utility>
+
+#include "linear_compressed.h"
 #include "linear_task.h"
 
 namespace rhizome {
 
 inline constexpr int kDotRows = 8;       // that are multiplied together
-inline constexpr int kMostDotRows = 12;  // the same where there are not many: sums are 24 of the 32 registers then
-inline constexpr int kDotSlots = 8;      // per block of inputs, in each of which something else is done: `aside` is called
+inline constexpr int kMostDotRows = 11;  // the same where there are not many: with sums of 12, compressed weights lack registers
 
-// sums[row * 32 + output] = (what is there if `adding`) + x @ weights.T, for kRows rows, one panel, `steps` blocks of inputs.
-template <int kRows, class Aside>
-__attribute__((noinline)) void dot_block(const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums,
-                                         bool adding, Aside& aside) {
-  __m512 low[kRows], high[kRows];
-  for (int row = 0; row < kRows; ++row) {
-    low[row] = adding ? _mm512_loadu_ps(sums + row * kPanel) : _mm512_setzero_ps();
-    high[row] = adding ? _mm512_loadu_ps(sums + row * kPanel + kTile) : _mm512_setzero_ps();
+// Lines that are fetched a few at a time.
+class LinesAhead {
+ public:
+  LinesAhead() = default;
+
+  // `bytes` from `from` on, within `turns` calls.
+  LinesAhead(const void* from, int64_t bytes, int64_t turns)
+      : next_(static_cast<const char*>(from)), end_(next_ + bytes), step_((bytes / 64 + turns - 1) / turns * 64) {}
+
+  void operator()() {
+    if (next_ >= end_) return;
+    for (const char* const stop = next_ + step_; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 3);
   }
-  for (; steps > 0; --steps, x += 32, weights += 2 * kTileElements) {
-    for (int first = 0; first < kTile; first += kTile / kDotSlots) {
-      aside();
-      for (int pair = first; pair < first + kTile / kDotSlots; ++pair) {
-        const auto left = (__m512bh)_mm512_loadu_si512(weights + pair * 32);
-        const auto right = (__m512bh)_mm512_loadu_si512(weights + kTileElements + pair * 32);
-        for (int row = 0; row < kRows; ++row) {
-          int32_t both;
-          memcpy(&both, x + row * x_stride + 2 * pair, 4);
-          const auto inputs = (__m512bh)_mm512_set1_epi32(both);
-          low[row] = _mm512_dpbf16_ps(low[row], inputs, left);
-          high[row] = _mm512_dpbf16_ps(high[row], inputs, right);
+
+ private:
+  const char *next_ = nullptr, *end_ = nullptr;
+  int64_t step_ = 0;
+};
+
+// What is multiplied: rows of x, and the sums of a panel, [rows][32], which are added to what is there if `adding`.
+struct DotRows {
+  const bf16* x;
+  int64_t x_stride;
+  float* sums;
+  bool adding;
+};
+
+// The sums of kRows rows in registers.
+template <int kRows>
+struct DotSums {
+  __m512 low[kRows], high[kRows];
+
+  __attribute__((always_inline)) explicit DotSums(const DotRows& rows) {
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      low[row] = rows.adding ? _mm512_loadu_ps(rows.sums + row * kPanel) : _mm512_setzero_ps();
+      high[row] = rows.adding ? _mm512_loadu_ps(rows.sums + row * kPanel + kTile) : _mm512_setzero_ps();
+    }
+  }
+
+  // Adds the products of one pair of inputs.
+  __attribute__((always_inline)) void add(const bf16* x, int64_t x_stride, __m512i left, __m512i right) {
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      int32_t both;
+      memcpy(&both, x + row * x_stride, 4);
+      const auto inputs = (__m512bh)_mm512_set1_epi32(both);
+      low[row] = _mm512_dpbf16_ps(low[row], inputs, (__m512bh)left);
+      high[row] = _mm512_dpbf16_ps(high[row], inputs, (__m512bh)right);
+    }
+  }
+
+  __attribute__((always_inline)) void store(float* sums) const {
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      _mm512_storeu_ps(sums + row * kPanel, low[row]);
+      _mm512_storeu_ps(sums + row * kPanel + kTile, high[row]);
+    }
+  }
+};
+
+constexpr int kDotTurns = 8;  // calls of `ahead` per block of inputs
+
+// One block of inputs.
+template <int kRows>
+__attribute__((always_inline)) inline void dot_step(DotSums<kRows>& sums, const bf16* x, int64_t x_stride,
+                                                    const bf16* weights, LinesAhead& ahead) {
+  for (int pair = 0; pair < kTile; pair += kTile / kDotTurns) {
+    ahead();
+    for (int i = pair; i < pair + kTile / kDotTurns; ++i)
+      sums.add(x + 2 * i, x_stride, _mm512_loadu_si512(weights + i * 32),
+               _mm512_loadu_si512(weights + kTileElements + i * 32));
+  }
+}
+
+// `steps` blocks of inputs of plain weights.
+struct PlainDots {
+  const bf16* weights;
+
+  template <int kRows>
+  static void run(const PlainDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
+    LinesAhead ahead = outside;  // in registers
+    DotSums<kRows> sums(rows);
+    const bf16 *x = rows.x, *weights = from.weights;
+    for (; steps > 0; --steps, x += 32, weights += 2 * kTileElements) dot_step(sums, x, rows.x_stride, weights, ahead);
+    sums.store(rows.sums);
+    outside = ahead;
+  }
+};
+
+// `steps` blocks of inputs from `block` on of compressed weights, which are inflated into registers; to `plain` as well, where
+// a block has exceptions and, if kKeep, always.
+template <bool kKeep>
+struct InflatedDots {
+  const PackedMatrix& weights;
+  int64_t block;
+  bf16* plain;
+
+  template <int kRows>
+  static void run(const InflatedDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
+    LinesAhead ahead = outside;
+    DotSums<kRows> sums(rows);
+    const Inflater inflater(from.weights);
+    const bf16* x = rows.x;
+    bf16* plain = from.plain;
+    const uint8_t* packs = compressed_block(from.weights, from.block);
+    const uint32_t* const starts = from.weights.exception_starts + from.block;
+    for (int64_t step = 0; step < steps; ++step, x += 32, packs += kCompressedBlock, plain += 2 * kTileElements) {
+      if (starts[step] != starts[step + 1]) {
+        for (int pack = 0; pack < kBlockPacks; ++pack) inflater.inflate(packs + pack * kPackBytes, plain + pack * kPackWeights);
+        put_exceptions(from.weights, from.block + step, from.block + step + 1, plain);
+        dot_step(sums, x, rows.x_stride, plain, ahead);
+        continue;
+      }
+      for (int pack = 0; pack < kBlockPacks / 2; ++pack) {  // of the left tile and of the right one
+        const uint8_t *const left = packs + pack * kPackBytes, *const right = left + kCompressedBlock / 2;
+        const __m512i left_codes = _mm512_loadu_si512(left), right_codes = _mm512_loadu_si512(right);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          ahead();
+          __m512i a[2], b[2];
+          inflater.rows(left_codes, left, half, a);
+          inflater.rows(right_codes, right, half, b);
+#pragma GCC unroll 2
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (kKeep) {
+              bf16* const to = plain + pack * kPackWeights + (2 * half + i) * 32;
+              _mm512_store_si512(to, a[i]);
+              _mm512_store_si512(to + kTileElements, b[i]);
+            }
+            sums.add(x + 8 * pack + 4 * half + 2 * i, rows.x_stride, a[i], b[i]);
+          }
         }
       }
     }
+    sums.store(rows.sums);
+    outside = ahead;
   }
-  for (int row = 0; row < kRows; ++row) {
-    _mm512_storeu_ps(sums + row * kPanel, low[row]);
-    _mm512_storeu_ps(sums + row * kPanel + kTile, high[row]);
-  }
+};
+
+template <class Weights, int... kCounts>
+inline void dots_of(int count, const Weights& from, const DotRows& rows, int64_t steps, LinesAhead& ahead,
+                    std::integer_sequence<int, kCounts...>) {
+  using Run = void (*)(const Weights&, const DotRows&, int64_t, LinesAhead&);
+  static constexpr Run kRuns[] = {Weights::template run<kCounts + 1>...};
+  kRuns[count - 1](from, rows, steps, ahead);
 }
 
-template <class Aside, int... kCounts>
-inline void dot_block_of(int rows, const bf16* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums,
-                         bool adding, Aside& aside, std::integer_sequence<int, kCounts...>) {
-  using Block = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, bool, Aside&);
-  static constexpr Block kBlocks[] = {dot_block<kCounts + 1, Aside>...};
-  kBlocks[rows - 1](x, x_stride, weights, steps, sums, adding, aside);
+// For `count` rows, at most kMostDotRows.
+template <class Weights>
+inline void dots(int count, const Weights& from, const DotRows& rows, int64_t steps, LinesAhead& ahead) {
+  dots_of(count, from, rows, steps, ahead, std::make_integer_sequence<int, kMostDotRows>());
 }
 
-// How often `dot_rows` goes by the weights for so many rows.
+// In how many passes so many rows go by weights: as evenly as can be. The bits of a row do not depend on it.
 inline int dot_passes(int64_t rows) { return rows <= kMostDotRows ? 1 : static_cast<int>((rows + kDotRows - 1) / kDotRows); }
-
-// As `dot_block`, for at most kBlockRows rows, which are shared out evenly. The bits of a row do not depend on it.
-template <class Aside>
-inline void dot_rows(const bf16* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
-                     bool adding, Aside& aside) {
-  for (int passes = dot_passes(rows); passes > 0; --passes) {
-    const int now = (rows + passes - 1) / passes;
-    dot_block_of(now, x, x_stride, weights, steps, sums, adding, aside, std::make_integer_sequence<int, kMostDotRows>());
-    x += now * x_stride, sums += now * kPanel, rows -= now;
-  }
-}
 
 }  // namespace rhizome
 

@@ -15,9 +15,10 @@ constexpr int64_t kPartRows = 320;   // the same where the inputs are taken in p
 constexpr int64_t kMaxChunk = kMaxHead / kPanel;
 constexpr int kBlockLines = 2 * kTileElements * sizeof(bf16) / 64;
 
-// Rows of x and panels of weights, [begin, end).
+// Rows of x and panels of weights, [begin, end), and the panel with which the thread probably goes on afterwards: what lies
+// there may be fetched, behind the end of the matrix too.
 struct Range {
-  int64_t row_begin, row_end, panel_begin, panel_end;
+  int64_t row_begin, row_end, panel_begin, panel_end, panel_next;
 };
 
 // Block `step` of the inputs of a panel.
