@@ -63,7 +63,8 @@ inline void all_dots(int rows, const uint16_t* x, int64_t x_stride, const uint16
 class DotKernel {
  public:
   DotKernel(const AttentionBatch& batch, char* scratch)
-      : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, 32)), v_width_(v_stride(batch)) {
+      : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, 32)), v_width_(v_stride(batch)),
+        rows_per_step_((16 * 32 + k_width_ - 1) / k_width_) {
     k_ = reinterpret_cast<uint16_t*>(scratch);
     v_ = k_ + kAttentionBlock * k_width_;
     weights_ = v_ + kAttentionBlock * v_width_;
@@ -90,6 +91,7 @@ class DotKernel {
       rows_[i] = k;
       v_rows[i] = v;
     });
+    std::fill_n(rows_ + 2 * count_, kRowsAhead, v_rows[count_ - 1]);  // K is read in whole groups, beyond the block
     num_rows_ = 2 * count_;
     line_bytes_ = (source.k_scales != nullptr ? 1 : 2) * std::max(k_dim_, v_dim_);
     if (source.k_scales != nullptr) widen_codes(source, first);
@@ -118,7 +120,12 @@ class DotKernel {
     begin = (begin - first_) & ~31;
     end = round_up(end - first_, 32);
     if (few_)
-      with_count(tile.count, [&](auto count) { score_few<count()>(q, begin, end); });
+      with_count(tile.count, [&](auto count) {
+        if (k_dim_ % 32 == 0)
+          score_few<count(), true>(q, begin, end);
+        else
+          score_few<count(), false>(q, begin, end);
+      });
     else
       for (int t = begin; t < end; t += 32)
         all_dots(tile.count, q, k_width_, k_ + t * k_width_, k_width_ / 2, scores_ + t, kScoreStride);
@@ -162,10 +169,19 @@ class DotKernel {
     }
   }
 
-  // Row `i` of K, V and what is expected, in the order of their use.
-  void fetch_row(int i) const {
+  // Row `i` of K, V and what is expected, in the order of their use. Always inlined: g++ 12 takes a function that only
+  // fetches for one without effects, and leaves out its calls.
+  __attribute__((always_inline)) void fetch_row(int i) const {
     if (i >= num_rows_) return;
-    for (int at = 0; at < line_bytes_; at += 64) _mm_prefetch(rows_[i] + at, _MM_HINT_T0);
+    const char* const row = rows_[i];
+    _mm_prefetch(row, _MM_HINT_T0);
+    if (line_bytes_ == 256) {  // the most frequent size
+      _mm_prefetch(row + 64, _MM_HINT_T0);
+      _mm_prefetch(row + 128, _MM_HINT_T0);
+      _mm_prefetch(row + 192, _MM_HINT_T0);
+      return;
+    }
+    for (int at = 64; at < line_bytes_; at += 64) _mm_prefetch(row + at, _MM_HINT_T0);
   }
 
   // Codes become rows of bfloat16, which stand in for those of the pages from here on.
@@ -184,10 +200,18 @@ class DotKernel {
     num_rows_ = 0;  // nothing is fetched any more
   }
 
+  // 32 numbers of a head, all of which are there if kWhole.
+  template <bool kWhole>
+  static __m512i numbers(const char* head, int d, int dim) {
+    return kWhole ? _mm512_loadu_si512(head + 2 * d) : load_numbers(head, d, dim);
+  }
+
   // The numbers d .. d + 31 of 16 tokens of K from `token` on become 16 pairs of numbers of all tokens. What is behind the
   // block is anything.
+  template <bool kWhole>
   void turn_keys(int token, int d, __m512i pairs[16]) const {
-    for (int j = 0; j < 16; ++j) pairs[j] = load_numbers(rows_[std::min(token + j, count_ - 1)], d, k_dim_);
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) pairs[j] = numbers<kWhole>(rows_[token + j], d, k_dim_);
     transpose(pairs);
   }
 
@@ -197,19 +221,21 @@ class DotKernel {
       for (int j = 0; j < 16; ++j) fetch_row(t + half + kRowsAhead + j);
       for (int d = 0; d < k_width_; d += 32) {
         __m512i pairs[16];
-        turn_keys(t + half, d, pairs);
+        turn_keys<false>(t + half, d, pairs);
         uint16_t* to = k_ + t * k_width_ + d * 32 + half * 2;
         for (int j = 0; j < 16; ++j) _mm512_store_si512(to + 64 * j, pairs[j]);
       }
     }
   }
 
-  // The numbers d .. d + 31 of tokens t and t + 1 of V (nothing, if that one is behind the block), side by side.
+  // The numbers d .. d + 31 of tokens t and t + 1 of V (nothing, if that one is behind the block), side by side. kWhole: all
+  // numbers and both tokens are there.
+  template <bool kWhole>
   void pair_values(int t, int d, __m512bh pairs[2]) const {
     const char* const* rows = rows_ + count_ + t;
     const __m512i low = first_of_both(), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const __m512i even = load_numbers(rows[0], d, v_dim_);
-    const __m512i odd = t + 1 < count_ ? load_numbers(rows[1], d, v_dim_) : _mm512_setzero_si512();
+    const __m512i even = numbers<kWhole>(rows[0], d, v_dim_);
+    const __m512i odd = kWhole || t + 1 < count_ ? numbers<kWhole>(rows[1], d, v_dim_) : _mm512_setzero_si512();
     pairs[0] = (__m512bh)_mm512_permutex2var_epi16(even, low, odd);
     pairs[1] = (__m512bh)_mm512_permutex2var_epi16(even, high, odd);
   }
@@ -220,21 +246,23 @@ class DotKernel {
     fetch_row(count_ + t + kRowsAhead + 1);
     for (int d = 0; d < v_width_; d += 32) {
       __m512bh pairs[2];
-      pair_values(t, d, pairs);
+      pair_values<false>(t, d, pairs);
       uint16_t* const to = v_ + d * kAttentionBlock + t * 32;
       _mm512_store_si512(to, (__m512i)pairs[0]);
       _mm512_store_si512(to + 32, (__m512i)pairs[1]);
     }
   }
 
-  template <int kQueries>
+  template <int kQueries, bool kWhole>
   void score_few(const uint16_t* q, int begin, int end) {
     for (int t = begin; t < std::min(end, count_); t += 16) {
       __m512 sums[kQueries] = {};
-      for (int j = 0; j < 16; ++j) fetch_row(t + kRowsAhead + j);
+      int ahead = t + kRowsAhead;
       for (int d = 0; d < k_width_; d += 32) {
+        // a few rows at a time: many at once keep main memory from what is wanted sooner
+        for (int i = 0; i < rows_per_step_; ++i) fetch_row(ahead++);
         __m512i pairs[16];
-        turn_keys(t, d, pairs);
+        turn_keys<kWhole>(t, d, pairs);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; ++j)
 #pragma GCC unroll 4
@@ -253,37 +281,46 @@ class DotKernel {
   void add_values(int begin, int end, const State& state) {
     constexpr int kLines = kQueries <= 2 ? 4 : 2;  // of 32 numbers at once: what fits in the registers
     int d = 0;
-    for (; d + 32 * kLines <= v_width_; d += 32 * kLines) add_lines<kQueries, kLines>(d, begin, end, state);
-    for (; d < v_width_; d += 32) add_lines<kQueries, 1>(d, begin, end, state);
+    if (v_dim_ % 32 == 0)
+      for (; d + 32 * kLines <= v_width_; d += 32 * kLines) add_lines<kQueries, kLines, true>(d, begin, end, state);
+    for (; d < v_width_; d += 32) add_lines<kQueries, 1, false>(d, begin, end, state);
   }
 
-  template <int kQueries, int kLines>
+  template <int kQueries, int kLines, bool kWhole>
   void add_lines(int d, int begin, int end, const State& state) {
     __m512 sums[kQueries][2 * kLines] = {};
-    for (int t = begin; t < end; t += 2) {
+    const int whole = kWhole ? begin + (end - begin) / 2 * 2 : begin;
+    for (int t = begin; t < whole; t += 2) {
       if (d == 0) {
         fetch_row(count_ + t + kRowsAhead);
         fetch_row(count_ + t + kRowsAhead + 1);
       }
-#pragma GCC unroll 4
-      for (int line = 0; line < kLines; ++line) {
-        __m512bh pairs[2];
-        pair_values(t, d + 32 * line, pairs);
-#pragma GCC unroll 4
-        for (int i = 0; i < kQueries; ++i) {
-          int32_t both;
-          std::memcpy(&both, weights_ + i * kWeightStride + t, 4);
-          const auto weights = (__m512bh)_mm512_set1_epi32(both);
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half)
-            sums[i][2 * line + half] = _mm512_dpbf16_ps(sums[i][2 * line + half], weights, pairs[half]);
-        }
-      }
+      add_pair<kQueries, kLines, true>(t, d, sums);
     }
+    for (int t = whole; t < end; t += 2) add_pair<kQueries, kLines, false>(t, d, sums);
 #pragma GCC unroll 4
     for (int i = 0; i < kQueries; ++i)
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * kLines; ++v) _mm512_storeu_ps(state.out + i * v_width_ + d + 16 * v, sums[i][v]);
+  }
+
+  // Adds tokens t and t + 1.
+  template <int kQueries, int kLines, bool kWhole>
+  __attribute__((always_inline)) void add_pair(int t, int d, __m512 sums[kQueries][2 * kLines]) const {
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) {
+      __m512bh pairs[2];
+      pair_values<kWhole>(t, d + 32 * line, pairs);
+#pragma GCC unroll 4
+      for (int i = 0; i < kQueries; ++i) {
+        int32_t both;
+        std::memcpy(&both, weights_ + i * kWeightStride + t, 4);
+        const auto weights = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half)
+          sums[i][2 * line + half] = _mm512_dpbf16_ps(sums[i][2 * line + half], weights, pairs[half]);
+      }
+    }
   }
 
   // Scores of a row become weights in bfloat16; those outside of [first, stop) become 0.
@@ -315,6 +352,7 @@ class DotKernel {
   }
 
   const int k_dim_, v_dim_, k_width_, v_width_;
+  const int rows_per_step_;  // of what is fetched ahead with every 32 numbers of 16 tokens of K
   bool few_ = false;
   int first_ = 0, count_ = 0, num_rows_ = 0, line_bytes_ = 0;
   uint16_t *k_, *v_, *weights_, *widened_;
