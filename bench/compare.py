@@ -4,9 +4,11 @@
         --llama-cpp BUILD/bin/llama-server --llama-cpp-model FILE.gguf --transformers VENV --repeats 3
 
 Every system runs every case once per repeat, in an order that rotates, while the others rest (stopped by a signal, so
-that they use no CPU; Rhizome is ended and started again). The figures are medians over the repeats. The floor is what
-the machine's own rates, measured before, between and after, allow: decode steps read weights and keys and values once,
-prompts take their arithmetic. A system that is not named is left out. bench.compare_plot draws what --json-file holds.
+that they use no CPU; Rhizome is ended and started again). Before its cases a system has some seconds to settle, like a
+server that starts before its users come: where a host hands out memory slowly, whoever has just started pays for that
+in the middle of steps. The figures are medians over the repeats. The floor is what the machine's own rates, measured
+before, between and after, allow: decode steps read weights and keys and values once, prompts take their arithmetic. A
+system that is not named is left out. bench.compare_plot draws what --json-file holds.
 """
 
 import ctypes
@@ -74,7 +76,7 @@ def floor_s(case: Case, shape: ModelShape, bandwidth: float, flops: float) -> fl
 
 
 def run_all(
-    systems: list[System], cases: list[Case], repeats: int
+    systems: list[System], cases: list[Case], repeats: int, settle_s: float
 ) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[Any]]:
     """results[system][case] of all repeats, and the limits of the machine before each."""
     results: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -86,6 +88,7 @@ def run_all(
             else:
                 system.wake()
             results[system.name]["start"].append({"start_s": system.start_s})
+            time.sleep(settle_s)
             system.run(WARM_UP)
             for case in cases:
                 figures = system.run(case)
@@ -112,11 +115,12 @@ def run_all(
 )
 @click.option("--only", default="", help="Cases whose names begin so, separated by semicolons; all if empty.")
 @click.option("--repeats", default=3)
+@click.option("--settle", default=15.0, help="Seconds without requests after every start, which count for none.")
 @click.option("--json-file", type=click.File("w"), default=None)
 def main(
     model: Path, vllm: Path | None, vllm_preload: str, openvino: Path | None, openvino_model: Path | None,
     llama_cpp: Path | None, llama_cpp_model: Path | None, transformers: Path | None, vocabulary: int,
-    flags: tuple[str, ...], only: str, repeats: int, json_file: Any,
+    flags: tuple[str, ...], only: str, repeats: int, settle: float, json_file: Any,
 ) -> None:  # fmt: skip
     """Print one table: systems beside each other and beside the floor."""
     cases = [case for case in CASES if case.name.startswith(tuple(only.split(";")))]
@@ -153,7 +157,7 @@ def main(
         arguments = (str(model), str(vocabulary), str(num_cpus()))
         systems.append(InProcess("transformers", transformers / "bin" / "python", "transformers_cases.py", *arguments))
     try:
-        results, limits = run_all(systems, cases, repeats)
+        results, limits = run_all(systems, cases, repeats, settle)
     except BenchError as error:
         raise click.ClickException(str(error)) from None
     finally:

@@ -1,7 +1,7 @@
 """How near native attention comes to what the machine can do, measured in the same run.
 
     python -m bench.cpu_attention                     # the reference shape, all threads
-    python -m bench.cpu_attention --level avx512 --threads 1 --cases decode,shared
+    python -m bench.cpu_attention --level avx512bf16 --threads 1 --cases decode,shared
 
 K and V are streamed from more memory than the caches hold: as many layers as fill it are used in turn. Bandwidth and
 matrix rate are measured anew before each case, as others may use the machine.

@@ -1,7 +1,7 @@
 """How near the native CPU kernels come to what the machine can do, measured in the same run.
 
     python -m bench.cpu_kernels                    # the reference shape, all threads
-    python -m bench.cpu_kernels --level avx512 --threads 1
+    python -m bench.cpu_kernels --level avx512bf16 --threads 1
 
 Weights are streamed from more memory than the caches hold: `copies` of each matrix are used in turn.
 """
