@@ -102,7 +102,6 @@ class DotKernel {
 
   // The tokens first .. first + count - 1 of `source`, at most kAttentionBlock, come after this block.
   void expect(const KeySource& source, int first, int count) {
-    num_rows_ = 2 * count_;
     if (!few_ || source.k_scales != nullptr) return;
     source.walk(first, std::min(count, kRowsAhead), [&](int, const char* k, const char*) { rows_[num_rows_++] = k; });
   }

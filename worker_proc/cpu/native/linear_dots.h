@@ -1,6 +1,6 @@
 // The micro-kernels for AVX512's dot products of bfloat16 pairs (VDPBF16PS): a panel of 32 outputs are two vectors of sums for
-// each row, so that every pair of inputs of a row, broadcast, is multiplied twice. Loops over rows are unrolled by hand's order,
-// as sums must stay in registers.
+// each row, so that every pair of inputs of a row, broadcast, is multiplied twice. Loops over rows are unrolled by order: g++ 12
+// keeps the sums in memory otherwise.
 #pragma once
 
 #if defined(__AVX512BF16__)
