@@ -44,7 +44,7 @@ def main(report_file: TextIO, out: Path) -> None:
         axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7)
     axes.set_xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases], fontsize=8)
     axes.set_ylabel("% of the floor")
-    axes.set_ylim(0, 100)
+    axes.set_ylim(0, max(100, axes.get_ylim()[1]))  # more than the floor where weights are read in 12 bits
     axes.legend(fontsize=8)
     figure.savefig(out, dpi=110)
 
