@@ -139,12 +139,14 @@ def test_logits_with_compressed_weights_have_the_bits_of_plain_ones(
     assert torch.equal(logits(compressed, plain.vocab_size).view(torch.int32), want.view(torch.int32))
 
 
+def test_kernels_that_know_no_compressed_weights_refuse_them(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="weight_compression = 'on': needs a processor with AVX512"):
+        load_native(make_checkpoint("llama", tmp_path), "generic", compression="on")
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_kernels_that_know_no_compressed_weights_refuse_them(level: Level, tmp_path: Path) -> None:
+def test_compressed_weights_are_refused_in_other_precisions(level: Level, tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
-    if level == "generic":
-        with pytest.raises(ModelError, match="weight_compression = 'on': needs a processor with AVX512"):
-            load_native(path, level, compression="on")
     with pytest.raises(ModelError, match="weight_compression = 'on'"):  # not in bfloat16
         load_model(
             path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(),

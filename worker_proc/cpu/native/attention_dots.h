@@ -14,6 +14,7 @@
 
 #include "attention_kernel.h"
 #include "attention_vectors.h"
+#include "dot_sums.h"
 
 namespace rhizome {
 
@@ -21,23 +22,10 @@ namespace rhizome {
 template <int kRows>
 __attribute__((noinline)) void pair_dots(const uint16_t* x, int64_t x_stride, const uint16_t* from, int pairs, float* out,
                                          int64_t out_stride) {
-  __m512 low[kRows] = {}, high[kRows] = {};
-  for (; pairs > 0; --pairs, x += 2, from += 64) {
-    const auto left = (__m512bh)_mm512_load_si512(from), right = (__m512bh)_mm512_load_si512(from + 32);
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      int32_t both;
-      std::memcpy(&both, x + row * x_stride, 4);
-      const auto pair = (__m512bh)_mm512_set1_epi32(both);
-      low[row] = _mm512_dpbf16_ps(low[row], pair, left);
-      high[row] = _mm512_dpbf16_ps(high[row], pair, right);
-    }
-  }
-#pragma GCC unroll 12
-  for (int row = 0; row < kRows; ++row) {
-    _mm512_storeu_ps(out + row * out_stride, low[row]);
-    _mm512_storeu_ps(out + row * out_stride + 16, high[row]);
-  }
+  DotSums<kRows> sums;
+  for (; pairs > 0; --pairs, x += 2, from += 64)
+    sums.add(x, x_stride, _mm512_load_si512(from), _mm512_load_si512(from + 32));
+  sums.store(out, out_stride);
 }
 
 constexpr int kMostTogether = 12;  // rows, whose sums are 24 of the 32 registers
@@ -147,9 +135,7 @@ class DotKernel {
   void extend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& total,
               const State& now, bool empty) {
     attend(tile, queries, begin, end, how, empty ? total : now);
-    if (empty) return;
-    const Merge merge(total, now.shift, now.sum, tile.count);
-    for (int i = 0; i < tile.count; ++i) merge.add(i, v_width_, now.out + i * v_width_, total.out + i * v_width_);
+    if (!empty) add_block(total, now, tile.count, v_width_);
   }
 
  private:

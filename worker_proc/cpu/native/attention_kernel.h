@@ -120,4 +120,10 @@ class Merge {
   alignas(64) float old_factors_[kTile] = {}, factors_[kTile] = {};
 };
 
+// Adds the results of a block to those of the blocks before it, `count` rows of `width` numbers.
+inline void add_block(const State& total, const State& block, int count, int width) {
+  const Merge merge(total, block.shift, block.sum, count);
+  for (int i = 0; i < count; ++i) merge.add(i, width, block.out + i * width, total.out + i * width);
+}
+
 }  // namespace rhizome

@@ -70,9 +70,7 @@ class VectorKernel {
   void extend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& total,
               const State& now, bool empty) {
     attend(tile, queries, begin, end, how, empty ? total : now);
-    if (empty) return;
-    const Merge merge(total, now.shift, now.sum, tile.count);
-    for (int i = 0; i < tile.count; ++i) merge.add(i, v_width_, now.out + i * v_width_, total.out + i * v_width_);
+    if (!empty) add_block(total, now, tile.count, v_width_);
   }
 
  private:

@@ -71,12 +71,12 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
     _tile_stored(0, sums, kPanel * sizeof(float));
 #elif defined(__AVX512BF16__)
     // the same of the rows of a block four times, with sums in registers all the time
-    DotSums<kDotRows> all({x, kSteps * 32, sums, false});
+    DotSums<kDotRows> all;
     LinesAhead nothing;
     for (int64_t round = 0; round < rounds * (kBlockRows / kDotRows); ++round)
       for (int64_t step = 0; step < kSteps; ++step)
         dot_step(all, x + step * 32, kSteps * 32, weights + step * 2 * kTileElements, nothing);
-    all.store(sums);
+    all.store(sums, kPanel);
     asm volatile("" : : "r"(sums) : "memory");
 #else
     for (int64_t round = 0; round < rounds; ++round)

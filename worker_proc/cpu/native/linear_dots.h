@@ -1,6 +1,5 @@
 // The micro-kernels for AVX512's dot products of bfloat16 pairs (VDPBF16PS): a panel of 32 outputs are two vectors of sums for
-// each row, so that every pair of inputs of a row, broadcast, is multiplied twice. Loops over rows are unrolled by order: g++ 12
-// keeps the sums in memory otherwise.
+// each row, so that every pair of inputs of a row, broadcast, is multiplied twice.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -9,6 +8,7 @@
 
 #include <utility>
 
+#include "dot_sums.h"
 #include "linear_compressed.h"
 #include "linear_task.h"
 
@@ -44,40 +44,6 @@ struct DotRows {
   bool adding;
 };
 
-// The sums of kRows rows in registers.
-template <int kRows>
-struct DotSums {
-  __m512 low[kRows], high[kRows];
-
-  __attribute__((always_inline)) explicit DotSums(const DotRows& rows) {
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      low[row] = rows.adding ? _mm512_loadu_ps(rows.sums + row * kPanel) : _mm512_setzero_ps();
-      high[row] = rows.adding ? _mm512_loadu_ps(rows.sums + row * kPanel + kTile) : _mm512_setzero_ps();
-    }
-  }
-
-  // Adds the products of one pair of inputs.
-  __attribute__((always_inline)) void add(const bf16* x, int64_t x_stride, __m512i left, __m512i right) {
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      int32_t both;
-      memcpy(&both, x + row * x_stride, 4);
-      const auto inputs = (__m512bh)_mm512_set1_epi32(both);
-      low[row] = _mm512_dpbf16_ps(low[row], inputs, (__m512bh)left);
-      high[row] = _mm512_dpbf16_ps(high[row], inputs, (__m512bh)right);
-    }
-  }
-
-  __attribute__((always_inline)) void store(float* sums) const {
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      _mm512_storeu_ps(sums + row * kPanel, low[row]);
-      _mm512_storeu_ps(sums + row * kPanel + kTile, high[row]);
-    }
-  }
-};
-
 constexpr int kDotTurns = 8;  // calls of `ahead` per block of inputs
 
 // One block of inputs.
@@ -99,10 +65,11 @@ struct PlainDots {
   template <int kRows>
   static void run(const PlainDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
     LinesAhead ahead = outside;  // in registers
-    DotSums<kRows> sums(rows);
+    DotSums<kRows> sums;
+    if (rows.adding) sums.load(rows.sums, kPanel);
     const bf16 *x = rows.x, *weights = from.weights;
     for (; steps > 0; --steps, x += 32, weights += 2 * kTileElements) dot_step(sums, x, rows.x_stride, weights, ahead);
-    sums.store(rows.sums);
+    sums.store(rows.sums, kPanel);
     outside = ahead;
   }
 };
@@ -118,7 +85,8 @@ struct InflatedDots {
   template <int kRows>
   static void run(const InflatedDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
     LinesAhead ahead = outside;
-    DotSums<kRows> sums(rows);
+    DotSums<kRows> sums;
+    if (rows.adding) sums.load(rows.sums, kPanel);
     const Inflater inflater(from.weights);
     const bf16* x = rows.x;
     bf16* plain = from.plain;
@@ -152,7 +120,7 @@ struct InflatedDots {
         }
       }
     }
-    sums.store(rows.sums);
+    sums.store(rows.sums, kPanel);
     outside = ahead;
   }
 };
