@@ -60,6 +60,7 @@ __attribute__((always_inline)) inline void dot_step(DotSums<kRows>& sums, const 
 
 // `steps` blocks of inputs of plain weights.
 struct PlainDots {
+  static constexpr int kMostRows = kMostDotRows;
   const bf16* weights;
 
   template <int kRows>
@@ -78,6 +79,7 @@ struct PlainDots {
 // a block has exceptions and, if kKeep, always.
 template <bool kKeep>
 struct InflatedDots {
+  static constexpr int kMostRows = kKeep ? kDotRows : kMostDotRows;  // they are kept for further passes
   const PackedMatrix& weights;
   int64_t block;
   bf16* plain;
@@ -133,10 +135,10 @@ inline void dots_of(int count, const Weights& from, const DotRows& rows, int64_t
   kRuns[count - 1](from, rows, steps, ahead);
 }
 
-// For `count` rows, at most kMostDotRows.
+// For `count` rows, at most Weights::kMostRows.
 template <class Weights>
 inline void dots(int count, const Weights& from, const DotRows& rows, int64_t steps, LinesAhead& ahead) {
-  dots_of(count, from, rows, steps, ahead, std::make_integer_sequence<int, kMostDotRows>());
+  dots_of(count, from, rows, steps, ahead, std::make_integer_sequence<int, Weights::kMostRows>());
 }
 
 // In how many passes so many rows go by weights: as evenly as can be. The bits of a row do not depend on it.

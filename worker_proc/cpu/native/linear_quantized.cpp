@@ -8,6 +8,8 @@
 
 #if defined(__AMX_BF16__)
 #include "linear_quantized_amx.h"
+#elif defined(__AVX512BF16__)
+#include "linear_quantized_dots.h"
 #endif
 
 namespace rhizome {
@@ -85,6 +87,32 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
     case Format::kCompressed: return;
   }
 }
+#elif defined(__AVX512BF16__)
+namespace {
+
+template <Format kFormat, bool kZeros>
+void code_dots_of(const PackedMatrix& weights, int64_t block, int count, const DotRows& rows, int64_t steps,
+                  LinesAhead& ahead, bf16* plain, bool keep) {
+  if (keep)
+    dots(count, CodeDots<kFormat, kZeros, true>{weights, block, plain}, rows, steps, ahead);
+  else
+    dots(count, CodeDots<kFormat, kZeros, false>{weights, block, plain}, rows, steps, ahead);
+}
+
+}  // namespace
+
+void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotRows& rows, int64_t steps, LinesAhead& ahead,
+               bf16* plain, bool keep) {
+  const auto run = [&](auto of) { of(weights, block, count, rows, steps, ahead, plain, keep); };
+  const bool zeros = weights.zeros != nullptr;
+  switch (weights.format) {
+    case Format::kInt8Channel: return run(code_dots_of<Format::kInt8Channel, false>);
+    case Format::kInt8: return run(zeros ? code_dots_of<Format::kInt8, true> : code_dots_of<Format::kInt8, false>);
+    case Format::kInt4: return run(zeros ? code_dots_of<Format::kInt4, true> : code_dots_of<Format::kInt4, false>);
+    case Format::kBFloat16:
+    case Format::kCompressed: return;
+  }
+}
 #else
 void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
   switch (weights.format) {
@@ -120,8 +148,11 @@ void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* sou
     for (int64_t step = 0; step < blocks(weights->inputs); ++step) {
       uint8_t block[kPanel][32] = {};
       const int64_t count = std::min<int64_t>(32, weights->inputs - step * 32);
-      for (int64_t at = begin; at < end; ++at)
-        memcpy(block[at % per_panel + (paired == 2 ? kTile : 0)], source + (at - first) * stride + step * 32, count);
+      for (int64_t at = begin; at < end; ++at) {
+        const uint8_t* const from = source + (at - first) * stride + step * 32;
+        std::transform(from, from + count, block[at % per_panel + (paired == 2 ? kTile : 0)],
+                       [&](uint8_t code) { return stored(*weights, code); });
+      }
       add_codes(weights->format, block, const_cast<uint8_t*>(codes_at(*weights, panel, step)));
     }
   });

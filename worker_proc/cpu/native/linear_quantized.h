@@ -29,18 +29,35 @@ struct CodePlace {
 };
 
 // For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
-// int4. Elsewhere it is the order of the bfloat16 layout: tiles, pairs of inputs, outputs; the two codes of a pair are
-// two bytes, or the low and the high half of one.
+// int4. Elsewhere int8 is in the order of the bfloat16 layout: tiles, pairs of inputs, outputs, the two inputs of a pair.
+// int4 is in words of 32 bits, so that no code need leave its lane: of eight inputs, [tile][4][16 outputs], and with dot
+// products (linear_quantized_dots.h) of one input in each of eight pairs, [tile][half of the pairs][half of the
+// outputs][8][2].
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #if defined(__AMX_BF16__)
   if (format == Format::kInt4)
     return {output / 4 * 64 + input * 2 + output % 4 / 2, static_cast<int>(output % 2 * 4)};
   return {output * 32 + input, 0};
 #else
-  const int64_t pair = output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2;
-  if (format == Format::kInt4) return {pair / 2, static_cast<int>(input % 2 * 4)};
-  return {pair + input % 2, 0};
+  if (format == Format::kInt4) {
+#if defined(__AVX512BF16__)
+    const int64_t pair = input / 2, row = output / kTile * 4 + pair / 8 * 2 + output % kTile / 8;
+    return {row * 64 + (output % 8 * 2 + input % 2) * 4 + pair % 8 / 2, static_cast<int>(pair % 2 * 4)};
+#else
+    const int64_t row = output / kTile * 4 + input / 8;
+    return {row * 64 + output % kTile * 4 + input % 8 / 2, static_cast<int>(input % 2 * 4)};
 #endif
+  }
+  return {output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2 + input % 2, 0};
+#endif
+}
+
+// A code as it is stored, and the other way round: for dot products, those of 8 bits without zeros are signed.
+inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  if (weights.format != Format::kInt4 && weights.zeros == nullptr) return code ^ 128;
+#endif
+  return code;
 }
 
 // The codes of block `step` of a panel.
@@ -49,7 +66,7 @@ inline const uint8_t* codes_at(const PackedMatrix& weights, int64_t panel, int64
   return reinterpret_cast<const uint8_t*>(weights.data) + code_bytes(weights.format, block * kBlockWeights);
 }
 
-#if !defined(__AMX_BF16__)
+#if !defined(__AVX512BF16__)  // which AMX has too
 
 // bfloat16 in the low halves of the lanes, to nearest, ties to even; for finite numbers.
 inline words round_to_bf16(floats value) {
@@ -57,36 +74,40 @@ inline words round_to_bf16(floats value) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+// Numbers of a pair of inputs as a row of a tile has them.
+template <Format kFormat>
+inline words widened_pair(words even, words odd, floats scale, floats zero) {
+  const floats first = __builtin_convertvector((ints)even, floats) - zero;
+  const floats second = __builtin_convertvector((ints)odd, floats) - zero;
+  if constexpr (kFormat == Format::kInt8Channel) return ((words)first >> 16) | ((words)second & 0xffff0000u);
+  return round_to_bf16(first * scale) | round_to_bf16(second * scale) << 16;
+}
+
 // One tile of 16 outputs: `scales` and `zeros` of its outputs, [16] each.
 template <Format kFormat>
 inline void widen_tile(const uint8_t* codes, const float* scales, const float* zeros, bf16* out) {
-  typedef uint8_t bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
   constexpr int kVectors = kTile / kLanes;
   floats scale[kVectors], zero[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     scale[v] = load(scales + v * kLanes);
     zero[v] = zeros != nullptr ? load(zeros + v * kLanes) : splat(middle_code(kFormat));
   }
-  for (int pair = 0; pair < kTile; ++pair, out += 2 * kTile) {
-    for (int v = 0; v < kVectors; ++v) {
-      words even, odd;
-      if constexpr (kFormat == Format::kInt4) {
-        const words both = __builtin_convertvector(*reinterpret_cast<const bytes*>(codes + v * kLanes), words);
-        even = both & 15u, odd = both >> 4;
-      } else {
-        const words both = __builtin_convertvector(*reinterpret_cast<const halves*>(codes + v * 2 * kLanes), words);
-        even = both & 255u, odd = both >> 8;
+  const auto put = [&](int pair, int v, words even, words odd) {
+    *reinterpret_cast<words*>(out + pair * 2 * kTile + v * 2 * kLanes) = widened_pair<kFormat>(even, odd, scale[v], zero[v]);
+  };
+  if constexpr (kFormat == Format::kInt4) {
+    for (int row = 0; row < 4; ++row)
+      for (int v = 0; v < kVectors; ++v) {
+        const words eight = *reinterpret_cast<const words*>(codes + row * 64 + v * 4 * kLanes);
+        for (int pair = 0; pair < 4; ++pair)
+          put(4 * row + pair, v, eight >> (8 * pair) & 15u, eight >> (8 * pair + 4) & 15u);
       }
-      floats first = __builtin_convertvector((ints)even, floats) - zero[v];
-      floats second = __builtin_convertvector((ints)odd, floats) - zero[v];
-      words result;
-      if constexpr (kFormat == Format::kInt8Channel)
-        result = ((words)first >> 16) | ((words)second & 0xffff0000u);
-      else
-        result = round_to_bf16(first * scale[v]) | round_to_bf16(second * scale[v]) << 16;
-      *reinterpret_cast<words*>(out + v * 2 * kLanes) = result;
-    }
-    codes += kFormat == Format::kInt4 ? kTile : 2 * kTile;
+  } else {
+    for (int pair = 0; pair < kTile; ++pair, codes += 2 * kTile)
+      for (int v = 0; v < kVectors; ++v) {
+        const words both = __builtin_convertvector(*reinterpret_cast<const halves*>(codes + v * 2 * kLanes), words);
+        put(pair, v, both & 255u, both >> 8);
+      }
   }
 }
 
@@ -120,7 +141,7 @@ inline void scale_sums(const PackedMatrix& weights, int64_t panel, float* sums, 
 inline float widened(const PackedMatrix& weights, int64_t output, int64_t input) {
   const int64_t panel = output / kPanel, place = output % kPanel;
   const CodePlace at = place_of(weights.format, place, input % 32);
-  const int byte = codes_at(weights, panel, input / 32)[at.byte] >> at.shift;
+  const int byte = stored(weights, codes_at(weights, panel, input / 32)[at.byte]) >> at.shift;
   const int code = weights.format == Format::kInt4 ? byte & 15 : byte;
   const int64_t group = weights.format == Format::kInt8Channel ? 0 : input / weights.group;
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;

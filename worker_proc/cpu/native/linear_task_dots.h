@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "linear_dots.h"
-#include "linear_quantized.h"
+#include "linear_quantized_dots.h"
 #include "linear_task.h"
 
 namespace rhizome {
@@ -23,19 +23,23 @@ class DotPiece {
     if (weights.format == Format::kBFloat16) {
       plain_ = weights.data + block_ * 2 * kTileElements;
       ahead_ = LinesAhead(weights.data + following * 2 * kTileElements, steps_ * 4 * kTileElements, turns);
-    } else if (weights.format == Format::kCompressed) {
-      packed_ = true;
-      ahead_ = LinesAhead(compressed_block(weights, following), steps_ * kCompressedBlock, turns);
     } else {
-      widen(weights, piece.panel, piece.step, steps_, room());
+      packed_ = true;
+      const bool compressed = weights.format == Format::kCompressed;
+      const int64_t size = compressed ? kCompressedBlock : code_bytes(weights.format, kBlockWeights);
+      ahead_ = LinesAhead(reinterpret_cast<const char*>(weights.data) + following * size, steps_ * size, turns);
     }
   }
 
   void multiply(int count, const DotRows& rows) {
     if (!packed_) return dots(count, PlainDots{plain_}, rows, steps_, ahead_);
     packed_ = false;
-    if (only_) return dots(count, InflatedDots<false>{weights_, block_, room()}, rows, steps_, ahead_);
-    dots(count, InflatedDots<true>{weights_, block_, room()}, rows, steps_, ahead_);
+    if (weights_.format != Format::kCompressed)
+      code_dots(weights_, block_, count, rows, steps_, ahead_, room(), !only_);
+    else if (only_)
+      dots(count, InflatedDots<false>{weights_, block_, room()}, rows, steps_, ahead_);
+    else
+      dots(count, InflatedDots<true>{weights_, block_, room()}, rows, steps_, ahead_);
   }
 
  private:
@@ -47,7 +51,7 @@ class DotPiece {
   const PackedMatrix& weights_;
   const int64_t block_, steps_;
   const bool only_;
-  bool packed_ = false;  // and not inflated yet
+  bool packed_ = false;  // and not plain yet
   const bf16* plain_;
   LinesAhead ahead_;
 };
