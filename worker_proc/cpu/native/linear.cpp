@@ -75,6 +75,14 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     });
   }
 #endif
+#if defined(__AVX512BF16__)
+  const bf16* const inputs = x;
+  const int64_t stride = x_stride;
+#else
+  const WideRows wide(x, x_stride, rows, 32 * blocks(weights.inputs));
+  const float* const inputs = wide.data();
+  const int64_t stride = wide.stride();
+#endif
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const int64_t at = task / chunks, first = task % chunks * chunk;
     // threads take tasks in turn
@@ -87,10 +95,10 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     };
 #if defined(__AMX_BF16__)
     if (weights.format == Format::kCompressed)
-      multiply_compressed(weights, x, x_stride, range, before, take);
+      multiply_compressed(weights, inputs, stride, range, before, take);
     else
 #endif
-      multiply(weights, x, x_stride, range, before, take);
+      multiply(weights, inputs, stride, range, before, take);
     finish_streams();
   });
 }

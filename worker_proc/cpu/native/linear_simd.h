@@ -1,37 +1,79 @@
-// The micro-kernel for vector registers that know no dot products of bfloat16: it is widened to float32.
+// The micro-kernel for vector registers that know no dot products of bfloat16: weights are widened to float32 in registers,
+// and rows of x before.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "linear.h"
+#include "parallel.h"
 
 namespace rhizome {
 
-#if defined(__AVX512F__)
-inline constexpr int kSimdRows = 8;
+#if defined(__AVX512F__) || defined(__aarch64__)
+inline constexpr int kSimdSums = 16;  // that are held in registers, beside weights and numbers of x
 #else
-inline constexpr int kSimdRows = 4;
+inline constexpr int kSimdSums = 8;
 #endif
+inline constexpr int kSimdRows = std::min(8, kSimdSums * kLanes / kTile);  // that are multiplied together
 
-// One tile of 16 outputs for kRows rows: sums[row * 32 + output].
+// Of how many tiles: with one row and one tile, a sum would wait for itself.
 template <int kRows>
-inline void simd_tile(const bf16* x, int64_t x_stride, const bf16* tile, int64_t steps, float* sums, bool accumulate) {
-  constexpr int kVectors = kTile / kLanes;
+inline constexpr int kSimdTiles = 2 * kRows * kTile / kLanes <= kSimdSums ? 2 : 1;
+
+// The rows of x in float32, as a number that is multiplied with a whole vector then comes straight from memory. To make one
+// of two bytes takes four instructions, for each multiplication or two.
+class WideRows {
+ public:
+  WideRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) : stride_(inputs + kGap) {
+    static thread_local std::vector<float> memory;
+    const size_t size = rows * stride_ + 16;
+    if (memory.size() < size) memory.resize(size);
+    data_ = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(float);
+    const auto widen_rows = [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        for (int64_t i = 0; i < inputs; i += kLanes) store(data_ + row * stride_ + i, load(x + row * x_stride + i));
+    };
+    const int64_t tasks = (rows + kAlone - 1) / kAlone;
+    const auto widen_some = [&](int64_t task, int) { widen_rows(task * kAlone, std::min(rows, (task + 1) * kAlone)); };
+    if (tasks == 1)
+      widen_some(0, 0);
+    else
+      parallel_for(tasks, widen_some);
+  }
+
+  const float* data() const { return data_; }
+  int64_t stride() const { return stride_; }
+
+ private:
+  static constexpr int64_t kGap = 16;   // rows that lie powers of two apart would share few sets of the L1 cache
+  static constexpr int64_t kAlone = 8;  // rows that one thread widens
+
+  float* data_;
+  int64_t stride_;
+};
+
+// kTiles times 16 outputs for kRows rows: sums[row * 32 + output].
+template <int kRows, int kTiles>
+inline void simd_tiles(const float* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums, bool accumulate) {
+  constexpr int kOfTile = kTile / kLanes, kVectors = kTiles * kOfTile;
   floats total[kRows][kVectors];
   for (int row = 0; row < kRows; ++row)
     for (int v = 0; v < kVectors; ++v)
       total[row][v] = accumulate ? load(sums + row * kPanel + v * kLanes) : floats{};
-  for (int64_t step = 0; step < steps; ++step, tile += 2 * kTileElements) {
+  for (int64_t step = 0; step < steps; ++step, weights += 2 * kTileElements, x += 32) {
     for (int pair = 0; pair < kTile; ++pair) {
-      const bf16* const weights = tile + pair * 2 * kTile;
-      const int64_t at = step * 32 + 2 * pair;
-      __builtin_prefetch(weights + 512);
+      floats even[kVectors], odd[kVectors];
       for (int v = 0; v < kVectors; ++v) {
-        const words both = *reinterpret_cast<const words*>(weights + v * 2 * kLanes);
-        const floats even = (floats)(both << 16), odd = (floats)(both & 0xffff0000u);
-        for (int row = 0; row < kRows; ++row) {
-          const bf16* const pair_of_row = x + row * x_stride + at;
-          total[row][v] += even * to_float(pair_of_row[0]);
-          total[row][v] += odd * to_float(pair_of_row[1]);
-        }
+        const bf16* const from = weights + v / kOfTile * kTileElements + pair * 2 * kTile + v % kOfTile * 2 * kLanes;
+        const words both = *reinterpret_cast<const words*>(from);
+        even[v] = (floats)(both << 16), odd[v] = (floats)(both & 0xffff0000u);
+        if (v % kOfTile == 0) __builtin_prefetch(from + kTiles * kTileElements);
+      }
+      for (int row = 0; row < kRows; ++row) {
+        const float* const two = x + row * x_stride + 2 * pair;
+        for (int v = 0; v < kVectors; ++v) total[row][v] += even[v] * two[0];
+        for (int v = 0; v < kVectors; ++v) total[row][v] += odd[v] * two[1];
       }
     }
   }
@@ -40,12 +82,12 @@ inline void simd_tile(const bf16* x, int64_t x_stride, const bf16* tile, int64_t
 }
 
 template <int kRows>
-inline int simd_rows(const bf16* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
+inline int simd_rows(const float* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
                      bool accumulate, int done) {
   for (; rows - done >= kRows; done += kRows)
-    for (int tile = 0; tile < 2; ++tile)
-      simd_tile<kRows>(x + done * x_stride, x_stride, weights + tile * kTileElements, steps,
-                       sums + done * kPanel + tile * kTile, accumulate);
+    for (int tile = 0; tile < 2; tile += kSimdTiles<kRows>)
+      simd_tiles<kRows, kSimdTiles<kRows>>(x + done * x_stride, x_stride, weights + tile * kTileElements, steps,
+                                           sums + done * kPanel + tile * kTile, accumulate);
   if constexpr (kRows > 1)
     return simd_rows<kRows / 2>(x, x_stride, rows, weights, steps, sums, accumulate, done);
   else
@@ -53,7 +95,7 @@ inline int simd_rows(const bf16* x, int64_t x_stride, int rows, const bf16* weig
 }
 
 // sums[row * 32 + output] (+)= x @ weights.T for at most kBlockRows rows, one panel, `steps` blocks of inputs.
-inline void simd_block(const bf16* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
+inline void simd_block(const float* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
                        bool accumulate) {
   simd_rows<kSimdRows>(x, x_stride, rows, weights, steps, sums, accumulate, 0);
 }

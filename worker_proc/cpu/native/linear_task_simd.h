@@ -32,7 +32,7 @@ inline void make_plain(const PackedMatrix& weights, int64_t panel, int64_t step,
 // With many rows, inputs are cut into pieces and parts as on AMX (linear_task_amx.h), and a piece of weights that are not
 // stored as bfloat16 is made plain for all rows together.
 template <class Before, class Then>
-void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Before& before,
+void multiply(const PackedMatrix& weights, const float* x, int64_t x_stride, const Range& range, Before& before,
               Then& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const bool other = weights.format != Format::kBFloat16, few = rows <= kBlockRows && !other;
