@@ -1,5 +1,11 @@
 // The attention kernel for any CPU: float32 arithmetic, on float32 or bfloat16 data.
+//
+// With up to four queries, decodes of one row, numbers are widened in registers as they come from the pages, which are
+// fetched ahead of their time: the processor's own prefetching ends at the end of every page of the cache. With more, K
+// and V of a block are widened once.
 #pragma once
+
+#include <utility>
 
 #include "attention_kernel.h"
 #include "kv_int8.h"
@@ -13,7 +19,7 @@ class VectorKernel {
   VectorKernel(const AttentionBatch& batch, char* scratch)
       : k_dim_(batch.k_dim), v_dim_(batch.v_dim), k_width_(round_up(k_dim_, kPad)), v_width_(v_stride(batch)) {
     scores_ = reinterpret_cast<float*>(scratch);
-    k_ = scores_ + kTile * kAttentionBlock;
+    k_ = scores_ + kTile * kScoreStride;
     v_ = k_ + kAttentionBlock * k_width_;
   }
 
@@ -21,49 +27,73 @@ class VectorKernel {
 
   static int64_t scratch_bytes(const AttentionBatch& batch) {
     const int64_t k_width = round_up(batch.k_dim, kPad);
-    return 4 * (kTile * kAttentionBlock + kAttentionBlock * (k_width + v_stride(batch)));
+    return 4 * (kTile * kScoreStride + kAttentionBlock * (k_width + v_stride(batch)));
   }
 
   static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{4} * kTile * round_up(batch.k_dim, kPad); }
 
-  // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`.
-  void set_block(const KeySource& source, int first, int end, int /*num_queries*/) {
+  // Hold the tokens [first, end), at most kAttentionBlock, for the next calls of `attend`, with `num_queries` in all.
+  void set_block(const KeySource& source, int first, int end, int num_queries) {
     first_ = first;
-    if (source.k_scales != nullptr) return set_int8_block(source, first, end - first);
-    source.walk(first, end - first, [&](int i, const char* k, const char* v) {
-      k_rows_[i] = row(k, k_ + i * k_width_, k_dim_, k_width_);
-      v_rows_[i] = row(v, v_ + i * v_width_, v_dim_, v_width_);
+    count_ = end - first;
+    source.walk(first, count_, [&](int i, const char* k, const char* v) {
+      rows_[i] = k;
+      rows_[count_ + i] = v;
     });
+    num_rows_ = 2 * count_;
+    const bool whole = k_dim_ == k_width_ && v_dim_ == v_width_;
+    in_place_ = source.k_scales == nullptr && whole && (num_queries <= kTogether || sizeof(Element) == 4);
+    if (source.k_scales != nullptr) {
+      source.walk_scales(first, count_, [&](int i, float k_scale, float v_scale) {
+        fetch_row(std::min(i + kRowsAhead, count_ - 1), k_dim_);
+        fetch_row(count_ + std::min(i + kRowsAhead, count_ - 1), v_dim_);
+        widen_codes(rows_[i], k_scale, k_ + i * k_width_, k_dim_, k_width_);
+        widen_codes(rows_[count_ + i], v_scale, v_ + i * v_width_, v_dim_, v_width_);
+      });
+    } else if (!in_place_) {
+      for (int i = 0; i < count_; ++i) {
+        widen(rows_[i], k_ + i * k_width_, k_dim_, k_width_);
+        widen(rows_[count_ + i], v_ + i * v_width_, v_dim_, v_width_);
+      }
+    }
+    if (!in_place_ || num_queries > kTogether) num_rows_ = 0;  // nothing is fetched any more: it will be in a cache
   }
 
-  void expect(const KeySource& /*source*/, int /*first*/, int /*count*/) {}
+  // The tokens first .. first + count - 1 of `source`, at most kAttentionBlock, come after this block.
+  void expect(const KeySource& source, int first, int count) {
+    if (num_rows_ == 0) return;
+    source.walk(first, std::min(count, kRowsAhead), [&](int, const char* k, const char*) { rows_[num_rows_++] = k; });
+  }
 
   // Put queries into `memory` (query_bytes) as `attend` needs them.
   void set_queries(const Tile& tile, int /*num_queries*/, char* memory) const {
     auto* q = reinterpret_cast<float*>(memory);
     for (int i = 0; i < tile.count; ++i) widen(tile.q[i], q + i * k_width_, k_dim_, k_width_);
-    // Queries are taken by fours: the last ones are repeated.
-    for (int i = tile.count; i < round_up(tile.count, 4); ++i)
-      std::memcpy(q + i * k_width_, q + (tile.count - 1) * k_width_, 4 * k_width_);
   }
 
   // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
   void attend(const Tile& tile, const char* queries, int begin, int end, const Scores& how, const State& state) {
-    begin -= first_;
+    begin = (begin - first_) & ~15;
     end -= first_;
-    for (int i = 0; i < tile.count; i += 4) dot_rows(reinterpret_cast<const float*>(queries), i, begin, end);
+    const auto* q = reinterpret_cast<const float*>(queries);
+    by_fours(tile.count, [&](int i, auto count) {
+      if (in_place_)
+        dot_rows<count(), true>(q, i, begin, end);
+      else
+        dot_rows<count(), false>(q, i, begin, end);
+    });
     for (int i = 0; i < tile.count; ++i) {
       const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
       // Over whole vectors at fixed places, so that sums have the same order whatever else is in the tile.
-      softmax(i, begin & ~15, round_up(end, 16), first, std::max(first, stop), how, state);
+      softmax(i, begin, round_up(end, 16), first, std::max(first, stop), how, state);
     }
-    for (int i = tile.count; i < round_up(tile.count, 4); ++i)
-      std::memset(scores_ + i * kAttentionBlock, 0, 4 * kAttentionBlock);
-    for (int i = 0; i < tile.count; i += 4) {
-      int column = 0;
-      for (; column + 4 * kLanes <= v_width_; column += 4 * kLanes) add_values<4>(i, column, begin, end, state);
-      for (; column < v_width_; column += kLanes) add_values<1>(i, column, begin, end, state);
-    }
+    by_fours(tile.count, [&](int i, auto count) {
+      constexpr int kMost = kSums / (count() == 3 ? 4 : count());
+      if (in_place_)
+        add_values<count(), std::min(kMost, 8), true>(i, 0, begin, end, state);
+      else
+        add_values<count(), std::min(kMost, 8), false>(i, 0, begin, end, state);
+    });
   }
 
   // As `attend`, and adds the result to `total`, which may be `empty`. `now` is free memory.
@@ -75,23 +105,31 @@ class VectorKernel {
 
  private:
   static constexpr int kPad = 16;
+  static constexpr int kTogether = 4;    // queries that go by together
+  static constexpr int kRowsAhead = 32;  // of K and V that are fetched ahead
+#if defined(__AVX512F__) || defined(__aarch64__)
+  static constexpr int kSums = 16;  // vectors of sums that are held in registers
+#else
+  static constexpr int kSums = 8;
+#endif
+  static constexpr int kScoreStride = kAttentionBlock + 16;  // rows a cache line apart from a power of two share no sets
 
-  void set_int8_block(const KeySource& source, int first, int count) {
-    source.walk(first, count, [&](int i, const char* k, const char* v) {
-      k_rows_[i] = reinterpret_cast<const float*>(k);  // codes until they are widened
-      v_rows_[i] = reinterpret_cast<const float*>(v);
-    });
-    source.walk_scales(first, count, [&](int i, float k_scale, float v_scale) {
-      k_rows_[i] = widen_codes(k_rows_[i], k_scale, k_ + i * k_width_, k_dim_, k_width_);
-      v_rows_[i] = widen_codes(v_rows_[i], v_scale, v_ + i * v_width_, v_dim_, v_width_);
-    });
+  // Calls visit(i, count) for queries [i, i + count) of all `queries`; the second is a constant of at most kTogether.
+  template <class Visit>
+  static void by_fours(int queries, Visit&& visit) {
+    int i = 0;
+    for (; i + 4 <= queries; i += 4) visit(i, std::integral_constant<int, 4>());
+    switch (queries - i) {
+      case 1: return visit(i, std::integral_constant<int, 1>());
+      case 2: return visit(i, std::integral_constant<int, 2>());
+      case 3: return visit(i, std::integral_constant<int, 3>());
+    }
   }
 
-  static const float* widen_codes(const void* from, float scale, float* to, int dim, int width) {
-    const auto* codes = static_cast<const int8_t*>(from);
+  static void widen_codes(const char* from, float scale, float* to, int dim, int width) {
+    const auto* codes = reinterpret_cast<const int8_t*>(from);
     for (int d = 0; d < dim; ++d) to[d] = dequantized<Element>(codes[d], scale);
     for (int d = dim; d < width; ++d) to[d] = 0;
-    return to;
   }
 
   // `from` as floats, padded with zeros to `width`.
@@ -108,42 +146,68 @@ class VectorKernel {
     for (; i < width; ++i) to[i] = 0;
   }
 
-  static const float* row(const char* from, float* copy, int dim, int width) {
-    if (sizeof(Element) == 4 && dim == width) return reinterpret_cast<const float*>(from);
-    widen(from, copy, dim, width);
-    return copy;
+  // Row `i` of K, V and what is expected, in the order of their use. Always inlined: g++ 12 takes a function that only
+  // fetches for one without effects, and leaves out its calls.
+  __attribute__((always_inline)) void fetch_row(int i, int dim) const {
+    if (i >= num_rows_) return;
+    for (int at = 0; at < dim * static_cast<int>(sizeof(Element)); at += 64) __builtin_prefetch(rows_[i] + at);
   }
 
+  // K or V of a token of the block.
+  template <bool kInPlace>
+  auto key(int t) const {
+    if constexpr (kInPlace)
+      return reinterpret_cast<const Element*>(rows_[t]);
+    else
+      return static_cast<const float*>(k_ + t * k_width_);
+  }
+  template <bool kInPlace>
+  auto value(int t) const {
+    if constexpr (kInPlace)
+      return reinterpret_cast<const Element*>(rows_[count_ + t]);
+    else
+      return static_cast<const float*>(v_ + t * v_width_);
+  }
+
+  // Scores of queries [i, i + kQueries): a few tokens at a time, so that many sums are under way, and all of these are
+  // added up over their lanes together. What is behind `end`, up to the next 16 tokens, becomes anything.
+  template <int kQueries, bool kInPlace>
   void dot_rows(const float* queries, int i, int begin, int end) {
-    const float* q = queries + i * k_width_;
-    float* scores = scores_ + i * kAttentionBlock;
-    for (int t = begin; t < end; ++t) {
-      const float* k = k_rows_[t];
-      Floats sums[4] = {};
-      for (int d = 0; d < k_width_; d += kLanes) {
-        const Floats key = load(k + d);
-        for (int j = 0; j < 4; ++j) sums[j] += load(q + j * k_width_ + d) * key;
-      }
-      for (int j = 0; j < 4; ++j) scores[j * kAttentionBlock + t] = reduce_add(sums[j]);
+    constexpr int kTokens = kSums / (kQueries == 3 ? 4 : kQueries);
+    const float* const q = queries + i * k_width_;
+    for (int t = begin; t < end; t += kTokens) {
+      decltype(key<kInPlace>(0)) k[kTokens];
+      for (int n = 0; n < kTokens; ++n) k[n] = key<kInPlace>(std::min(t + n, count_ - 1));
+      if constexpr (kInPlace)
+        for (int n = 0; n < kTokens; ++n) fetch_row(t + n + kRowsAhead, k_dim_);
+      Floats sums[kSums] = {};
+      for (int d = 0; d < k_width_; d += kLanes)
+        for (int n = 0; n < kTokens; ++n) {
+          const Floats numbers = load(k[n] + d);
+          for (int j = 0; j < kQueries; ++j) sums[j * kTokens + n] += load(q + j * k_width_ + d) * numbers;
+        }
+      float scores[kSums];
+      for (int n = 0; n < kSums; n += kLanes) store(scores + n, reduce_each(sums + n));
+      for (int j = 0; j < kQueries; ++j)
+        std::memcpy(scores_ + (i + j) * kScoreStride + t, scores + j * kTokens, kTokens * sizeof(float));
     }
   }
 
   // Scores of a row become weights; those outside of [first, stop) become 0.
   void softmax(int i, int begin, int end, int first, int stop, const Scores& how, const State& state) {
-    float* scores = scores_ + i * kAttentionBlock;
+    float* const scores = scores_ + i * kScoreStride;
     const float infinity = std::numeric_limits<float>::infinity();
+    for (int t = begin; t < end; t += kLanes) {
+      Floats score = load(scores + t) * how.scale;
+      if (how.softcap > 0) score = how.softcap * tanh(score / how.softcap) * kLog2E;
+      store(scores + t, score);
+    }
     for (int t = begin; t < first; ++t) scores[t] = -infinity;
     for (int t = stop; t < end; ++t) scores[t] = -infinity;
-    float highest = -infinity;
-    for (int t = first; t < stop; ++t) {
-      float score = scores[t] * how.scale;
-      if (how.softcap > 0) score = how.softcap * std::tanh(score / how.softcap) * kLog2E;
-      scores[t] = score;
-      highest = std::max(highest, score);
-    }
-    state.shift[i] = highest;
-    const float shift = finite(highest);
-    Floats sums = {};
+    Floats highest = broadcast(-infinity), sums = {};
+    for (int t = begin; t < end; t += kLanes) highest = max(load(scores + t), highest);
+    state.shift[i] = reduce_max(highest);
+    const float shift = finite(state.shift[i]);
     for (int t = begin; t < end; t += kLanes) {
       const Floats weights = exp2(load(scores + t) - shift);
       store(scores + t, weights);
@@ -152,26 +216,32 @@ class VectorKernel {
     state.sum[i] = reduce_add(sums);
   }
 
-  template <int kVectors>
+  // Results of queries [i, i + kQueries) from `column` on, kVectors vectors at a time.
+  template <int kQueries, int kVectors, bool kInPlace>
   void add_values(int i, int column, int begin, int end, const State& state) {
-    Floats sums[4][kVectors] = {};
-    float* out = state.out + i * v_width_ + column;
-    const float* weights = scores_ + i * kAttentionBlock;
-    for (int t = begin; t < end; ++t) {
-      const float* v = v_rows_[t] + column;
-      for (int n = 0; n < kVectors; ++n) {
-        const Floats value = load(v + n * kLanes);
-        for (int j = 0; j < 4; ++j) sums[j][n] += weights[j * kAttentionBlock + t] * value;
+    for (; column + kVectors * kLanes <= v_width_; column += kVectors * kLanes) {
+      Floats sums[kQueries][kVectors] = {};
+      const float* const weights = scores_ + i * kScoreStride;
+      for (int t = begin; t < end; ++t) {
+        if constexpr (kInPlace)
+          if (column == 0) fetch_row(count_ + t + kRowsAhead, v_dim_);
+        const auto* const v = value<kInPlace>(t) + column;
+        for (int n = 0; n < kVectors; ++n) {
+          const Floats numbers = load(v + n * kLanes);
+          for (int j = 0; j < kQueries; ++j) sums[j][n] += weights[j * kScoreStride + t] * numbers;
+        }
       }
+      for (int j = 0; j < kQueries; ++j)
+        for (int n = 0; n < kVectors; ++n) store(state.out + (i + j) * v_width_ + column + n * kLanes, sums[j][n]);
     }
-    for (int j = 0; j < 4; ++j)
-      for (int n = 0; n < kVectors; ++n) store(out + j * v_width_ + n * kLanes, sums[j][n]);
+    if constexpr (kVectors > 1) add_values<kQueries, kVectors / 2, kInPlace>(i, column, begin, end, state);
   }
 
   const int k_dim_, v_dim_, k_width_, v_width_;
-  int first_ = 0;
+  bool in_place_ = false;  // K and V are read where they are
+  int first_ = 0, count_ = 0, num_rows_ = 0;
   float *scores_, *k_, *v_;
-  const float *k_rows_[kAttentionBlock], *v_rows_[kAttentionBlock];
+  const char* rows_[2 * kAttentionBlock + kRowsAhead];  // K, then V, then what is expected
 };
 
 }  // namespace rhizome

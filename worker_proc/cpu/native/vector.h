@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 #if defined(__GNUC__) && !defined(__clang__)
@@ -54,6 +55,22 @@ inline float reduce_add(Floats x) {
   for (int half = kLanes / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
   return parts[0];
+}
+
+// Lanes of b where bit kWidth of a lane's number is set, of a elsewhere, and each of them from the lane with the other
+// value of that bit: what `reduce_add` adds at one width.
+template <int kWidth, int... kLane>
+inline Floats add_halves(Floats a, Floats b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, (kLane & kWidth ? kLanes + kLane - kWidth : kLane)...) +
+         __builtin_shufflevector(a, b, (kLane & kWidth ? kLanes + kLane : kLane + kWidth)...);
+}
+
+// Lane i becomes reduce_add(x[i]), with the same bits. Overwrites x.
+template <int kWidth = kLanes / 2>
+inline Floats reduce_each(Floats* x) {
+  for (int i = 0; i < kWidth; ++i) x[i] = add_halves<kWidth>(x[i], x[i + kWidth], std::make_integer_sequence<int, kLanes>());
+  if constexpr (kWidth > 1) return reduce_each<kWidth / 2>(x);
+  return x[0];
 }
 
 inline float reduce_max(Floats x) {
