@@ -2,6 +2,7 @@
 
     python -m bench.cpu_attention                     # the reference shape, all threads
     python -m bench.cpu_attention --level avx512bf16 --threads 1 --cases decode,shared
+    python -m bench.cpu_attention --int8              # a KV cache in codes
 
 K and V are streamed from more memory than the caches hold: as many layers as fill it are used in turn. Bandwidth and
 matrix rate are measured anew before each case, as others may use the machine.
@@ -9,6 +10,7 @@ matrix rate are measured anew before each case, as others may use the machine.
 
 import random
 import time
+from dataclasses import replace
 
 import click
 import torch
@@ -78,20 +80,25 @@ def seconds(native: NativeLibrary, batch: ForwardBatch, cache: KVCache, *, share
 @click.option("--level", type=click.Choice(LEVELS), default=cpu_features().levels()[0])
 @click.option("--threads", type=int, default=num_cpus())
 @click.option("--cases", default="decode,shared,prefill", help="Beginnings of their names, separated by commas.")
-def main(level: Level, threads: int, cases: str) -> None:
+@click.option("--int8", is_flag=True, help="K and V as int8 codes with a scale per token and head.")
+def main(level: Level, threads: int, cases: str, int8: bool) -> None:
     native = load_library(level)
     native.set_threads(threads)
-    click.echo(f"{level}, {threads} threads, {_HEADS} heads, {_KV_HEADS} KV heads of {_HEAD_DIM}, bfloat16")
+    kept = "KV in int8" if int8 else "bfloat16"
+    click.echo(f"{level}, {threads} threads, {_HEADS} heads, {_KV_HEADS} KV heads of {_HEAD_DIM}, {kept}")
     click.echo(f"{'case':26} {'us/layer':>9} {'GB/s':>6} {'of':>6} {'GFLOP/s':>8} {'of':>6} {'alone':>9}")
     for name, (rows, new, total, shared) in _CASES.items():
         if not name.startswith(tuple(cases.split(","))):
             continue
         batch, pages = make_batch(rows, new, total, shared)
-        bytes_per_token = 2 * 2 * _KV_HEADS * _HEAD_DIM
+        spec = KVSpec(1, _KV_HEADS, _HEAD_DIM, _HEAD_DIM, torch.bfloat16, int8)
+        bytes_per_token = spec.bytes_per_token
         layers = max(1, _MEMORY // (pages * _PAGE_SIZE * bytes_per_token)) if new == 1 else 4
-        cache = KVCache(KVSpec(layers, _KV_HEADS, _HEAD_DIM, _HEAD_DIM, torch.bfloat16), pages, _PAGE_SIZE)
+        cache = KVCache(replace(spec, num_layers=layers), pages, _PAGE_SIZE)
         for memory in (*cache.k, *cache.v):
-            memory.normal_()
+            memory.random_(-127, 128) if int8 else memory.normal_()
+        for memory in (*cache.k_scales, *cache.v_scales):
+            memory.fill_(1 / 50)
         bandwidth, rate = limits(native)
         took = seconds(native, batch, cache, share=True)
         alone = seconds(native, batch, cache, share=False) if shared and new == 1 else None

@@ -3,9 +3,9 @@
 // A score is one chain of fused sums over the pairs of numbers of a head, a value one over the pairs of tokens of a block,
 // each in ascending order, whichever way K and V come:
 // with many queries both are packed once (K: pairs of numbers of 32 tokens side by side, V: pairs of tokens of 32 numbers),
-// and up to twelve queries go by together. With up to four queries, decodes of one row, both are turned over in registers, and
-// K and V of the pages are fetched ahead of their time: the processor's own prefetching ends at the end of every page of
-// the cache, as the next one may be anywhere.
+// and up to twelve queries go by together. With up to four queries, decodes of one row, both are turned over in registers
+// (and made of their codes, where the cache is in int8), and K and V of the pages are fetched ahead of their time: the
+// processor's own prefetching ends at the end of every page of the cache, as the next one may be anywhere.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -81,16 +81,24 @@ class DotKernel {
     });
     std::fill_n(rows_ + 2 * count_, kRowsAhead, v_rows[count_ - 1]);  // K is read in whole groups, beyond the block
     num_rows_ = 2 * count_;
-    line_bytes_ = (source.k_scales != nullptr ? 1 : 2) * std::max(k_dim_, v_dim_);
-    if (source.k_scales != nullptr) widen_codes(source, first);
+    codes_ = source.k_scales != nullptr;
+    line_bytes_ = (codes_ ? 1 : 2) * std::max(k_dim_, v_dim_);
+    if (codes_) {
+      source.walk_scales(first, count_, [&](int i, float k_scale, float v_scale) {
+        scales_[i] = k_scale;
+        scales_[count_ + i] = v_scale;
+      });
+      std::fill_n(scales_ + 2 * count_, 16, 0.0f);
+    }
     if (few_) return;
+    if (codes_) widen_codes();
     for (int t = 0; t < count_; t += 32) pack_keys(t, std::min(32, count_ - t));
     for (int t = 0; t < count_; t += 2) pack_values(t);
   }
 
   // The tokens first .. first + count - 1 of `source`, at most kAttentionBlock, come after this block.
   void expect(const KeySource& source, int first, int count) {
-    if (!few_ || source.k_scales != nullptr) return;
+    if (!few_) return;
     source.walk(first, std::min(count, kRowsAhead), [&](int, const char* k, const char*) { rows_[num_rows_++] = k; });
   }
 
@@ -108,10 +116,10 @@ class DotKernel {
     end = round_up(end - first_, 32);
     if (few_)
       with_count(tile.count, [&](auto count) {
-        if (k_dim_ % 32 == 0)
-          score_few<count(), true>(q, begin, end);
+        if (k_dim_ % 32 != 0)
+          codes_ ? score_few<count(), false, true>(q, begin, end) : score_few<count(), false, false>(q, begin, end);
         else
-          score_few<count(), false>(q, begin, end);
+          codes_ ? score_few<count(), true, true>(q, begin, end) : score_few<count(), true, false>(q, begin, end);
       });
     else
       for (int t = begin; t < end; t += 32)
@@ -124,7 +132,9 @@ class DotKernel {
     }
     end = std::min(end, count_);
     if (few_)
-      with_count(tile.count, [&](auto count) { add_values<count()>(begin, end, state); });
+      with_count(tile.count, [&](auto count) {
+        codes_ ? add_values<count(), true>(begin, end, state) : add_values<count(), false>(begin, end, state);
+      });
     else
       for (int d = 0; d < v_width_; d += 32)
         all_dots(tile.count, weights_ + begin, kWeightStride, v_ + d * kAttentionBlock + begin * 32,
@@ -170,33 +180,33 @@ class DotKernel {
   }
 
   // Codes become rows of bfloat16, which stand in for those of the pages from here on.
-  void widen_codes(const KeySource& source, int first) {
+  void widen_codes() {
     uint16_t* const v_widened = widened_ + kAttentionBlock * k_width_;
-    source.walk_scales(first, count_, [&](int i, float k_scale, float v_scale) {
+    for (int i = 0; i < count_; ++i) {
       fetch_row(std::min(i + kRowsAhead, count_ - 1));
       fetch_row(count_ + std::min(i + kRowsAhead, count_ - 1));
       uint16_t *const k_to = widened_ + i * k_width_, *const v_to = v_widened + i * v_width_;
-      for (int d = 0; d < k_width_; d += 32) _mm512_storeu_si512(k_to + d, widen_numbers(rows_[i], d, k_dim_, k_scale));
-      for (int d = 0; d < v_width_; d += 32)
-        _mm512_storeu_si512(v_to + d, widen_numbers(rows_[count_ + i], d, v_dim_, v_scale));
+      for (int d = 0; d < k_width_; d += 32) _mm512_storeu_si512(k_to + d, numbers<false, true>(i, d, k_dim_));
+      for (int d = 0; d < v_width_; d += 32) _mm512_storeu_si512(v_to + d, numbers<false, true>(count_ + i, d, v_dim_));
       rows_[i] = reinterpret_cast<const char*>(k_to);
       rows_[count_ + i] = reinterpret_cast<const char*>(v_to);
-    });
+    }
     num_rows_ = 0;  // nothing is fetched any more
   }
 
-  // 32 numbers of a head, all of which are there if kWhole.
-  template <bool kWhole>
-  static __m512i numbers(const char* head, int d, int dim) {
-    return kWhole ? _mm512_loadu_si512(head + 2 * d) : load_numbers(head, d, dim);
+  // 32 numbers from `d` on of a row of K or V, a head of `dim`, all of which are there if kWhole.
+  template <bool kWhole, bool kCodes>
+  __attribute__((always_inline)) __m512i numbers(int row, int d, int dim) const {
+    if constexpr (kCodes) return widen_numbers(rows_[row], d, kWhole ? d + 32 : dim, scales_[row]);
+    return kWhole ? _mm512_loadu_si512(rows_[row] + 2 * d) : load_numbers(rows_[row], d, dim);
   }
 
   // The numbers d .. d + 31 of 16 tokens of K from `token` on become 16 pairs of numbers of all tokens. What is behind the
   // block is anything.
-  template <bool kWhole>
+  template <bool kWhole, bool kCodes>
   void turn_keys(int token, int d, __m512i pairs[16]) const {
 #pragma GCC unroll 16
-    for (int j = 0; j < 16; ++j) pairs[j] = numbers<kWhole>(rows_[token + j], d, k_dim_);
+    for (int j = 0; j < 16; ++j) pairs[j] = numbers<kWhole, kCodes>(token + j, d, k_dim_);
     transpose(pairs);
   }
 
@@ -206,7 +216,7 @@ class DotKernel {
       for (int j = 0; j < 16; ++j) fetch_row(t + half + kRowsAhead + j);
       for (int d = 0; d < k_width_; d += 32) {
         __m512i pairs[16];
-        turn_keys<false>(t + half, d, pairs);
+        turn_keys<false, false>(t + half, d, pairs);
         uint16_t* to = k_ + t * k_width_ + d * 32 + half * 2;
         for (int j = 0; j < 16; ++j) _mm512_store_si512(to + 64 * j, pairs[j]);
       }
@@ -215,12 +225,12 @@ class DotKernel {
 
   // The numbers d .. d + 31 of tokens t and t + 1 of V (nothing, if that one is behind the block), side by side. kWhole: all
   // numbers and both tokens are there.
-  template <bool kWhole>
+  template <bool kWhole, bool kCodes>
   void pair_values(int t, int d, __m512bh pairs[2]) const {
-    const char* const* rows = rows_ + count_ + t;
     const __m512i low = first_of_both(), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const __m512i even = numbers<kWhole>(rows[0], d, v_dim_);
-    const __m512i odd = kWhole || t + 1 < count_ ? numbers<kWhole>(rows[1], d, v_dim_) : _mm512_setzero_si512();
+    const __m512i even = numbers<kWhole, kCodes>(count_ + t, d, v_dim_);
+    const bool both = kWhole || t + 1 < count_;
+    const __m512i odd = both ? numbers<kWhole, kCodes>(count_ + t + 1, d, v_dim_) : _mm512_setzero_si512();
     pairs[0] = (__m512bh)_mm512_permutex2var_epi16(even, low, odd);
     pairs[1] = (__m512bh)_mm512_permutex2var_epi16(even, high, odd);
   }
@@ -231,14 +241,14 @@ class DotKernel {
     fetch_row(count_ + t + kRowsAhead + 1);
     for (int d = 0; d < v_width_; d += 32) {
       __m512bh pairs[2];
-      pair_values<false>(t, d, pairs);
+      pair_values<false, false>(t, d, pairs);
       uint16_t* const to = v_ + d * kAttentionBlock + t * 32;
       _mm512_store_si512(to, (__m512i)pairs[0]);
       _mm512_store_si512(to + 32, (__m512i)pairs[1]);
     }
   }
 
-  template <int kQueries, bool kWhole>
+  template <int kQueries, bool kWhole, bool kCodes>
   void score_few(const uint16_t* q, int begin, int end) {
     for (int t = begin; t < std::min(end, count_); t += 16) {
       __m512 sums[kQueries] = {};
@@ -247,7 +257,7 @@ class DotKernel {
         // a few rows at a time: many at once keep main memory from what is wanted sooner
         for (int i = 0; i < rows_per_step_; ++i) fetch_row(ahead++);
         __m512i pairs[16];
-        turn_keys<kWhole>(t, d, pairs);
+        turn_keys<kWhole, kCodes>(t, d, pairs);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; ++j)
 #pragma GCC unroll 4
@@ -262,16 +272,16 @@ class DotKernel {
     }
   }
 
-  template <int kQueries>
+  template <int kQueries, bool kCodes>
   void add_values(int begin, int end, const State& state) {
     constexpr int kLines = kQueries <= 2 ? 4 : 2;  // of 32 numbers at once: what fits in the registers
     int d = 0;
     if (v_dim_ % 32 == 0)
-      for (; d + 32 * kLines <= v_width_; d += 32 * kLines) add_lines<kQueries, kLines, true>(d, begin, end, state);
-    for (; d < v_width_; d += 32) add_lines<kQueries, 1, false>(d, begin, end, state);
+      for (; d + 32 * kLines <= v_width_; d += 32 * kLines) add_lines<kQueries, kLines, true, kCodes>(d, begin, end, state);
+    for (; d < v_width_; d += 32) add_lines<kQueries, 1, false, kCodes>(d, begin, end, state);
   }
 
-  template <int kQueries, int kLines, bool kWhole>
+  template <int kQueries, int kLines, bool kWhole, bool kCodes>
   void add_lines(int d, int begin, int end, const State& state) {
     __m512 sums[kQueries][2 * kLines] = {};
     const int whole = kWhole ? begin + (end - begin) / 2 * 2 : begin;
@@ -280,9 +290,9 @@ class DotKernel {
         fetch_row(count_ + t + kRowsAhead);
         fetch_row(count_ + t + kRowsAhead + 1);
       }
-      add_pair<kQueries, kLines, true>(t, d, sums);
+      add_pair<kQueries, kLines, true, kCodes>(t, d, sums);
     }
-    for (int t = whole; t < end; t += 2) add_pair<kQueries, kLines, false>(t, d, sums);
+    for (int t = whole; t < end; t += 2) add_pair<kQueries, kLines, false, kCodes>(t, d, sums);
 #pragma GCC unroll 4
     for (int i = 0; i < kQueries; ++i)
 #pragma GCC unroll 8
@@ -290,12 +300,12 @@ class DotKernel {
   }
 
   // Adds tokens t and t + 1.
-  template <int kQueries, int kLines, bool kWhole>
+  template <int kQueries, int kLines, bool kWhole, bool kCodes>
   __attribute__((always_inline)) void add_pair(int t, int d, __m512 sums[kQueries][2 * kLines]) const {
 #pragma GCC unroll 4
     for (int line = 0; line < kLines; ++line) {
       __m512bh pairs[2];
-      pair_values<kWhole>(t, d + 32 * line, pairs);
+      pair_values<kWhole, kCodes>(t, d + 32 * line, pairs);
 #pragma GCC unroll 4
       for (int i = 0; i < kQueries; ++i) {
         int32_t both;
@@ -338,11 +348,12 @@ class DotKernel {
 
   const int k_dim_, v_dim_, k_width_, v_width_;
   const int rows_per_step_;  // of what is fetched ahead with every 32 numbers of 16 tokens of K
-  bool few_ = false;
+  bool few_ = false, codes_ = false;
   int first_ = 0, count_ = 0, num_rows_ = 0, line_bytes_ = 0;
   uint16_t *k_, *v_, *weights_, *widened_;
   float* scores_;
   const char* rows_[2 * kAttentionBlock + kRowsAhead];  // K, then V, then what is expected
+  float scales_[2 * kAttentionBlock + 16];              // of codes, in the same order
 };
 
 }  // namespace rhizome
