@@ -272,12 +272,13 @@ class DotKernel {
     }
   }
 
-  template <int kQueries, bool kCodes>
-  void add_values(int begin, int end, const State& state) {
-    constexpr int kLines = kQueries <= 2 ? 4 : 2;  // of 32 numbers at once: what fits in the registers
-    int d = 0;
+  // From number `d` on, kLines times 32 numbers at once where they are all there: four queries with four would not fit in the
+  // registers.
+  template <int kQueries, bool kCodes, int kLines = kQueries <= 2 ? 4 : 2>
+  void add_values(int begin, int end, const State& state, int d = 0) {
     if (v_dim_ % 32 == 0)
       for (; d + 32 * kLines <= v_width_; d += 32 * kLines) add_lines<kQueries, kLines, true, kCodes>(d, begin, end, state);
+    if constexpr (kLines > 1) return add_values<kQueries, kCodes, kLines / 2>(begin, end, state, d);
     for (; d < v_width_; d += 32) add_lines<kQueries, 1, false, kCodes>(d, begin, end, state);
   }
 
