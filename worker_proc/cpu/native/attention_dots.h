@@ -272,7 +272,7 @@ class DotKernel {
     }
   }
 
-  // From number `d` on, kLines times 32 numbers at once where they are all there: four queries with four would not fit in the
+  // From number `d` on, kLines times 32 numbers at once where all are there: with four queries, four would not fit in the
   // registers.
   template <int kQueries, bool kCodes, int kLines = kQueries <= 2 ? 4 : 2>
   void add_values(int begin, int end, const State& state, int d = 0) {
