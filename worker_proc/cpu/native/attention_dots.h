@@ -154,16 +154,6 @@ class DotKernel {
   // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
   static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
 
-  template <class Function>
-  static void with_count(int count, Function&& function) {
-    switch (count) {
-      case 1: return function(std::integral_constant<int, 1>());
-      case 2: return function(std::integral_constant<int, 2>());
-      case 3: return function(std::integral_constant<int, 3>());
-      default: return function(std::integral_constant<int, 4>());
-    }
-  }
-
   // Row `i` of K, V and what is expected, in the order of their use. Always inlined: g++ 12 takes a function that only
   // fetches for one without effects, and leaves out its calls.
   __attribute__((always_inline)) void fetch_row(int i) const {

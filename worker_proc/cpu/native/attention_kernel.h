@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "attention.h"
 #include "vector.h"
@@ -17,6 +18,17 @@ namespace rhizome {
 
 constexpr int kTile = 32;  // queries that a kernel takes at once
 constexpr float kLog2E = 1.44269504088896340736f;
+
+// Calls function(count) with a constant, 1 to 4.
+template <class Function>
+inline void with_count(int count, Function&& function) {
+  switch (count) {
+    case 1: return function(std::integral_constant<int, 1>());
+    case 2: return function(std::integral_constant<int, 2>());
+    case 3: return function(std::integral_constant<int, 3>());
+    default: return function(std::integral_constant<int, 4>());
+  }
+}
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 

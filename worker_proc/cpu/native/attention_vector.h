@@ -9,6 +9,7 @@
 
 #include "attention_kernel.h"
 #include "kv_int8.h"
+#include "registers.h"
 #include "vector.h"
 
 namespace rhizome {
@@ -88,7 +89,7 @@ class VectorKernel {
       softmax(i, begin, round_up(end, 16), first, std::max(first, stop), how, state);
     }
     by_fours(tile.count, [&](int i, auto count) {
-      constexpr int kMost = kSums / (count() == 3 ? 4 : count());
+      constexpr int kMost = kHeldSums / (count() == 3 ? 4 : count());
       if (in_place_)
         add_values<count(), std::min(kMost, 8), true>(i, 0, begin, end, state);
       else
@@ -104,26 +105,16 @@ class VectorKernel {
   }
 
  private:
-  static constexpr int kPad = 16;
+  static constexpr int kPad = 16, kSize = sizeof(Element);
   static constexpr int kTogether = 4;    // queries that go by together
   static constexpr int kRowsAhead = 32;  // of K and V that are fetched ahead
-#if defined(__AVX512F__) || defined(__aarch64__)
-  static constexpr int kSums = 16;  // vectors of sums that are held in registers
-#else
-  static constexpr int kSums = 8;
-#endif
   static constexpr int kScoreStride = kAttentionBlock + 16;  // rows a cache line apart from a power of two share no sets
 
   // Calls visit(i, count) for queries [i, i + count) of all `queries`; the second is a constant of at most kTogether.
   template <class Visit>
   static void by_fours(int queries, Visit&& visit) {
-    int i = 0;
-    for (; i + 4 <= queries; i += 4) visit(i, std::integral_constant<int, 4>());
-    switch (queries - i) {
-      case 1: return visit(i, std::integral_constant<int, 1>());
-      case 2: return visit(i, std::integral_constant<int, 2>());
-      case 3: return visit(i, std::integral_constant<int, 3>());
-    }
+    for (int i = 0; i < queries; i += kTogether)
+      with_count(std::min(kTogether, queries - i), [&](auto count) { visit(i, count); });
   }
 
   static void widen_codes(const char* from, float scale, float* to, int dim, int width) {
@@ -148,9 +139,9 @@ class VectorKernel {
 
   // Row `i` of K, V and what is expected, in the order of their use. Always inlined: g++ 12 takes a function that only
   // fetches for one without effects, and leaves out its calls.
-  __attribute__((always_inline)) void fetch_row(int i, int dim) const {
+  __attribute__((always_inline)) void fetch_row(int i, int bytes) const {
     if (i >= num_rows_) return;
-    for (int at = 0; at < dim * static_cast<int>(sizeof(Element)); at += 64) __builtin_prefetch(rows_[i] + at);
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(rows_[i] + at);
   }
 
   // K or V of a token of the block.
@@ -173,21 +164,21 @@ class VectorKernel {
   // added up over their lanes together. What is behind `end`, up to the next 16 tokens, becomes anything.
   template <int kQueries, bool kInPlace>
   void dot_rows(const float* queries, int i, int begin, int end) {
-    constexpr int kTokens = kSums / (kQueries == 3 ? 4 : kQueries);
+    constexpr int kTokens = kHeldSums / (kQueries == 3 ? 4 : kQueries);
     const float* const q = queries + i * k_width_;
     for (int t = begin; t < end; t += kTokens) {
       decltype(key<kInPlace>(0)) k[kTokens];
       for (int n = 0; n < kTokens; ++n) k[n] = key<kInPlace>(std::min(t + n, count_ - 1));
       if constexpr (kInPlace)
-        for (int n = 0; n < kTokens; ++n) fetch_row(t + n + kRowsAhead, k_dim_);
-      Floats sums[kSums] = {};
+        for (int n = 0; n < kTokens; ++n) fetch_row(t + n + kRowsAhead, k_dim_ * kSize);
+      Floats sums[kHeldSums] = {};
       for (int d = 0; d < k_width_; d += kLanes)
         for (int n = 0; n < kTokens; ++n) {
           const Floats numbers = load(k[n] + d);
           for (int j = 0; j < kQueries; ++j) sums[j * kTokens + n] += load(q + j * k_width_ + d) * numbers;
         }
-      float scores[kSums];
-      for (int n = 0; n < kSums; n += kLanes) store(scores + n, reduce_each(sums + n));
+      float scores[kHeldSums];
+      for (int n = 0; n < kHeldSums; n += kLanes) store(scores + n, reduce_each(sums + n));
       for (int j = 0; j < kQueries; ++j)
         std::memcpy(scores_ + (i + j) * kScoreStride + t, scores + j * kTokens, kTokens * sizeof(float));
     }
@@ -224,7 +215,7 @@ class VectorKernel {
       const float* const weights = scores_ + i * kScoreStride;
       for (int t = begin; t < end; ++t) {
         if constexpr (kInPlace)
-          if (column == 0) fetch_row(count_ + t + kRowsAhead, v_dim_);
+          if (column == 0) fetch_row(count_ + t + kRowsAhead, v_dim_ * kSize);
         const auto* const v = value<kInPlace>(t) + column;
         for (int n = 0; n < kVectors; ++n) {
           const Floats numbers = load(v + n * kLanes);

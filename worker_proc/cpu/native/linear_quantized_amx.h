@@ -180,8 +180,7 @@ inline void multiply_format(const PackedMatrix& weights, const TurnedRows& x, in
   alignas(64) static thread_local bf16 widened[kSteps * kBlockWeights];
   static thread_local std::vector<float> memory;
   const int64_t row_blocks = (rows + kBlockRows - 1) / kBlockRows;
-  if (static_cast<int64_t>(memory.size()) < row_blocks * 1024 + 16) memory.resize(row_blocks * 1024 + 16);
-  float* const turned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(float);
+  float* const turned = room_in(memory, row_blocks * 1024);
   Widener<kFormat> widener(weights, panel);
   for (int64_t step = 0; step < steps; step += kSteps) {
     const int64_t now = std::min(kSteps, steps - step);

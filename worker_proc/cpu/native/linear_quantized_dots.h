@@ -115,7 +115,6 @@ struct CodeDots {
 
   template <int kRows>
   static void run(const CodeDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
-    constexpr int kHalf = kTile / 2;  // pairs in half of a block
     LinesAhead ahead = outside;
     DotSums<kRows> sums;
     if (rows.adding) sums.load(rows.sums, kPanel);
@@ -126,7 +125,7 @@ struct CodeDots {
     bf16* plain = from.plain;
     while (x < end) {
       for (int half = 0; half < 2; ++half) {
-        CodePairs<kFormat, kZeros> pairs(codes + half * (kFormat == Format::kInt4 ? 128 : 32 * kHalf));
+        CodePairs<kFormat, kZeros> pairs(codes + half * code_bytes(kFormat, kTileElements) / 2);
         for (int turn = 0; turn < kDotTurns / 2; ++turn) {
           ahead();
 #pragma GCC unroll 2

@@ -7,6 +7,7 @@
 #include "linear_amx.h"
 #include "linear_quantized.h"
 #include "parallel.h"
+#include "room.h"
 #include "transpose.h"
 
 namespace rhizome {
@@ -22,9 +23,7 @@ class TurnedRows {
     }
     const int64_t tiles = rows <= kTile ? 1 : (rows + kBlockRows - 1) / kBlockRows * 2;
     static thread_local std::vector<bf16> memory;
-    const int64_t size = tiles * steps * 32 * columns_;
-    if (static_cast<int64_t>(memory.size()) < size + 32) memory.resize(size + 32);
-    bf16* const data = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(bf16);
+    bf16* const data = room_in(memory, tiles * steps * 32 * columns_);
     data_ = data;
     constexpr int64_t kAtOnce = 32;  // blocks of inputs
     const int64_t parts = (steps + kAtOnce - 1) / kAtOnce;

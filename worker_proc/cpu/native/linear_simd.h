@@ -7,19 +7,16 @@
 
 #include "linear.h"
 #include "parallel.h"
+#include "registers.h"
+#include "room.h"
 
 namespace rhizome {
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-inline constexpr int kSimdSums = 16;  // that are held in registers, beside weights and numbers of x
-#else
-inline constexpr int kSimdSums = 8;
-#endif
-inline constexpr int kSimdRows = std::min(8, kSimdSums * kLanes / kTile);  // that are multiplied together
+inline constexpr int kSimdRows = std::min(8, kHeldSums * kLanes / kTile);  // that are multiplied together
 
 // Of how many tiles: with one row and one tile, a sum would wait for itself.
 template <int kRows>
-inline constexpr int kSimdTiles = 2 * kRows * kTile / kLanes <= kSimdSums ? 2 : 1;
+inline constexpr int kSimdTiles = 2 * kRows * kTile / kLanes <= kHeldSums ? 2 : 1;
 
 // The rows of x in float32, as a number that is multiplied with a whole vector then comes straight from memory. To make one
 // of two bytes takes four instructions, for each multiplication or two.
@@ -27,9 +24,7 @@ class WideRows {
  public:
   WideRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) : stride_(inputs + kGap) {
     static thread_local std::vector<float> memory;
-    const size_t size = rows * stride_ + 16;
-    if (memory.size() < size) memory.resize(size);
-    data_ = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(float);
+    data_ = room_in(memory, rows * stride_);
     const auto widen_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         for (int64_t i = 0; i < inputs; i += kLanes) store(data_ + row * stride_ + i, load(x + row * x_stride + i));
