@@ -159,14 +159,14 @@ class DotKernel {
   __attribute__((always_inline)) void fetch_row(int i) const {
     if (i >= num_rows_) return;
     const char* const row = rows_[i];
-    _mm_prefetch(row, _MM_HINT_T0);
+    _mm_prefetch(row, _MM_HINT_T1);
     if (line_bytes_ == 256) {  // the most frequent size
-      _mm_prefetch(row + 64, _MM_HINT_T0);
-      _mm_prefetch(row + 128, _MM_HINT_T0);
-      _mm_prefetch(row + 192, _MM_HINT_T0);
+      _mm_prefetch(row + 64, _MM_HINT_T1);
+      _mm_prefetch(row + 128, _MM_HINT_T1);
+      _mm_prefetch(row + 192, _MM_HINT_T1);
       return;
     }
-    for (int at = 64; at < line_bytes_; at += 64) _mm_prefetch(row + at, _MM_HINT_T0);
+    for (int at = 64; at < line_bytes_; at += 64) _mm_prefetch(row + at, _MM_HINT_T1);
   }
 
   // Codes become rows of bfloat16, which stand in for those of the pages from here on.

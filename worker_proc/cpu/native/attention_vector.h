@@ -141,7 +141,7 @@ class VectorKernel {
   // fetches for one without effects, and leaves out its calls.
   __attribute__((always_inline)) void fetch_row(int i, int bytes) const {
     if (i >= num_rows_) return;
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(rows_[i] + at);
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(rows_[i] + at, 0, 2);
   }
 
   // K or V of a token of the block.

@@ -28,7 +28,7 @@ class LinesAhead {
 
   void operator()() {
     if (next_ >= end_) return;
-    for (const char* const stop = next_ + step_; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 3);
+    for (const char* const stop = next_ + step_; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 2);
   }
 
  private:

@@ -116,7 +116,7 @@ inline void widen_blocks(const PackedMatrix& weights, int64_t panel, int64_t ste
   for (const int64_t end = step + count; step < end; ++step) {
     const uint8_t* const codes = codes_at(weights, panel, step);
     for (int64_t ahead = 0; ahead < code_bytes(kFormat, kBlockWeights); ahead += 64)
-      __builtin_prefetch(codes + 4096 + ahead);
+      __builtin_prefetch(codes + 4096 + ahead, 0, 2);
     const int64_t group = kFormat == Format::kInt8Channel ? 0 : step * 32 / weights.group;
     const int64_t at = (panel * groups(weights) + group) * kPanel;
     for (int tile = 0; tile < 2; ++tile, out += kTileElements)

@@ -19,7 +19,7 @@ inline void make_plain(const PackedMatrix& weights, int64_t panel, int64_t step,
   const Inflater inflater(weights);
   bf16* to = out;
   for (int64_t pack = 0; pack < count * kBlockPacks; ++pack, from += kPackBytes, to += kPackWeights) {
-    for (int64_t line = 0; line < kPackBytes; line += 64) __builtin_prefetch(from + 4096 + line);
+    for (int64_t line = 0; line < kPackBytes; line += 64) __builtin_prefetch(from + 4096 + line, 0, 2);
     inflater.inflate(from, to);
   }
   put_exceptions(weights, first, first + count, out);
