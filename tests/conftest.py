@@ -20,6 +20,7 @@ settings.load_profile("rhizome")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=400, help="runs of the scheduler's state machine test")
+    parser.addoption("--emulate-amx", action="store_true", help="kernels for AMX in AVX512, see tests/emulated_amx.py")
     parser.addoption("--fuzz-seconds", type=int, help="of new inputs for each description of the HTTP API")
 
 
@@ -39,7 +40,11 @@ def short_dir() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell's background jobs ignore SIGINT, and so would every child that a test wants to interrupt."""
+    if config.getoption("--emulate-amx"):
+        from tests.emulated_amx import emulate_amx
+
+        emulate_amx()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

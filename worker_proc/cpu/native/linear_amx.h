@@ -13,6 +13,15 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+inline void use_tiles(const TileConfig& config) {
+#if defined(RHIZOME_EMULATED_AMX)  // tests/native/emulated_amx.h
+  _tile_loadconfig(&config);
+#else
+  // not _tile_loadconfig: g++ 12 believes that it reads 8 bytes, and may leave out the stores to the rest
+  asm volatile("ldtilecfg %0" : : "m"(config));
+#endif
+}
+
 // Tiles 0..3: sums (row tile, column tile); 4, 5: x; 6, 7: weights.
 inline void configure_tiles(int rows) {
   const int first = rows < kTile ? rows : kTile, second = rows - first;
@@ -22,8 +31,7 @@ inline void configure_tiles(int rows) {
     config.rows[tile] = static_cast<uint8_t>(tile_rows[tile]);
     config.column_bytes[tile] = tile_rows[tile] ? 64 : 0;
   }
-  // not _tile_loadconfig: g++ 12 believes that it reads 8 bytes, and may leave out the stores to the rest
-  asm volatile("ldtilecfg %0" : : "m"(config));
+  use_tiles(config);
 }
 
 constexpr int64_t kSumStride = kPanel * sizeof(float);

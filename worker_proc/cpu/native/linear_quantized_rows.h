@@ -60,7 +60,7 @@ inline void configure_turned_tiles(int columns) {
     config.rows[tile] = 16;
     config.column_bytes[tile] = tile == 4 || tile == 5 ? 64 : static_cast<uint16_t>(4 * columns);
   }
-  asm volatile("ldtilecfg %0" : : "m"(config));
+  use_tiles(config);
 }
 
 // take(context, row, count, sums [count, 32]) for all rows of a range, in blocks of up to 32. Tiles are configured.
