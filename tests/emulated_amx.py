@@ -3,6 +3,8 @@
 import hashlib
 from pathlib import Path
 
+import pytest
+
 from worker_proc.cpu import features
 
 HEADER = Path(__file__).parent / "native" / "emulated_amx.h"
@@ -14,7 +16,8 @@ def emulate_amx() -> None:
     """From here on this process's CPU has AMX. To be called before anything else asks for its features."""
     real = features.cpu_features()
     if not real.flags >= NEEDS:
-        raise RuntimeError(f"AMX cannot be emulated without {', '.join(sorted(NEEDS - real.flags))}")
+        lacking = ", ".join(sorted(NEEDS - real.flags))
+        raise pytest.UsageError(f"--emulate-amx: the processor lacks {lacking}")
     emulated = features.CpuFeatures(real.machine, real.flags | AMX)
     digest = hashlib.sha256(HEADER.read_bytes()).hexdigest()  # so that another header makes another library
     options = {"amx_tile": f"-include{HEADER}", "amx_bf16": f"-DRHIZOME_EMULATED_AMX=0x{digest[:8]}"}
