@@ -17,7 +17,7 @@ namespace rhizome {
 inline constexpr int kDotRows = 8;       // that are multiplied together
 inline constexpr int kMostDotRows = 11;  // the same where there are not many: with sums of 12, compressed weights lack registers
 
-// Lines that are fetched a few at a time.
+// Lines that are fetched a few at a time, into the L2 cache: only few can be on their way to an L1 cache at once.
 class LinesAhead {
  public:
   LinesAhead() = default;

@@ -63,6 +63,7 @@ inline void simd_tiles(const float* x, int64_t x_stride, const bf16* weights, in
         const bf16* const from = weights + v / kOfTile * kTileElements + pair * 2 * kTile + v % kOfTile * 2 * kLanes;
         const words both = *reinterpret_cast<const words*>(from);
         even[v] = (floats)(both << 16), odd[v] = (floats)(both & 0xffff0000u);
+        // of one tile, what is fetched comes soon, and arithmetic is what takes the time
         if (v % kOfTile == 0) __builtin_prefetch(from + kTiles * kTileElements, 0, kTiles == 1 ? 3 : 2);
       }
       for (int row = 0; row < kRows; ++row) {
