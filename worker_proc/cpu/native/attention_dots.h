@@ -154,8 +154,8 @@ class DotKernel {
   // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
   static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
 
-  // Row `i` of K, V and what is expected, in the order of their use, into the L2 cache as in linear_dots.h. Always inlined: g++ 12 takes a function that only
-  // fetches for one without effects, and leaves out its calls.
+  // Row `i` of K, V and what is expected, in the order of their use, into the L2 cache as in linear_dots.h. Always inlined:
+  // g++ 12 takes a function that only fetches for one without effects, and leaves out its calls.
   __attribute__((always_inline)) void fetch_row(int i) const {
     if (i >= num_rows_) return;
     const char* const row = rows_[i];
