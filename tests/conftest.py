@@ -41,10 +41,11 @@ def short_dir() -> Iterator[Path]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell's background jobs ignore SIGINT, and so would every child that a test wants to interrupt."""
+    """Before tests are collected, which asks for the CPU's features."""
     if config.getoption("--emulate-amx"):
         from tests.emulated_amx import emulate_amx
 
         emulate_amx()
+    # a shell's background jobs ignore SIGINT, and so would every child that a test wants to interrupt
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ from worker_proc.cpu import features
 
 HEADER = Path(__file__).parent / "native" / "emulated_amx.h"
 AMX = frozenset({"amx_tile", "amx_bf16"})
-NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi2"})
+NEEDS = frozenset(features._NEEDS["amx"]) - AMX
 
 
 def emulate_amx() -> None:

@@ -22,13 +22,10 @@ pytestmark = [
 ]
 
 
-def emulated(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "--emulate-amx", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-
-
 def test_the_kernels_for_amx_pass_their_tests() -> None:
-    done = emulated("-k", "amx", *(f"tests/unit/test_{name}.py" for name in FILES))
+    files = (f"tests/unit/test_{name}.py" for name in FILES)
+    command = [sys.executable, "-m", "pytest", "-q", "--emulate-amx", "-p", "no:cacheprovider", "-k", "amx", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0 and passed is not None, done.stdout[-5000:] + done.stderr[-1000:]
     assert int(passed[1]) >= 100  # of all files: nobody has renamed what -k looks for

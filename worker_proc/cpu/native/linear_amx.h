@@ -4,23 +4,9 @@
 #include <immintrin.h>
 
 #include "linear_task.h"
+#include "tiles.h"
 
 namespace rhizome {
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t column_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-inline void use_tiles(const TileConfig& config) {
-#if defined(RHIZOME_EMULATED_AMX)  // tests/native/emulated_amx.h
-  _tile_loadconfig(&config);
-#else
-  // not _tile_loadconfig: g++ 12 believes that it reads 8 bytes, and may leave out the stores to the rest
-  asm volatile("ldtilecfg %0" : : "m"(config));
-#endif
-}
 
 // Tiles 0..3: sums (row tile, column tile); 4, 5: x; 6, 7: weights.
 inline void configure_tiles(int rows) {
@@ -29,7 +15,7 @@ inline void configure_tiles(int rows) {
   const int tile_rows[8] = {first, first, second, second, first, second, kTile, kTile};
   for (int tile = 0; tile < 8; ++tile) {
     config.rows[tile] = static_cast<uint8_t>(tile_rows[tile]);
-    config.column_bytes[tile] = tile_rows[tile] ? 64 : 0;
+    config.row_bytes[tile] = tile_rows[tile] ? 64 : 0;
   }
   use_tiles(config);
 }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "linear.h"
+#include "linear_task.h"
 
 namespace rhizome {
 
@@ -115,8 +116,7 @@ template <Format kFormat>
 inline void widen_blocks(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
   for (const int64_t end = step + count; step < end; ++step) {
     const uint8_t* const codes = codes_at(weights, panel, step);
-    for (int64_t ahead = 0; ahead < code_bytes(kFormat, kBlockWeights); ahead += 64)
-      __builtin_prefetch(codes + 4096 + ahead, 0, 2);
+    fetch(reinterpret_cast<const char*>(codes) + 4096, code_bytes(kFormat, kBlockWeights) / 64);
     const int64_t group = kFormat == Format::kInt8Channel ? 0 : step * 32 / weights.group;
     const int64_t at = (panel * groups(weights) + group) * kPanel;
     for (int tile = 0; tile < 2; ++tile, out += kTileElements)

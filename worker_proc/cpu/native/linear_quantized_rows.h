@@ -58,7 +58,7 @@ inline void configure_turned_tiles(int columns) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
     config.rows[tile] = 16;
-    config.column_bytes[tile] = tile == 4 || tile == 5 ? 64 : static_cast<uint16_t>(4 * columns);
+    config.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : static_cast<uint16_t>(4 * columns);
   }
   use_tiles(config);
 }

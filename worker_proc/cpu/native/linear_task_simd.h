@@ -19,7 +19,7 @@ inline void make_plain(const PackedMatrix& weights, int64_t panel, int64_t step,
   const Inflater inflater(weights);
   bf16* to = out;
   for (int64_t pack = 0; pack < count * kBlockPacks; ++pack, from += kPackBytes, to += kPackWeights) {
-    for (int64_t line = 0; line < kPackBytes; line += 64) __builtin_prefetch(from + 4096 + line, 0, 2);
+    fetch(reinterpret_cast<const char*>(from) + 4096, kPackBytes / 64);
     inflater.inflate(from, to);
   }
   put_exceptions(weights, first, first + count, out);
@@ -57,8 +57,7 @@ void multiply(const PackedMatrix& weights, const float* x, int64_t x_stride, con
           if (last) before(panel, row, count);
           simd_block(x + row * x_stride + step * 32, x_stride, count, data, now, sums + at * kPanel, step > 0);
           if (few)  // main memory would be idle while the sums are finished
-            for (int line = 0; line < kBlockLines; ++line)
-              __builtin_prefetch(reinterpret_cast<const char*>(weights_at(weights, panel + 1, 0)) + line * 64, 0, 2);
+            fetch(reinterpret_cast<const char*>(weights_at(weights, panel + 1, 0)), kBlockLines);
           if (last) then(panel, row, count, sums + at * kPanel);
         }
       }
