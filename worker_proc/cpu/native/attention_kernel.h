@@ -19,15 +19,12 @@ namespace rhizome {
 constexpr int kTile = 32;  // queries that a kernel takes at once
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// Calls function(count) with a constant, 1 to 4.
-template <class Function>
+// Calls function(count) with a constant, 1 to kMost.
+template <int kMost = 4, class Function>
 inline void with_count(int count, Function&& function) {
-  switch (count) {
-    case 1: return function(std::integral_constant<int, 1>());
-    case 2: return function(std::integral_constant<int, 2>());
-    case 3: return function(std::integral_constant<int, 3>());
-    default: return function(std::integral_constant<int, 4>());
-  }
+  if constexpr (kMost > 1)
+    if (count < kMost) return with_count<kMost - 1>(count, function);
+  return function(std::integral_constant<int, kMost>());
 }
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }

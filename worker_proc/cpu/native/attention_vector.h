@@ -5,6 +5,7 @@
 // and V of a block are widened once.
 #pragma once
 
+#include <bit>
 #include <utility>
 
 #include "attention_kernel.h"
@@ -14,6 +15,39 @@
 
 namespace rhizome {
 
+// Vectors of numbers that are loaded together: where vectors are narrow, two. Then those of bfloat16 come in another order, the
+// first numbers of all pairs before the second ones, as they are widened without a shuffle.
+inline constexpr int kUnit = kLanes < 16 ? 2 : 1, kUnitNumbers = kUnit * kLanes;
+
+template <int kVectors>
+inline void load_unit(const float* from, Floats (&to)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) to[v] = load(from + v * kLanes);
+}
+
+inline void load_unit(const uint16_t* from, Floats (&to)[kUnit]) {
+  if constexpr (kUnit == 1) {
+    to[0] = load(from);
+  } else {
+    Words both;
+    std::memcpy(&both, from, sizeof both);
+    to[0] = (Floats)(both << 16), to[kUnit - 1] = (Floats)(both & 0xffff0000u);
+  }
+}
+
+template <int... kLane>
+inline void put_in_order(Floats (&x)[kUnit], std::integer_sequence<int, kLane...>) {
+  const Floats low = __builtin_shufflevector(x[0], x[kUnit - 1], (kLane % 2 * kLanes + kLane / 2)...);
+  const Floats high = __builtin_shufflevector(x[0], x[kUnit - 1], (kLane % 2 * kLanes + (kLanes + kLane) / 2)...);
+  x[0] = low, x[kUnit - 1] = high;
+}
+
+// Keeps compilers from loading a vector from memory anew for every use of it.
+inline void hold([[maybe_unused]] Floats& x) {
+#if defined(__AVX2__)
+  asm("" : "+v"(x));
+#endif
+}
+
 template <class Element>
 class VectorKernel {
  public:
@@ -22,13 +56,14 @@ class VectorKernel {
     scores_ = reinterpret_cast<float*>(scratch);
     k_ = scores_ + kTile * kScoreStride;
     v_ = k_ + kAttentionBlock * k_width_;
+    v_step_ = v_width_ + kGap;
   }
 
   static int v_stride(const AttentionBatch& batch) { return round_up(batch.v_dim, kPad); }
 
   static int64_t scratch_bytes(const AttentionBatch& batch) {
     const int64_t k_width = round_up(batch.k_dim, kPad);
-    return 4 * (kTile * kScoreStride + kAttentionBlock * (k_width + v_stride(batch)));
+    return 4 * (kTile * kScoreStride + kAttentionBlock * (k_width + v_stride(batch) + kGap));
   }
 
   static int64_t query_bytes(const AttentionBatch& batch) { return int64_t{4} * kTile * round_up(batch.k_dim, kPad); }
@@ -43,21 +78,21 @@ class VectorKernel {
     });
     num_rows_ = 2 * count_;
     const bool whole = k_dim_ == k_width_ && v_dim_ == v_width_;
-    in_place_ = source.k_scales == nullptr && whole && (num_queries <= kTogether || sizeof(Element) == 4);
+    in_place_ = source.k_scales == nullptr && whole && num_queries <= kTogether;
     if (source.k_scales != nullptr) {
       source.walk_scales(first, count_, [&](int i, float k_scale, float v_scale) {
         fetch_row(std::min(i + kRowsAhead, count_ - 1), k_dim_);
         fetch_row(count_ + std::min(i + kRowsAhead, count_ - 1), v_dim_);
-        widen_codes(rows_[i], k_scale, k_ + i * k_width_, k_dim_, k_width_);
-        widen_codes(rows_[count_ + i], v_scale, v_ + i * v_width_, v_dim_, v_width_);
+        widen_codes<true>(rows_[i], k_scale, k_ + i * k_width_, k_dim_, k_width_);
+        widen_codes<false>(rows_[count_ + i], v_scale, v_ + i * v_step_, v_dim_, v_width_);
       });
     } else if (!in_place_) {
       for (int i = 0; i < count_; ++i) {
-        widen(rows_[i], k_ + i * k_width_, k_dim_, k_width_);
-        widen(rows_[count_ + i], v_ + i * v_width_, v_dim_, v_width_);
+        widen<true>(rows_[i], k_ + i * k_width_, k_dim_, k_width_);
+        widen<false>(rows_[count_ + i], v_ + i * v_step_, v_dim_, v_width_);
       }
     }
-    if (!in_place_ || num_queries > kTogether) num_rows_ = 0;  // nothing is fetched any more: it will be in a cache
+    if (!in_place_) num_rows_ = 0;  // nothing is fetched any more: it will be in a cache
   }
 
   // The tokens first .. first + count - 1 of `source`, at most kAttentionBlock, come after this block.
@@ -69,7 +104,7 @@ class VectorKernel {
   // Put queries into `memory` (query_bytes) as `attend` needs them.
   void set_queries(const Tile& tile, int /*num_queries*/, char* memory) const {
     auto* q = reinterpret_cast<float*>(memory);
-    for (int i = 0; i < tile.count; ++i) widen(tile.q[i], q + i * k_width_, k_dim_, k_width_);
+    for (int i = 0; i < tile.count; ++i) widen<true>(tile.q[i], q + i * k_width_, k_dim_, k_width_);
   }
 
   // The queries of `set_queries` see the part [begin, end) of the block, which holds all that any of them sees of it.
@@ -77,24 +112,28 @@ class VectorKernel {
     begin = (begin - first_) & ~15;
     end -= first_;
     const auto* q = reinterpret_cast<const float*>(queries);
-    by_fours(tile.count, [&](int i, auto count) {
-      if (in_place_)
-        dot_rows<count(), true>(q, i, begin, end);
-      else
-        dot_rows<count(), false>(q, i, begin, end);
-    });
+    if (in_place_)
+      with_count<kTogether>(tile.count, [&](auto count) { dot_rows<count(), true>(q, 0, begin, end); });
+    else
+      for (int t = begin; t < end; t += 16)  // which stay in the L1 cache
+        by_most(tile.count, [&](int i, auto count) { dot_rows<count(), false>(q, i, t, std::min(t + 16, end)); });
     for (int i = 0; i < tile.count; ++i) {
       const int first = std::max(begin, tile.first[i] - first_), stop = std::min(end, tile.end[i] - first_);
       // Over whole vectors at fixed places, so that sums have the same order whatever else is in the tile.
       softmax(i, begin, round_up(end, 16), first, std::max(first, stop), how, state);
     }
-    by_fours(tile.count, [&](int i, auto count) {
-      constexpr int kMost = kHeldSums / (count() == 3 ? 4 : count());
-      if (in_place_)
-        add_values<count(), std::min(kMost, 8), true>(i, 0, begin, end, state);
-      else
-        add_values<count(), std::min(kMost, 8), false>(i, 0, begin, end, state);
-    });
+    if (in_place_) {
+      // a few tokens at a time, so that others are fetched all the while
+      for (int t = begin; t < end; t += kRowsAhead)
+        with_count<kTogether>(tile.count, [&](auto count) {
+          add_values<count(), true>(0, 0, v_width_, t, std::min(t + kRowsAhead, end), t > begin, t + kRowsAhead >= end, state);
+        });
+    } else {
+      for (int column = 0; column < v_width_; column += kColumns)  // which stay in the L1 cache
+        by_most(tile.count, [&](int i, auto count) {
+          add_values<count(), false>(i, column, std::min(column + kColumns, v_width_), begin, end, false, true, state);
+        });
+    }
   }
 
   // As `attend`, and adds the result to `total`, which may be `empty`. `now` is free memory.
@@ -106,41 +145,68 @@ class VectorKernel {
 
  private:
   static constexpr int kPad = 16, kSize = sizeof(Element);
-  static constexpr int kTogether = 4;    // queries that go by together
+  static constexpr bool kTurned = kUnit == 2 && kSize == 2;  // numbers of a unit are in another order
+  static constexpr int kTogether = 4;    // queries that go by K and V in pages together
+  static constexpr int kMost = kMostSums > kHeldSums ? 6 : 4;  // the same, by what was widened before
+  static constexpr int kColumns = kLanes * kMostSums / kMost;  // of V that so many queries go by
+  static constexpr int kGap = 16;        // rows a power of two apart would share few sets of the L1 cache
   static constexpr int kRowsAhead = 32;  // of K and V that are fetched ahead
   static constexpr int kScoreStride = kAttentionBlock + 16;  // rows a cache line apart from a power of two share no sets
 
-  // Calls visit(i, count) for queries [i, i + count) of all `queries`; the second is a constant of at most kTogether.
-  template <class Visit>
-  static void by_fours(int queries, Visit&& visit) {
-    for (int i = 0; i < queries; i += kTogether)
-      with_count(std::min(kTogether, queries - i), [&](auto count) { visit(i, count); });
+  // How many vectors of sums a query has, of so many queries: a power of two.
+  static constexpr int sums_of(int queries, bool in_place) {
+    return static_cast<int>(std::bit_floor(static_cast<unsigned>((in_place ? kHeldSums : kMostSums) / queries)));
   }
 
+  // Calls visit(i, count) for queries [i, i + count) of all `queries`; the second is a constant of at most kMost.
+  template <class Visit>
+  static void by_most(int queries, Visit&& visit) {
+    for (int i = 0; i < queries; i += kMost)
+      with_count<kMost>(std::min(kMost, queries - i), [&](auto count) { visit(i, count); });
+  }
+
+  template <bool kUnits>
   static void widen_codes(const char* from, float scale, float* to, int dim, int width) {
     const auto* codes = reinterpret_cast<const int8_t*>(from);
-    for (int d = 0; d < dim; ++d) to[d] = dequantized<Element>(codes[d], scale);
-    for (int d = dim; d < width; ++d) to[d] = 0;
+    for (int d = dim / kUnitNumbers * kUnitNumbers; d < width; ++d) to[d] = 0;
+    for (int d = 0; d < dim; ++d) to[kUnits ? place(d) : d] = dequantized<Element>(codes[d], scale);
   }
 
-  // `from` as floats, padded with zeros to `width`.
+  // Where number `i` of those that `load_unit` loads comes out.
+  static constexpr int place(int i) {
+    return kTurned ? i / kUnitNumbers * kUnitNumbers + i % 2 * kLanes + i % kUnitNumbers / 2 : i;
+  }
+
+  // `from` as floats, padded with zeros to `width`; with kUnits, in the order of `load_unit`.
+  template <bool kUnits>
   static void widen(const char* from, float* to, int dim, int width) {
     const auto* numbers = reinterpret_cast<const Element*>(from);
     int i = 0;
-    for (; i + kLanes <= dim; i += kLanes) store(to + i, load(numbers + i));
-    for (; i < dim; ++i) {
-      if constexpr (sizeof(Element) == 4)
-        to[i] = numbers[i];
-      else
-        to[i] = to_float(numbers[i]);
+    if constexpr (kUnits) {
+      for (; i + kUnitNumbers <= dim; i += kUnitNumbers) {
+        Floats unit[kUnit];
+        load_unit(numbers + i, unit);
+        for (int v = 0; v < kUnit; ++v) store(to + i + v * kLanes, unit[v]);
+      }
+    } else {
+      for (; i + kLanes <= dim; i += kLanes) store(to + i, load(numbers + i));
     }
-    for (; i < width; ++i) to[i] = 0;
+    for (int at = i; at < width; ++at) to[at] = 0;
+    for (; i < dim; ++i) {
+      float number;
+      if constexpr (sizeof(Element) == 4)
+        number = numbers[i];
+      else
+        number = to_float(numbers[i]);
+      to[kUnits ? place(i) : i] = number;
+    }
   }
 
   // Row `i` of K, V and what is expected, in the order of their use. Always inlined: g++ 12 takes a function that only
   // fetches for one without effects, and leaves out its calls.
   __attribute__((always_inline)) void fetch_row(int i, int bytes) const {
     if (i >= num_rows_) return;
+#pragma GCC unroll 4
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch(rows_[i] + at, 0, 2);
   }
 
@@ -157,28 +223,34 @@ class VectorKernel {
     if constexpr (kInPlace)
       return reinterpret_cast<const Element*>(rows_[count_ + t]);
     else
-      return static_cast<const float*>(v_ + t * v_width_);
+      return static_cast<const float*>(v_ + t * v_step_);
   }
 
   // Scores of queries [i, i + kQueries): a few tokens at a time, so that many sums are under way, and all of these are
   // added up over their lanes together. What is behind `end`, up to the next 16 tokens, becomes anything.
   template <int kQueries, bool kInPlace>
   void dot_rows(const float* queries, int i, int begin, int end) {
-    constexpr int kTokens = kHeldSums / (kQueries == 3 ? 4 : kQueries);
+    constexpr int kTokens = sums_of(kQueries, kInPlace), kSums = (kQueries * kTokens + kLanes - 1) / kLanes * kLanes;
     const float* const q = queries + i * k_width_;
     for (int t = begin; t < end; t += kTokens) {
       decltype(key<kInPlace>(0)) k[kTokens];
       for (int n = 0; n < kTokens; ++n) k[n] = key<kInPlace>(std::min(t + n, count_ - 1));
       if constexpr (kInPlace)
         for (int n = 0; n < kTokens; ++n) fetch_row(t + n + kRowsAhead, k_dim_ * kSize);
-      Floats sums[kHeldSums] = {};
-      for (int d = 0; d < k_width_; d += kLanes)
-        for (int n = 0; n < kTokens; ++n) {
-          const Floats numbers = load(k[n] + d);
-          for (int j = 0; j < kQueries; ++j) sums[j * kTokens + n] += load(q + j * k_width_ + d) * numbers;
-        }
-      float scores[kHeldSums];
-      for (int n = 0; n < kHeldSums; n += kLanes) store(scores + n, reduce_each(sums + n));
+      Floats sums[kSums] = {};
+      constexpr int kVectors = kInPlace ? kUnit : 1;  // fewer registers where there are many sums
+      for (int d = 0; d < k_width_; d += kVectors * kLanes) {
+        Floats numbers[kTokens][kVectors];
+        for (int n = 0; n < kTokens; ++n) load_unit(k[n] + d, numbers[n]);
+        for (int v = 0; v < kVectors; ++v)
+          for (int j = 0; j < kQueries; ++j) {
+            Floats query = load(q + j * k_width_ + d + v * kLanes);
+            hold(query);
+            for (int n = 0; n < kTokens; ++n) sums[j * kTokens + n] += query * numbers[n][v];
+          }
+      }
+      float scores[kSums];
+      for (int n = 0; n < kSums; n += kLanes) store(scores + n, reduce_each(sums + n));
       for (int j = 0; j < kQueries; ++j)
         std::memcpy(scores_ + (i + j) * kScoreStride + t, scores + j * kTokens, kTokens * sizeof(float));
     }
@@ -207,28 +279,44 @@ class VectorKernel {
     state.sum[i] = reduce_add(sums);
   }
 
-  // Results of queries [i, i + kQueries) from `column` on, kVectors vectors at a time.
-  template <int kQueries, int kVectors, bool kInPlace>
-  void add_values(int i, int column, int begin, int end, const State& state) {
-    for (; column + kVectors * kLanes <= v_width_; column += kVectors * kLanes) {
-      Floats sums[kQueries][kVectors] = {};
+  // Results of queries [i, i + kQueries) in the columns [column, stop), of the tokens [begin, end); `adding` to those of the
+  // tokens before. They are in order after the `last` ones.
+  template <int kQueries, bool kInPlace, int kVectors = std::min(sums_of(kQueries, kInPlace), 8)>
+  void add_values(int i, int column, int stop, int begin, int end, bool adding, bool last, const State& state) {
+    constexpr int kTogether = kInPlace ? kUnit : 1, kUnits = kVectors / kTogether;
+    for (; column + kVectors * kLanes <= stop; column += kVectors * kLanes) {
+      Floats sums[kQueries][kUnits][kTogether] = {};
+      float* const out = state.out + i * v_width_ + column;
+      if (adding)
+        for (int j = 0; j < kQueries; ++j)
+          for (int n = 0; n < kVectors; ++n) sums[j][n / kTogether][n % kTogether] = load(out + j * v_width_ + n * kLanes);
       const float* const weights = scores_ + i * kScoreStride;
       for (int t = begin; t < end; ++t) {
         if constexpr (kInPlace)
           if (column == 0) fetch_row(count_ + t + kRowsAhead, v_dim_ * kSize);
         const auto* const v = value<kInPlace>(t) + column;
-        for (int n = 0; n < kVectors; ++n) {
-          const Floats numbers = load(v + n * kLanes);
-          for (int j = 0; j < kQueries; ++j) sums[j][n] += weights[j * kScoreStride + t] * numbers;
+        Floats numbers[kUnits][kTogether];
+        for (int n = 0; n < kUnits; ++n) load_unit(v + n * kTogether * kLanes, numbers[n]);
+        for (int j = 0; j < kQueries; ++j) {
+          Floats weight = broadcast(weights[j * kScoreStride + t]);
+          hold(weight);
+          for (int n = 0; n < kUnits; ++n)
+            for (int u = 0; u < kTogether; ++u) sums[j][n][u] += weight * numbers[n][u];
         }
       }
       for (int j = 0; j < kQueries; ++j)
-        for (int n = 0; n < kVectors; ++n) store(state.out + (i + j) * v_width_ + column + n * kLanes, sums[j][n]);
+        for (int n = 0; n < kUnits; ++n) {
+          if constexpr (kInPlace && kTurned)
+            if (last) put_in_order(sums[j][n], std::make_integer_sequence<int, kLanes>());
+          for (int u = 0; u < kTogether; ++u) store(out + j * v_width_ + (n * kTogether + u) * kLanes, sums[j][n][u]);
+        }
     }
-    if constexpr (kVectors > 1) add_values<kQueries, kVectors / 2, kInPlace>(i, column, begin, end, state);
+    if constexpr (kUnits > 1)
+      add_values<kQueries, kInPlace, kVectors / 2>(i, column, stop, begin, end, adding, last, state);
   }
 
   const int k_dim_, v_dim_, k_width_, v_width_;
+  int v_step_;  // numbers from row to row of V
   bool in_place_ = false;  // K and V are read where they are
   int first_ = 0, count_ = 0, num_rows_ = 0;
   float *scores_, *k_, *v_;

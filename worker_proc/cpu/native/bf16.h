@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -31,6 +31,8 @@ inline floats splat(float value) { return floats{} + value; }
 inline floats widen(halves value) {
 #if defined(__AVX512F__)
   return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)value), 16);  // g++ 12 takes five instructions
+#elif defined(__AVX2__)
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)value), 16);
 #else
   return (floats)(__builtin_convertvector(value, words) << 16);
 #endif

@@ -81,11 +81,23 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
     all.store(sums, kPanel);
     asm volatile("" : : "r"(sums) : "memory");
 #else
-    // the same few rows again and again, as those of a block in float32 do not fit
-    alignas(64) static thread_local float wide[kSimdRows * kSteps * 32];
-    std::transform(x, x + kSimdRows * kSteps * 32, wide, to_float);
-    for (int64_t round = 0; round < rounds * (kBlockRows / kSimdRows); ++round)
-      simd_block(wide, kSteps * 32, kSimdRows, weights, kSteps, sums, round > 0);
+    // in float32, a few rows and a tile of weights again and again, with sums in registers all the time
+    constexpr int kVectors = kTile / kLanes;
+    constexpr int64_t kInputs = kSteps * 32;
+    alignas(64) static thread_local float few[kSimdRows * kInputs], wide[kInputs * kTile];
+    std::transform(x, x + kSimdRows * kInputs, few, to_float);
+    std::transform(weights, weights + kInputs * kTile, wide, to_float);
+    floats total[kSimdRows][kVectors] = {};
+    for (int64_t round = 0; round < rounds * (kBlockRows * kPanel) / (kSimdRows * kTile); ++round)
+      for (int64_t input = 0; input < kInputs; ++input) {
+#pragma GCC unroll 8
+        for (int row = 0; row < kSimdRows; ++row)
+          for (int v = 0; v < kVectors; ++v)
+            total[row][v] += load(wide + input * kTile + v * kLanes) * few[row * kInputs + input];
+      }
+    for (int row = 0; row < kSimdRows; ++row)
+      for (int v = 0; v < kVectors; ++v) store(sums + row * kPanel + v * kLanes, total[row][v]);
+    asm volatile("" : : "r"(sums) : "memory");
 #endif
   });
   return 2.0 * threads * static_cast<double>(rounds) * kBlockRows * kPanel * kSteps * 32;

@@ -17,25 +17,6 @@ namespace rhizome {
 inline constexpr int kDotRows = 8;       // that are multiplied together
 inline constexpr int kMostDotRows = 11;  // the same where there are not many: with sums of 12, compressed weights lack registers
 
-// Lines that are fetched a few at a time, into the L2 cache: only few can be on their way to an L1 cache at once.
-class LinesAhead {
- public:
-  LinesAhead() = default;
-
-  // `bytes` from `from` on, within `turns` calls.
-  LinesAhead(const void* from, int64_t bytes, int64_t turns)
-      : next_(static_cast<const char*>(from)), end_(next_ + bytes), step_((bytes / 64 + turns - 1) / turns * 64) {}
-
-  void operator()() {
-    if (next_ >= end_) return;
-    for (const char* const stop = next_ + step_; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 2);
-  }
-
- private:
-  const char *next_ = nullptr, *end_ = nullptr;
-  int64_t step_ = 0;
-};
-
 // What is multiplied: rows of x, and the sums of a panel, [rows][32], which are added to what is there if `adding`.
 struct DotRows {
   const bf16* x;

@@ -3,18 +3,20 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
-#include "linear.h"
+#include "linear_task.h"
 #include "parallel.h"
 #include "registers.h"
 #include "room.h"
 
 namespace rhizome {
 
-inline constexpr int kSimdRows = std::min(8, kHeldSums * kLanes / kTile);  // that are multiplied together
+// Rows that are multiplied together: of one tile, more sums fit beside a vector of weights and a number of x.
+inline constexpr int kSimdRows = std::min(8, kMostSums * kLanes / kTile);
 
-// Of how many tiles: with one row and one tile, a sum would wait for itself.
+// Of how many tiles: with few rows and one tile, a sum would wait for itself.
 template <int kRows>
 inline constexpr int kSimdTiles = 2 * kRows * kTile / kLanes <= kHeldSums ? 2 : 1;
 
@@ -48,52 +50,96 @@ class WideRows {
   int64_t stride_;
 };
 
-// kTiles times 16 outputs for kRows rows: sums[row * 32 + output].
+// What is multiplied: rows of x, and the sums of a panel, [rows][32], which are added to what is there if `adding`.
+struct SimdRows {
+  const float* x;
+  int64_t x_stride;
+  float* sums;
+  bool adding;
+};
+
+// The first and the second number of pairs in bfloat16.
+inline floats first_of(words both) { return (floats)(both << 16); }
+inline floats second_of(words both) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (floats)_mm256_slli_epi32(_mm256_srli_epi32((__m256i)both, 16), 16);  // a mask would take a register of 16
+#else
+  return (floats)(both & 0xffff0000u);
+#endif
+}
+
+constexpr int kSimdTurns = 8;  // calls of `ahead` per block of inputs
+
+// kTiles times 16 outputs for kRows rows. Loops over rows are unrolled by order, as in `DotSums`.
 template <int kRows, int kTiles>
-inline void simd_tiles(const float* x, int64_t x_stride, const bf16* weights, int64_t steps, float* sums, bool accumulate) {
+__attribute__((noinline)) void simd_tiles(const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& outside) {
   constexpr int kOfTile = kTile / kLanes, kVectors = kTiles * kOfTile;
-  floats total[kRows][kVectors];
-  for (int row = 0; row < kRows; ++row)
-    for (int v = 0; v < kVectors; ++v)
-      total[row][v] = accumulate ? load(sums + row * kPanel + v * kLanes) : floats{};
-  for (int64_t step = 0; step < steps; ++step, weights += 2 * kTileElements, x += 32) {
-    for (int pair = 0; pair < kTile; ++pair) {
-      floats even[kVectors], odd[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        const bf16* const from = weights + v / kOfTile * kTileElements + pair * 2 * kTile + v % kOfTile * 2 * kLanes;
-        const words both = *reinterpret_cast<const words*>(from);
-        even[v] = (floats)(both << 16), odd[v] = (floats)(both & 0xffff0000u);
-        // of one tile, what is fetched comes soon, and arithmetic is what takes the time
-        if (v % kOfTile == 0) __builtin_prefetch(from + kTiles * kTileElements, 0, kTiles == 1 ? 3 : 2);
-      }
-      for (int row = 0; row < kRows; ++row) {
-        const float* const two = x + row * x_stride + 2 * pair;
-        for (int v = 0; v < kVectors; ++v) total[row][v] += even[v] * two[0];
-        for (int v = 0; v < kVectors; ++v) total[row][v] += odd[v] * two[1];
+  LinesAhead ahead = outside;  // in registers
+  const float* x = rows.x;
+  const int64_t x_stride = rows.x_stride;
+  floats total[kRows][kVectors] = {};
+  if (rows.adding) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kVectors; ++v) total[row][v] = load(rows.sums + row * kPanel + v * kLanes);
+  }
+  for (; steps > 0; --steps, weights += kTileElements) {
+    for (int turn = 0; turn < kSimdTurns; ++turn) {
+      ahead();
+#pragma GCC unroll 2
+      for (int pair = 0; pair < kTile / kSimdTurns; ++pair, weights += 2 * kTile, x += 2) {
+        floats numbers[kVectors];
+        const auto at = [&](int v) {
+          return *reinterpret_cast<const words*>(weights + v / kOfTile * kTileElements + v % kOfTile * 2 * kLanes);
+        };
+        for (int v = 0; v < kVectors; ++v) numbers[v] = first_of(at(v));
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row)
+          for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride];
+        for (int v = 0; v < kVectors; ++v) numbers[v] = second_of(at(v));
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row)
+          for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride + 1];
       }
     }
   }
+#pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
-    for (int v = 0; v < kVectors; ++v) store(sums + row * kPanel + v * kLanes, total[row][v]);
+    for (int v = 0; v < kVectors; ++v) store(rows.sums + row * kPanel + v * kLanes, total[row][v]);
+  outside = ahead;
 }
 
 template <int kRows>
-inline int simd_rows(const float* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
-                     bool accumulate, int done) {
-  for (; rows - done >= kRows; done += kRows)
-    for (int tile = 0; tile < 2; tile += kSimdTiles<kRows>)
-      simd_tiles<kRows, kSimdTiles<kRows>>(x + done * x_stride, x_stride, weights + tile * kTileElements, steps,
-                                           sums + done * kPanel + tile * kTile, accumulate);
-  if constexpr (kRows > 1)
-    return simd_rows<kRows / 2>(x, x_stride, rows, weights, steps, sums, accumulate, done);
-  else
-    return done;
+inline void simd_run(const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& ahead) {
+  for (int tile = 0; tile < 2; tile += kSimdTiles<kRows>)
+    simd_tiles<kRows, kSimdTiles<kRows>>({rows.x, rows.x_stride, rows.sums + tile * kTile, rows.adding},
+                                         weights + tile * kTileElements, steps, ahead);
 }
 
-// sums[row * 32 + output] (+)= x @ weights.T for at most kBlockRows rows, one panel, `steps` blocks of inputs.
-inline void simd_block(const float* x, int64_t x_stride, int rows, const bf16* weights, int64_t steps, float* sums,
-                       bool accumulate) {
-  simd_rows<kSimdRows>(x, x_stride, rows, weights, steps, sums, accumulate, 0);
+template <int... kCounts>
+inline void simd_of(int count, const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& ahead,
+                    std::integer_sequence<int, kCounts...>) {
+  using Run = void (*)(const SimdRows&, const bf16*, int64_t, LinesAhead&);
+  static constexpr Run kRuns[] = {simd_run<kCounts + 1>...};
+  kRuns[count - 1](rows, weights, steps, ahead);
+}
+
+// sums[row * 32 + output] (+)= x @ weights.T for `count` rows, at most kSimdRows, of one panel and `steps` blocks of inputs.
+inline void simd_pass(int count, const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& ahead) {
+  simd_of(count, rows, weights, steps, ahead, std::make_integer_sequence<int, kSimdRows>());
+}
+
+// How many of so many rows go by next: no one row or three are left, whose sums would wait for themselves.
+inline int simd_pass_rows(int rows) {
+  const int rest = rows - kSimdRows;
+  return rest <= 0 ? rows : rest == 1 || rest == 3 ? kSimdRows - 1 : kSimdRows;
+}
+
+// How often a panel is gone through for so many rows.
+inline int simd_runs(int64_t rows) {
+  int runs = 0;
+  for (int64_t left = rows; left > 0; left -= std::min<int64_t>(left, kSimdRows)) runs += left > 2 ? 2 : 1;
+  return runs;
 }
 
 }  // namespace rhizome

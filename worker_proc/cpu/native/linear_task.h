@@ -37,6 +37,25 @@ inline void fetch(const char* from, int64_t lines) {
   for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(from + line * 64, 0, 2);
 }
 
+// Lines that are fetched a few at a time, into the L2 cache: only few can be on their way to an L1 cache at once.
+class LinesAhead {
+ public:
+  LinesAhead() = default;
+
+  // `bytes` from `from` on, within `turns` calls.
+  LinesAhead(const void* from, int64_t bytes, int64_t turns)
+      : next_(static_cast<const char*>(from)), end_(next_ + bytes), step_((bytes / 64 + turns - 1) / turns * 64) {}
+
+  void operator()() {
+    if (next_ >= end_) return;
+    for (const char* const stop = next_ + step_; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  const char *next_ = nullptr, *end_ = nullptr;
+  int64_t step_ = 0;
+};
+
 // Where the pieces of a task lie, in the order in which they are multiplied.
 struct Piece {
   int64_t first, stop, panel, step, now;  // the part [first, stop) of the inputs, and blocks [step, step + now) of it

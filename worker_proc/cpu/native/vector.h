@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own headers do it on purpose
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -36,7 +36,13 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
-inline Floats broadcast(float x) { return Floats{} + x; }
+inline Floats broadcast(float x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Floats)_mm256_set1_ps(x);  // the sum is computed: -0 would become 0
+#else
+  return Floats{} + x;
+#endif
+}
 
 // a * b + c, rounded once where the CPU can: said outright, as compilers may choose anew wherever a sum is inlined.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
@@ -137,7 +143,11 @@ inline void store(uint16_t* to, Floats x) {
 inline Floats load(const uint16_t* from) {
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const auto words = (Words)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)halves), 16);  // g++ 12 takes five instructions
+#else
   const Words words = __builtin_convertvector(halves, Words) << 16;
+#endif
   Floats x;
   std::memcpy(&x, &words, sizeof x);
   return x;
