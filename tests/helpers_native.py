@@ -5,10 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from worker_proc.cpu.features import Level
+from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.sampling import NativeDraws
+
+# whose products know weights in 12 bits
+COMPRESSING = [level for level in cpu_features().levels() if level != "generic" or "avx2" in cpu_features().flags]
 
 
 def native_draws(level: Level) -> Iterator[NativeDraws]:

@@ -19,7 +19,10 @@ class Engine:
     def __init__(self, model):
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = 4, True, 512
-        properties = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
+        # on processors without instructions for bfloat16 it computes and caches in float32 only
+        known = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        precision = "bf16" if "BF16" in known else "f32"
+        properties = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
         self._pipe = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties=properties)
         self._handles = {}
         self._number = 0

@@ -10,12 +10,12 @@ import torch
 
 from common.sampling_params import SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_native import COMPRESSING
 from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import quantize_checkpoint
 from tests.integration.cluster import ROOT, Cluster, running
 from tests.integration.test_cluster import GREEDY, collect, crowd
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cpu.features import cpu_features
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
@@ -104,7 +104,7 @@ def test_a_gptq_checkpoint_over_two_ranks(tmp_path: Path) -> None:
         assert answers(cluster) == in_process(codes, None)
 
 
-@pytest.mark.skipif(cpu_features().levels() == ("generic",), reason="compressed weights need AVX512")
+@pytest.mark.skipif(not COMPRESSING, reason="compressed weights need AVX2 or AVX512")
 def test_weights_in_12_bits_give_the_same_answers() -> None:
     """Greedy and sampled, whole and in chunks, over two ranks."""
     prompts, _ = crowd(300)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers_native import packed
+from tests.helpers_native import COMPRESSING, packed
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.compressed import CompressedMatrix, frequent_high_bytes
 from worker_proc.cpu.features import Level, cpu_features
@@ -18,7 +18,6 @@ from worker_proc.cpu.memory import HugePages
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
-COMPRESSING = [level for level in LEVELS if level != "generic"]  # whose products know such weights
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 300, 1060]))
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 129, 200, 513, 700]))
 
@@ -70,6 +69,11 @@ def test_weights_come_out_as_they_went_in(
     weight = with_odd_ones(normal(outputs, inputs, seed=seed), odd, seed)
     matrix = compressed(level, weight, cuts)
     assert torch.equal(bits(matrix.unpack(torch.arange(outputs))), bits(weight))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_says_whether_it_knows_such_weights(level: Level) -> None:
+    assert load_library(level).compresses == (level in COMPRESSING)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.cpu.compressed import CompressedMatrix
+from worker_proc.cpu.features import Level
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
@@ -21,6 +22,9 @@ from worker_proc.quantization.source import WeightSource
 
 log = logging.getLogger(__name__)
 _COMPRESSED_FROM = 2**27  # bytes of weights of a rank: fewer may stay in a cache, where reading them costs little
+_SLOW_TO_COMPRESS: tuple[Level, ...] = (
+    "generic",
+)  # AVX2: two rows gain a fifth, but 4 to 8 lose as much (docs/cpu.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,8 @@ class PackedWeightPlan:
         ]
         matrices.append(((head,), source.head_scheme(head), False))
         plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired in matrices if scheme is None)
-        wanted = compression == "on" or (compression == "auto" and plain >= _COMPRESSED_FROM)
-        self._compress = wanted and native.compresses
+        pays = plain >= _COMPRESSED_FROM and native.level not in _SLOW_TO_COMPRESS
+        self._compress = native.compresses and (compression == "on" or (compression == "auto" and pays))
         self.memory = HugePages(sum(self._room(*matrix) for matrix in matrices))
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []

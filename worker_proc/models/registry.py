@@ -51,7 +51,7 @@ def load_model(
     config = read_config(directory)
     compresses = native is not None and native.compresses
     if compression == "on" and not (compresses and is_native(config) and supports(parse_spec(config), dtype)):
-        reason = "needs a processor with AVX512 and kernels for it, bfloat16, and a model of the Llama family"
+        reason = "needs a processor with AVX2 or AVX512 and kernels for it, bfloat16, and a model of the Llama family"
         raise ModelError("weight_compression", compression, reason)
     if not is_native(config):
         if quantization is not None:

@@ -66,17 +66,52 @@ class Deflater {
         }
         both = _mm512_or_si512(both, _mm512_slli_epi16(codes, 4 * half));
         _mm512_storeu_si512(pack + 64 + 64 * half, low);
-        for (uint64_t missing = ~known; missing != 0; missing &= missing - 1) {
-          const int at = __builtin_ctzll(missing), from = at / 2 + (1 - at % 2) * 32;
-          exceptions_.add(block, place + from, weights[from]);
-        }
+        add_exceptions(block, place, weights, ~known);
       }
       _mm512_storeu_si512(pack, both);
+    }
+  }
+#elif defined(__AVX2__)
+  // A whole tile [16][32] of a block.
+  void put_tile(int64_t block, int tile, const bf16* weights) const {
+    uint8_t* pack = data(block) + tile * (kBlockPacks / 2) * kPackBytes;
+    for (int place = tile * kTileElements, end = place + kTileElements; place < end; pack += kPackBytes) {
+      __m256i both[2] = {};
+      for (int half = 0; half < 2; ++half, place += 64, weights += 64) {
+        uint64_t missing = 0;
+        for (int part = 0; part < 2; ++part) {  // half of a row
+          const auto at = [](const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); };
+          const __m256i first = at(weights + 16 * part), second = at(weights + 32 + 16 * part);
+          const __m256i last_byte = _mm256_set1_epi16(255);
+          const __m256i low = _mm256_blendv_epi8(_mm256_slli_epi16(second, 8), first, last_byte);
+          const __m256i high = _mm256_blendv_epi8(first, _mm256_srli_epi16(second, 8), last_byte);
+          __m256i codes = _mm256_setzero_si256(), known = codes;
+          for (int code = 0; code < 16; ++code) {
+            const __m256i coded = _mm256_set1_epi8(static_cast<char>(weights_.high_bytes[code]));
+            const __m256i found = _mm256_andnot_si256(known, _mm256_cmpeq_epi8(high, coded));
+            codes = _mm256_or_si256(codes, _mm256_and_si256(found, _mm256_set1_epi8(static_cast<char>(code))));
+            known = _mm256_or_si256(known, found);
+          }
+          both[part] = _mm256_or_si256(both[part], _mm256_slli_epi16(codes, 4 * half));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(pack + 64 + 64 * half + 32 * part), low);
+          missing |= uint64_t{~static_cast<uint32_t>(_mm256_movemask_epi8(known))} << (32 * part);
+        }
+        add_exceptions(block, place, weights, missing);
+      }
+      memcpy(pack, both, sizeof both);
     }
   }
 #endif
 
  private:
+  // Of two rows, by turns as in a pack, those whose bit is set.
+  void add_exceptions(int64_t block, int place, const bf16* weights, uint64_t missing) const {
+    for (; missing != 0; missing &= missing - 1) {
+      const int at = __builtin_ctzll(missing), from = at / 2 + (1 - at % 2) * 32;
+      exceptions_.add(block, place + from, weights[from]);
+    }
+  }
+
   uint8_t* data(int64_t block) const { return const_cast<uint8_t*>(compressed_block(weights_, block)); }
 
   const PackedMatrix& weights_;
@@ -101,7 +136,7 @@ RHIZOME_EXPORT int64_t rhizome_compress(const rhizome::PackedMatrix* weights, co
     const bf16* const from = source + begin * stride;
     for (int64_t step = 0; step < steps; ++step) {
       const int64_t block = output / kPanel * steps + step, count = std::min<int64_t>(32, inputs - step * 32);
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
       if (end - begin == kTile && count == 32) {
         alignas(64) bf16 whole[kTileElements];
         pack_tile(from + step * 32, stride, whole);
@@ -119,6 +154,9 @@ RHIZOME_EXPORT int64_t rhizome_compress(const rhizome::PackedMatrix* weights, co
   });
   return exceptions.count();
 }
+
+// Whether products with compressed weights are known.
+RHIZOME_EXPORT int rhizome_compresses() { return rhizome::kInflates; }
 
 // All blocks of a compressed matrix to `packed`, as rhizome_pack would have packed them.
 RHIZOME_EXPORT void rhizome_inflate(const rhizome::PackedMatrix* weights, rhizome::bf16* packed) {

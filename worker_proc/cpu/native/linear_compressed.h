@@ -75,6 +75,13 @@ inline void inflate_row(const PackedMatrix& weights, int64_t output, bf16* out) 
   }
 }
 
+// Whether products know such weights.
+#if defined(__AVX2__)
+inline constexpr bool kInflates = true;
+#else
+inline constexpr bool kInflates = false;
+#endif
+
 #if defined(__AVX512BW__)
 // Puts weights together from their codes.
 class Inflater {
@@ -107,6 +114,33 @@ class Inflater {
 
  private:
   const __m512i high_bytes_;  // by code, four times
+};
+#elif defined(__AVX2__)
+// Puts weights together from their codes.
+class Inflater {
+ public:
+  explicit Inflater(const PackedMatrix& weights)
+      : high_bytes_(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weights.high_bytes)))) {}
+
+  // A pack to its four rows.
+  void inflate(const uint8_t* from, bf16* to) const {
+    for (int part = 0; part < 2; ++part) {  // half of a row
+      const __m256i both = at(from + 32 * part), last_byte = _mm256_set1_epi16(255);
+      for (int half = 0; half < 2; ++half) {
+        const __m256i codes = _mm256_and_si256(half == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+        const __m256i low = at(from + 64 + 64 * half + 32 * part), high = _mm256_shuffle_epi8(high_bytes_, codes);
+        bf16* const row = to + 64 * half + 16 * part;
+        put(row, _mm256_blendv_epi8(high, low, last_byte));
+        put(row + 32, _mm256_or_si256(_mm256_slli_epi16(high, 8), _mm256_srli_epi16(low, 8)));
+      }
+    }
+  }
+
+ private:
+  static __m256i at(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static void put(bf16* to, __m256i row) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), row); }
+
+  const __m256i high_bytes_;  // by code, twice
 };
 #endif
 

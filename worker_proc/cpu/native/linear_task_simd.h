@@ -11,15 +11,12 @@ namespace rhizome {
 // Blocks [step, step + count) of a panel, of weights that are not stored as bfloat16, in the layout of linear.h.
 inline void make_plain(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
   if (weights.format != Format::kCompressed) return widen(weights, panel, step, count, out);
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
   const int64_t first = panel * blocks(weights.inputs) + step;
   const uint8_t* from = compressed_block(weights, first);
   const Inflater inflater(weights);
   bf16* to = out;
-  for (int64_t pack = 0; pack < count * kBlockPacks; ++pack, from += kPackBytes, to += kPackWeights) {
-    fetch(reinterpret_cast<const char*>(from) + 4096, kPackBytes / 64);
-    inflater.inflate(from, to);
-  }
+  for (int64_t pack = 0; pack < count * kBlockPacks; ++pack, from += kPackBytes, to += kPackWeights) inflater.inflate(from, to);
   put_exceptions(weights, first, first + count, out);
 #endif
 }
@@ -29,14 +26,16 @@ class SimdPiece {
  public:
   // `following` is the block with which the thread goes on after this piece.
   SimdPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows) : steps_(piece.now) {
+    const int64_t turns = steps_ * kSimdTurns * simd_runs(rows);
     if (weights.format == Format::kBFloat16) {
       data_ = weights_at(weights, piece.panel, piece.step);
-      ahead_ = LinesAhead(weights.data + following * 2 * kTileElements, steps_ * 4 * kTileElements,
-                          steps_ * kSimdTurns * simd_runs(rows));
+      ahead_ = LinesAhead(weights.data + following * 2 * kTileElements, steps_ * 4 * kTileElements, turns);
     } else {
       alignas(64) static thread_local bf16 plain[kSteps * 2 * kTileElements];
       make_plain(weights, piece.panel, piece.step, piece.now, plain);
       data_ = plain;
+      if (weights.format == Format::kCompressed)
+        ahead_ = LinesAhead(compressed_block(weights, following), steps_ * kCompressedBlock, turns);
     }
   }
 
