@@ -34,11 +34,19 @@ inline void load_unit(const uint16_t* from, Floats (&to)[kUnit]) {
   }
 }
 
+// Two vectors from the order of `load_unit` to the numbers' own, and the other way round.
 template <int... kLane>
-inline void put_in_order(Floats (&x)[kUnit], std::integer_sequence<int, kLane...>) {
-  const Floats low = __builtin_shufflevector(x[0], x[kUnit - 1], (kLane % 2 * kLanes + kLane / 2)...);
-  const Floats high = __builtin_shufflevector(x[0], x[kUnit - 1], (kLane % 2 * kLanes + (kLanes + kLane) / 2)...);
-  x[0] = low, x[kUnit - 1] = high;
+inline void put_in_order(Floats& a, Floats& b, std::integer_sequence<int, kLane...>) {
+  const Floats low = __builtin_shufflevector(a, b, (kLane % 2 * kLanes + kLane / 2)...);
+  b = __builtin_shufflevector(a, b, (kLane % 2 * kLanes + (kLanes + kLane) / 2)...);
+  a = low;
+}
+
+template <int... kLane>
+inline void put_by_pairs(Floats& a, Floats& b, std::integer_sequence<int, kLane...>) {
+  const Floats first = __builtin_shufflevector(a, b, 2 * kLane...);
+  b = __builtin_shufflevector(a, b, (2 * kLane + 1)...);
+  a = first;
 }
 
 // Keeps compilers from loading a vector from memory anew for every use of it.
@@ -129,9 +137,10 @@ class VectorKernel {
           add_values<count(), true>(0, 0, v_width_, t, std::min(t + kRowsAhead, end), t > begin, t + kRowsAhead >= end, state);
         });
     } else {
-      for (int column = 0; column < v_width_; column += kColumns)  // which stay in the L1 cache
+      const int columns = tile.count > kTogether ? kColumns : v_width_;  // a few stay in the L1 cache for many queries
+      for (int column = 0; column < v_width_; column += columns)
         by_most(tile.count, [&](int i, auto count) {
-          add_values<count(), false>(i, column, std::min(column + kColumns, v_width_), begin, end, false, true, state);
+          add_values<count(), false>(i, column, std::min(column + columns, v_width_), begin, end, false, true, state);
         });
     }
   }
@@ -165,16 +174,46 @@ class VectorKernel {
       with_count<kMost>(std::min(kMost, queries - i), [&](auto count) { visit(i, count); });
   }
 
+  // Codes as numbers, padded with zeros to `width`; with kUnits, in the order of `load_unit`.
   template <bool kUnits>
   static void widen_codes(const char* from, float scale, float* to, int dim, int width) {
     const auto* codes = reinterpret_cast<const int8_t*>(from);
-    for (int d = dim / kUnitNumbers * kUnitNumbers; d < width; ++d) to[d] = 0;
-    for (int d = 0; d < dim; ++d) to[kUnits ? place(d) : d] = dequantized<Element>(codes[d], scale);
+    int i = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (kUnits && kTurned) {
+      for (; i + kUnitNumbers <= dim; i += kUnitNumbers) {
+        const auto both = (Ints)load(reinterpret_cast<const uint16_t*>(codes + i));  // two codes at the top of a word
+        store(to + i, dequantized(both << 8 >> 24, scale));
+        store(to + i + kLanes, dequantized(both >> 24, scale));
+      }
+    } else {
+      for (; i + kLanes <= dim; i += kLanes) {
+        const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i));
+        store(to + i, dequantized((Ints)_mm256_cvtepi8_epi32(eight), scale));
+      }
+    }
+#endif
+    const int turned = i / kUnitNumbers * kUnitNumbers;
+    for (; i < dim; ++i) to[i] = rhizome::dequantized<Element>(codes[i], scale);
+    for (; i < width; ++i) to[i] = 0;
+    if constexpr (kUnits) turn(to, turned, width);
   }
 
-  // Where number `i` of those that `load_unit` loads comes out.
-  static constexpr int place(int i) {
-    return kTurned ? i / kUnitNumbers * kUnitNumbers + i % 2 * kLanes + i % kUnitNumbers / 2 : i;
+  static Floats dequantized(Ints codes, float scale) {
+    const Floats numbers = __builtin_convertvector(codes, Floats) * scale;
+    if constexpr (kSize == 4) return numbers;
+    const auto bits = (Words)numbers;
+    return (Floats)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+  }
+
+  // Numbers [begin, end), whole units, to the order of `load_unit`.
+  static void turn(float* numbers, int begin, int end) {
+    if constexpr (kTurned)
+      for (float* at = numbers + begin; at < numbers + end; at += kUnitNumbers) {
+        Floats a = load(at), b = load(at + kLanes);
+        put_by_pairs(a, b, std::make_integer_sequence<int, kLanes>());
+        store(at, a), store(at + kLanes, b);
+      }
   }
 
   // `from` as floats, padded with zeros to `width`; with kUnits, in the order of `load_unit`.
@@ -188,18 +227,17 @@ class VectorKernel {
         load_unit(numbers + i, unit);
         for (int v = 0; v < kUnit; ++v) store(to + i + v * kLanes, unit[v]);
       }
-    } else {
-      for (; i + kLanes <= dim; i += kLanes) store(to + i, load(numbers + i));
     }
-    for (int at = i; at < width; ++at) to[at] = 0;
+    const int turned = i;
+    for (; i + kLanes <= dim; i += kLanes) store(to + i, load(numbers + i));
     for (; i < dim; ++i) {
-      float number;
       if constexpr (sizeof(Element) == 4)
-        number = numbers[i];
+        to[i] = numbers[i];
       else
-        number = to_float(numbers[i]);
-      to[kUnits ? place(i) : i] = number;
+        to[i] = to_float(numbers[i]);
     }
+    for (; i < width; ++i) to[i] = 0;
+    if constexpr (kUnits) turn(to, turned, width);
   }
 
   // Row `i` of K, V and what is expected, in the order of their use. Always inlined: g++ 12 takes a function that only
@@ -307,7 +345,7 @@ class VectorKernel {
       for (int j = 0; j < kQueries; ++j)
         for (int n = 0; n < kUnits; ++n) {
           if constexpr (kInPlace && kTurned)
-            if (last) put_in_order(sums[j][n], std::make_integer_sequence<int, kLanes>());
+            if (last) put_in_order(sums[j][n][0], sums[j][n][1], std::make_integer_sequence<int, kLanes>());
           for (int u = 0; u < kTogether; ++u) store(out + j * v_width_ + (n * kTogether + u) * kLanes, sums[j][n][u]);
         }
     }
