@@ -15,8 +15,8 @@
 
 namespace rhizome {
 
-// Vectors of numbers that are loaded together: where vectors are narrow, two. Then those of bfloat16 come in another order, the
-// first numbers of all pairs before the second ones, as they are widened without a shuffle.
+// A unit are vectors of numbers that are loaded together: where vectors are narrow, two. Then those of bfloat16 come in another
+// order, the first numbers of all pairs before the second ones, as they are widened without a shuffle.
 inline constexpr int kUnit = kLanes < 16 ? 2 : 1, kUnitNumbers = kUnit * kLanes;
 
 template <int kVectors>
@@ -321,32 +321,32 @@ class VectorKernel {
   // tokens before. They are in order after the `last` ones.
   template <int kQueries, bool kInPlace, int kVectors = std::min(sums_of(kQueries, kInPlace), 8)>
   void add_values(int i, int column, int stop, int begin, int end, bool adding, bool last, const State& state) {
-    constexpr int kTogether = kInPlace ? kUnit : 1, kUnits = kVectors / kTogether;
+    constexpr int kWide = kInPlace ? kUnit : 1, kUnits = kVectors / kWide;
     for (; column + kVectors * kLanes <= stop; column += kVectors * kLanes) {
-      Floats sums[kQueries][kUnits][kTogether] = {};
+      Floats sums[kQueries][kUnits][kWide] = {};
       float* const out = state.out + i * v_width_ + column;
       if (adding)
         for (int j = 0; j < kQueries; ++j)
-          for (int n = 0; n < kVectors; ++n) sums[j][n / kTogether][n % kTogether] = load(out + j * v_width_ + n * kLanes);
+          for (int n = 0; n < kVectors; ++n) sums[j][n / kWide][n % kWide] = load(out + j * v_width_ + n * kLanes);
       const float* const weights = scores_ + i * kScoreStride;
       for (int t = begin; t < end; ++t) {
         if constexpr (kInPlace)
           if (column == 0) fetch_row(count_ + t + kRowsAhead, v_dim_ * kSize);
         const auto* const v = value<kInPlace>(t) + column;
-        Floats numbers[kUnits][kTogether];
-        for (int n = 0; n < kUnits; ++n) load_unit(v + n * kTogether * kLanes, numbers[n]);
+        Floats numbers[kUnits][kWide];
+        for (int n = 0; n < kUnits; ++n) load_unit(v + n * kWide * kLanes, numbers[n]);
         for (int j = 0; j < kQueries; ++j) {
           Floats weight = broadcast(weights[j * kScoreStride + t]);
           hold(weight);
           for (int n = 0; n < kUnits; ++n)
-            for (int u = 0; u < kTogether; ++u) sums[j][n][u] += weight * numbers[n][u];
+            for (int u = 0; u < kWide; ++u) sums[j][n][u] += weight * numbers[n][u];
         }
       }
       for (int j = 0; j < kQueries; ++j)
         for (int n = 0; n < kUnits; ++n) {
           if constexpr (kInPlace && kTurned)
             if (last) put_in_order(sums[j][n][0], sums[j][n][1], std::make_integer_sequence<int, kLanes>());
-          for (int u = 0; u < kTogether; ++u) store(out + j * v_width_ + (n * kTogether + u) * kLanes, sums[j][n][u]);
+          for (int u = 0; u < kWide; ++u) store(out + j * v_width_ + (n * kWide + u) * kLanes, sums[j][n][u]);
         }
     }
     if constexpr (kUnits > 1)

@@ -16,9 +16,10 @@ namespace rhizome {
 // Rows that are multiplied together: of one tile, more sums fit beside a vector of weights and a number of x.
 inline constexpr int kSimdRows = std::min(8, kMostSums * kLanes / kTile);
 
-// Of how many tiles: with few rows and one tile, a sum would wait for itself.
+// So many rows are multiplied with both tiles of a panel at once: with one tile, a sum would wait for itself.
+inline constexpr int kBothTilesRows = kHeldSums * kLanes / (2 * kTile);
 template <int kRows>
-inline constexpr int kSimdTiles = 2 * kRows * kTile / kLanes <= kHeldSums ? 2 : 1;
+inline constexpr int kSimdTiles = kRows <= kBothTilesRows ? 2 : 1;
 
 // The rows of x in float32, as a number that is multiplied with a whole vector then comes straight from memory. To make one
 // of two bytes takes four instructions, for each multiplication or two.
@@ -135,10 +136,10 @@ inline int simd_pass_rows(int rows) {
   return rest <= 0 ? rows : rest == 1 || rest == 3 ? kSimdRows - 1 : kSimdRows;
 }
 
-// How often a panel is gone through for so many rows.
-inline int simd_runs(int64_t rows) {
+// How often `simd_tiles` is called for so many rows.
+inline int simd_runs(int rows) {
   int runs = 0;
-  for (int64_t left = rows; left > 0; left -= std::min<int64_t>(left, kSimdRows)) runs += left > 2 ? 2 : 1;
+  for (int now; rows > 0; rows -= now) now = simd_pass_rows(rows), runs += now <= kBothTilesRows ? 1 : 2;
   return runs;
 }
 

@@ -26,7 +26,7 @@ class SimdPiece {
  public:
   // `following` is the block with which the thread goes on after this piece.
   SimdPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows) : steps_(piece.now) {
-    const int64_t turns = steps_ * kSimdTurns * simd_runs(rows);
+    const int64_t turns = steps_ * kSimdTurns * simd_runs(static_cast<int>(rows));
     if (weights.format == Format::kBFloat16) {
       data_ = weights_at(weights, piece.panel, piece.step);
       ahead_ = LinesAhead(weights.data + following * 2 * kTileElements, steps_ * 4 * kTileElements, turns);
