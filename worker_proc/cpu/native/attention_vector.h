@@ -64,7 +64,6 @@ class VectorKernel {
     scores_ = reinterpret_cast<float*>(scratch);
     k_ = scores_ + kTile * kScoreStride;
     v_ = k_ + kAttentionBlock * k_width_;
-    v_step_ = v_width_ + kGap;
   }
 
   static int v_stride(const AttentionBatch& batch) { return round_up(batch.v_dim, kPad); }
@@ -92,12 +91,12 @@ class VectorKernel {
         fetch_row(std::min(i + kRowsAhead, count_ - 1), k_dim_);
         fetch_row(count_ + std::min(i + kRowsAhead, count_ - 1), v_dim_);
         widen_codes<true>(rows_[i], k_scale, k_ + i * k_width_, k_dim_, k_width_);
-        widen_codes<false>(rows_[count_ + i], v_scale, v_ + i * v_step_, v_dim_, v_width_);
+        widen_codes<false>(rows_[count_ + i], v_scale, v_ + i * v_step(), v_dim_, v_width_);
       });
     } else if (!in_place_) {
       for (int i = 0; i < count_; ++i) {
         widen<true>(rows_[i], k_ + i * k_width_, k_dim_, k_width_);
-        widen<false>(rows_[count_ + i], v_ + i * v_step_, v_dim_, v_width_);
+        widen<false>(rows_[count_ + i], v_ + i * v_step(), v_dim_, v_width_);
       }
     }
     if (!in_place_) num_rows_ = 0;  // nothing is fetched any more: it will be in a cache
@@ -161,6 +160,8 @@ class VectorKernel {
   static constexpr int kGap = 16;        // rows a power of two apart would share few sets of the L1 cache
   static constexpr int kRowsAhead = 32;  // of K and V that are fetched ahead
   static constexpr int kScoreStride = kAttentionBlock + 16;  // rows a cache line apart from a power of two share no sets
+
+  int v_step() const { return v_width_ + kGap; }  // numbers from row to row of V that was widened
 
   // How many vectors of sums a query has, of so many queries: a power of two.
   static constexpr int sums_of(int queries, bool in_place) {
@@ -261,7 +262,7 @@ class VectorKernel {
     if constexpr (kInPlace)
       return reinterpret_cast<const Element*>(rows_[count_ + t]);
     else
-      return static_cast<const float*>(v_ + t * v_step_);
+      return static_cast<const float*>(v_ + t * v_step());
   }
 
   // Scores of queries [i, i + kQueries): a few tokens at a time, so that many sums are under way, and all of these are
@@ -354,7 +355,6 @@ class VectorKernel {
   }
 
   const int k_dim_, v_dim_, k_width_, v_width_;
-  int v_step_;  // numbers from row to row of V
   bool in_place_ = false;  // K and V are read where they are
   int first_ = 0, count_ = 0, num_rows_ = 0;
   float *scores_, *k_, *v_;

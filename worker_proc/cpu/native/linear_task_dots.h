@@ -15,18 +15,9 @@ class DotPiece {
   // `following` is the block with which the thread goes on after this piece.
   DotPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(weights), block_(piece.panel * blocks(weights.inputs) + piece.step), steps_(piece.now),
-        only_(dot_passes(rows) == 1), plain_(room()) {
-    const int64_t turns = steps_ * kDotTurns * dot_passes(rows);
-    if (weights.format == Format::kBFloat16) {
-      plain_ = weights.data + block_ * 2 * kTileElements;
-      ahead_ = LinesAhead(weights.data + following * 2 * kTileElements, steps_ * 4 * kTileElements, turns);
-    } else {
-      packed_ = true;
-      const bool compressed = weights.format == Format::kCompressed;
-      const int64_t size = compressed ? kCompressedBlock : code_bytes(weights.format, kBlockWeights);
-      ahead_ = LinesAhead(reinterpret_cast<const char*>(weights.data) + following * size, steps_ * size, turns);
-    }
-  }
+        only_(dot_passes(rows) == 1), packed_(weights.format != Format::kBFloat16),
+        plain_(packed_ ? room() : weights.data + block_ * 2 * kTileElements),
+        ahead_(piece_ahead(weights, following, steps_, steps_ * kDotTurns * dot_passes(rows))) {}
 
   // At most kBlockRows rows.
   void multiply(int count, const DotRows& rows) {
@@ -57,7 +48,7 @@ class DotPiece {
   const PackedMatrix& weights_;
   const int64_t block_, steps_;
   const bool only_;
-  bool packed_ = false;  // and not plain yet
+  bool packed_;  // and not plain yet
   const bf16* plain_;
   LinesAhead ahead_;
 };

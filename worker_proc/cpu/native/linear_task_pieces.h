@@ -4,9 +4,19 @@
 
 #include <algorithm>
 
+#include "linear_compressed.h"
+#include "linear_quantized.h"
 #include "linear_task.h"
 
 namespace rhizome {
+
+// The memory of `steps` blocks from `block` on, however weights are stored, fetched within `turns` calls.
+inline LinesAhead piece_ahead(const PackedMatrix& weights, int64_t block, int64_t steps, int64_t turns) {
+  const int64_t size = weights.format == Format::kBFloat16     ? 2 * kTileElements * sizeof(bf16)
+                       : weights.format == Format::kCompressed ? kCompressedBlock
+                                                               : code_bytes(weights.format, kBlockWeights);
+  return LinesAhead(reinterpret_cast<const char*>(weights.data) + block * size, steps * size, turns);
+}
 
 // Calls then(panel, row, count, sums) with the sums [count, 32] of all panels and rows of a range, up to kBlockRows at once,
 // and before(panel, row, count) when their last inputs are about to be multiplied.

@@ -1,8 +1,6 @@
 // The products of a task in ordinary vector registers, without dot products of bfloat16.
 #pragma once
 
-#include "linear_compressed.h"
-#include "linear_quantized.h"
 #include "linear_simd.h"
 #include "linear_task_pieces.h"
 
@@ -26,17 +24,15 @@ class SimdPiece {
  public:
   // `following` is the block with which the thread goes on after this piece.
   SimdPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows) : steps_(piece.now) {
-    const int64_t turns = steps_ * kSimdTurns * simd_runs(static_cast<int>(rows));
     if (weights.format == Format::kBFloat16) {
       data_ = weights_at(weights, piece.panel, piece.step);
-      ahead_ = LinesAhead(weights.data + following * 2 * kTileElements, steps_ * 4 * kTileElements, turns);
     } else {
       alignas(64) static thread_local bf16 plain[kSteps * 2 * kTileElements];
       make_plain(weights, piece.panel, piece.step, piece.now, plain);
       data_ = plain;
-      if (weights.format == Format::kCompressed)
-        ahead_ = LinesAhead(compressed_block(weights, following), steps_ * kCompressedBlock, turns);
     }
+    if (weights.format == Format::kBFloat16 || weights.format == Format::kCompressed)  // `widen` fetches codes
+      ahead_ = piece_ahead(weights, following, steps_, steps_ * kSimdTurns * simd_runs(static_cast<int>(rows)));
   }
 
   // At most kBlockRows rows.
