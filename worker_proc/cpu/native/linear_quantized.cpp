@@ -10,6 +10,8 @@
 #include "linear_quantized_amx.h"
 #elif defined(__AVX512BF16__)
 #include "linear_quantized_dots.h"
+#else
+#include "linear_quantized_simd.h"
 #endif
 
 namespace rhizome {
@@ -114,14 +116,31 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
   }
 }
 #else
-void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
+namespace {
+
+// Calls take(CodePiece) for what `weights` are.
+template <class Take>
+void with_codes(const PackedMatrix& weights, int64_t block, Take take) {
+  const bool zeros = weights.zeros != nullptr;
   switch (weights.format) {
-    case Format::kInt8Channel: return widen_blocks<Format::kInt8Channel>(weights, panel, step, count, out);
-    case Format::kInt8: return widen_blocks<Format::kInt8>(weights, panel, step, count, out);
-    case Format::kInt4: return widen_blocks<Format::kInt4>(weights, panel, step, count, out);
+    case Format::kInt8Channel: return take(CodePiece<Format::kInt8Channel, false>(weights, block));
+    case Format::kInt8:
+      return zeros ? take(CodePiece<Format::kInt8, true>(weights, block)) : take(CodePiece<Format::kInt8, false>(weights, block));
+    case Format::kInt4:
+      return zeros ? take(CodePiece<Format::kInt4, true>(weights, block)) : take(CodePiece<Format::kInt4, false>(weights, block));
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
+}
+
+}  // namespace
+
+void code_pass(const PackedMatrix& weights, int64_t block, int count, const SimdRows& rows, int64_t steps, LinesAhead& ahead) {
+  with_codes(weights, block, [&](const auto& piece) { simd_pass(count, rows, piece, steps, ahead); });
+}
+
+void widen_codes(const PackedMatrix& weights, int64_t block, int64_t count, bf16* out) {
+  with_codes(weights, block, [&](const auto& piece) { piece.widen(count, out); });
 }
 #endif
 

@@ -30,10 +30,10 @@ struct CodePlace {
 };
 
 // For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
-// int4. Elsewhere int8 is in the order of the bfloat16 layout: tiles, pairs of inputs, outputs, the two inputs of a pair.
-// int4 is in words of 32 bits, so that no code need leave its lane: of eight inputs, [tile][4][16 outputs], and with dot
-// products (linear_quantized_dots.h) of one input in each of eight pairs, [tile][half of the pairs][half of the
-// outputs][8][2].
+// int4. For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
+// outputs, the two inputs of a pair; elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words of 32 bits
+// then, so that no code need leave its lane: of eight inputs, [tile][4][16 outputs], and with dot products of one input in
+// each of eight pairs, [tile][half of the pairs][half of the outputs][8][2].
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #if defined(__AMX_BF16__)
   if (format == Format::kInt4)
@@ -49,13 +49,17 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
     return {row * 64 + output % kTile * 4 + input % 8 / 2, static_cast<int>(input % 2 * 4)};
 #endif
   }
+#if defined(__AVX512BF16__)
   return {output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2 + input % 2, 0};
+#else
+  return {output / kTile * kTileElements + input * kTile + output % kTile, 0};
+#endif
 #endif
 }
 
-// A code as it is stored, and the other way round: for dot products, those of 8 bits without zeros are signed.
+// A code as it is stored, and the other way round: but for AMX, those of 8 bits without zeros are signed.
 inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if !defined(__AMX_BF16__)
   if (weights.format != Format::kInt4 && weights.zeros == nullptr) return code ^ 128;
 #endif
   return code;
@@ -66,69 +70,6 @@ inline const uint8_t* codes_at(const PackedMatrix& weights, int64_t panel, int64
   const int64_t block = panel * blocks(weights.inputs) + step;
   return reinterpret_cast<const uint8_t*>(weights.data) + code_bytes(weights.format, block * kBlockWeights);
 }
-
-#if !defined(__AVX512BF16__)  // which AMX has too
-
-// bfloat16 in the low halves of the lanes, to nearest, ties to even; for finite numbers.
-inline words round_to_bf16(floats value) {
-  const words bits = (words)value;
-  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-// Numbers of a pair of inputs as a row of a tile has them.
-template <Format kFormat>
-inline words widened_pair(words even, words odd, floats scale, floats zero) {
-  const floats first = __builtin_convertvector((ints)even, floats) - zero;
-  const floats second = __builtin_convertvector((ints)odd, floats) - zero;
-  if constexpr (kFormat == Format::kInt8Channel) return ((words)first >> 16) | ((words)second & 0xffff0000u);
-  return round_to_bf16(first * scale) | round_to_bf16(second * scale) << 16;
-}
-
-// One tile of 16 outputs: `scales` and `zeros` of its outputs, [16] each.
-template <Format kFormat>
-inline void widen_tile(const uint8_t* codes, const float* scales, const float* zeros, bf16* out) {
-  constexpr int kVectors = kTile / kLanes;
-  floats scale[kVectors], zero[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    scale[v] = load(scales + v * kLanes);
-    zero[v] = zeros != nullptr ? load(zeros + v * kLanes) : splat(middle_code(kFormat));
-  }
-  const auto put = [&](int pair, int v, words even, words odd) {
-    *reinterpret_cast<words*>(out + pair * 2 * kTile + v * 2 * kLanes) = widened_pair<kFormat>(even, odd, scale[v], zero[v]);
-  };
-  if constexpr (kFormat == Format::kInt4) {
-    for (int row = 0; row < 4; ++row)
-      for (int v = 0; v < kVectors; ++v) {
-        const words eight = *reinterpret_cast<const words*>(codes + row * 64 + v * 4 * kLanes);
-        for (int pair = 0; pair < 4; ++pair)
-          put(4 * row + pair, v, eight >> (8 * pair) & 15u, eight >> (8 * pair + 4) & 15u);
-      }
-  } else {
-    for (int pair = 0; pair < kTile; ++pair, codes += 2 * kTile)
-      for (int v = 0; v < kVectors; ++v) {
-        const words both = __builtin_convertvector(*reinterpret_cast<const halves*>(codes + v * 2 * kLanes), words);
-        put(pair, v, both & 255u, both >> 8);
-      }
-  }
-}
-
-template <Format kFormat>
-inline void widen_blocks(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out) {
-  for (const int64_t end = step + count; step < end; ++step) {
-    const uint8_t* const codes = codes_at(weights, panel, step);
-    fetch(reinterpret_cast<const char*>(codes) + 4096, code_bytes(kFormat, kBlockWeights) / 64);
-    const int64_t group = kFormat == Format::kInt8Channel ? 0 : step * 32 / weights.group;
-    const int64_t at = (panel * groups(weights) + group) * kPanel;
-    for (int tile = 0; tile < 2; ++tile, out += kTileElements)
-      widen_tile<kFormat>(codes + code_bytes(kFormat, tile * kTileElements), weights.scales + at + tile * kTile,
-                          weights.zeros != nullptr ? weights.zeros + at + tile * kTile : nullptr, out);
-  }
-}
-
-// Blocks [step, step + count) of a panel in the layout of linear.h.
-void widen(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t count, bf16* out);
-
-#endif
 
 // What is left to do for the sums [rows, 32] of a panel.
 inline void scale_sums(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {

@@ -71,10 +71,46 @@ inline floats second_of(words both) {
 
 constexpr int kSimdTurns = 8;  // calls of `ahead` per block of inputs
 
+// Weights as `simd_tiles` takes them, here those of a piece in the layout of linear.h. `at` gives the numbers of kTiles tiles,
+// from `tile` on, which go by kRun inputs after the other: numbers(input, v) are the outputs from v * kLanes on.
+class PlainPiece {
+ public:
+  explicit PlainPiece(const bf16* weights) : weights_(weights) {}
+
+  template <int kTiles>
+  class Numbers {
+   public:
+    static constexpr int kRun = 4;
+
+    explicit Numbers(const bf16* at) : at_(at) {}
+
+    floats operator()(int input, int v) const {
+      constexpr int kOfTile = kTile / kLanes;
+      const bf16* const pair = at_ + input / 2 * 2 * kTile + v / kOfTile * kTileElements + v % kOfTile * 2 * kLanes;
+      const words both = *reinterpret_cast<const words*>(pair);
+      return input % 2 == 0 ? first_of(both) : second_of(both);
+    }
+
+    void next_run() { at_ += kRun * kTile; }
+    void next_block() { at_ += kTileElements; }
+
+   private:
+    const bf16* at_;
+  };
+
+  template <int kTiles>
+  Numbers<kTiles> at(int tile) const {
+    return Numbers<kTiles>(weights_ + tile * kTileElements);
+  }
+
+ private:
+  const bf16* weights_;
+};
+
 // kTiles times 16 outputs for kRows rows. Loops over rows are unrolled by order, as in `DotSums`.
-template <int kRows, int kTiles>
-__attribute__((noinline)) void simd_tiles(const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& outside) {
-  constexpr int kOfTile = kTile / kLanes, kVectors = kTiles * kOfTile;
+template <int kRows, int kTiles, class Numbers>
+__attribute__((noinline)) void simd_tiles(const SimdRows& rows, Numbers weights, int64_t steps, LinesAhead& outside) {
+  constexpr int kVectors = kTiles * kTile / kLanes;
   LinesAhead ahead = outside;  // in registers
   const float* x = rows.x;
   const int64_t x_stride = rows.x_stride;
@@ -84,23 +120,19 @@ __attribute__((noinline)) void simd_tiles(const SimdRows& rows, const bf16* weig
     for (int row = 0; row < kRows; ++row)
       for (int v = 0; v < kVectors; ++v) total[row][v] = load(rows.sums + row * kPanel + v * kLanes);
   }
-  for (; steps > 0; --steps, weights += kTileElements) {
-    for (int turn = 0; turn < kSimdTurns; ++turn) {
-      ahead();
+  for (; steps > 0; --steps, weights.next_block()) {
+    for (int run = 0; run < 32; run += Numbers::kRun, weights.next_run()) {
+#pragma GCC unroll 4
+      for (int pair = 0; pair < Numbers::kRun / 2; ++pair, x += 2) {
+        if (pair % (kTile / kSimdTurns) == 0) ahead();
 #pragma GCC unroll 2
-      for (int pair = 0; pair < kTile / kSimdTurns; ++pair, weights += 2 * kTile, x += 2) {
-        floats numbers[kVectors];
-        const auto at = [&](int v) {
-          return *reinterpret_cast<const words*>(weights + v / kOfTile * kTileElements + v % kOfTile * 2 * kLanes);
-        };
-        for (int v = 0; v < kVectors; ++v) numbers[v] = first_of(at(v));
+        for (int i = 0; i < 2; ++i) {
+          floats numbers[kVectors];
+          for (int v = 0; v < kVectors; ++v) numbers[v] = weights(2 * pair + i, v);
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row)
-          for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride];
-        for (int v = 0; v < kVectors; ++v) numbers[v] = second_of(at(v));
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row)
-          for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride + 1];
+          for (int row = 0; row < kRows; ++row)
+            for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride + i];
+        }
       }
     }
   }
@@ -110,23 +142,25 @@ __attribute__((noinline)) void simd_tiles(const SimdRows& rows, const bf16* weig
   outside = ahead;
 }
 
-template <int kRows>
-inline void simd_run(const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& ahead) {
-  for (int tile = 0; tile < 2; tile += kSimdTiles<kRows>)
-    simd_tiles<kRows, kSimdTiles<kRows>>({rows.x, rows.x_stride, rows.sums + tile * kTile, rows.adding},
-                                         weights + tile * kTileElements, steps, ahead);
+template <int kRows, class Weights>
+inline void simd_run(const SimdRows& rows, const Weights& weights, int64_t steps, LinesAhead& ahead) {
+  constexpr int kTiles = kSimdTiles<kRows>;
+  for (int tile = 0; tile < 2; tile += kTiles)
+    simd_tiles<kRows, kTiles>({rows.x, rows.x_stride, rows.sums + tile * kTile, rows.adding},
+                              weights.template at<kTiles>(tile), steps, ahead);
 }
 
-template <int... kCounts>
-inline void simd_of(int count, const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& ahead,
+template <class Weights, int... kCounts>
+inline void simd_of(int count, const SimdRows& rows, const Weights& weights, int64_t steps, LinesAhead& ahead,
                     std::integer_sequence<int, kCounts...>) {
-  using Run = void (*)(const SimdRows&, const bf16*, int64_t, LinesAhead&);
-  static constexpr Run kRuns[] = {simd_run<kCounts + 1>...};
+  using Run = void (*)(const SimdRows&, const Weights&, int64_t, LinesAhead&);
+  static constexpr Run kRuns[] = {simd_run<kCounts + 1, Weights>...};
   kRuns[count - 1](rows, weights, steps, ahead);
 }
 
 // sums[row * 32 + output] (+)= x @ weights.T for `count` rows, at most kSimdRows, of one panel and `steps` blocks of inputs.
-inline void simd_pass(int count, const SimdRows& rows, const bf16* weights, int64_t steps, LinesAhead& ahead) {
+template <class Weights>
+inline void simd_pass(int count, const SimdRows& rows, const Weights& weights, int64_t steps, LinesAhead& ahead) {
   simd_of(count, rows, weights, steps, ahead, std::make_integer_sequence<int, kSimdRows>());
 }
 

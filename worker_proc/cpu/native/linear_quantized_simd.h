@@ -1,0 +1,173 @@
+// Quantized weights for vector registers without dot products of bfloat16: codes become float32 in registers, right before
+// they are multiplied, rounded to bfloat16 as the formats say.
+#pragma once
+
+#if !defined(__AVX512BF16__)  // which AMX has too
+
+#include "linear_quantized.h"
+#include "linear_simd.h"
+
+namespace rhizome {
+
+// To the nearest bfloat16, ties to even, for numbers from 2^-126 to 2^110. The last bit of the difference is worth that of a
+// bfloat16 (half of it where the number is within 2^-16 of a power of two, to which it is rounded either way), so that is all
+// that is left of the number: three instructions, where bits take five.
+inline floats round_to_bf16(floats value) {
+#if defined(__AVX2__)
+  asm("" : "+v"(value));  // compilers would add a product before it is rounded
+  const floats far = value * 65536.0f;
+  const floats rest = far - value;
+  return far - rest;
+#else
+  const words bits = (words)value;
+  return (floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+#endif
+}
+
+// a * b + c, rounded once; where the CPU cannot, as kFuses says, not to be called.
+#if defined(__AVX512F__)
+inline constexpr bool kFuses = true;
+inline floats fused(floats a, floats b, floats c) { return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+inline constexpr bool kFuses = true;
+inline floats fused(floats a, floats b, floats c) { return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+inline constexpr bool kFuses = false;
+inline floats fused(floats a, floats b, floats c) { return a * b + c; }
+#endif
+
+// kLanes codes of 8 bits.
+template <bool kSigned>
+inline floats numbers_of(const uint8_t* codes) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  return (floats)_mm512_cvtepi32_ps(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  return (floats)_mm256_cvtepi32_ps(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  floats numbers;
+  for (int i = 0; i < kLanes; ++i) numbers[i] = kSigned ? static_cast<int8_t>(codes[i]) : codes[i];
+  return numbers;
+#endif
+}
+
+// Codes from block `block` of a matrix on, as PlainPiece has bfloat16. kZeros: there are zeros.
+template <Format kFormat, bool kZeros>
+class CodePiece {
+  static constexpr int kOfTile = kTile / kLanes;
+  static constexpr int64_t kTileCodes = kFormat == Format::kInt4 ? kTileElements / 2 : kTileElements;
+
+ public:
+  CodePiece(const PackedMatrix& weights, int64_t block) : weights_(weights), block_(block) {}
+
+  template <int kTiles>
+  class Numbers {
+    static constexpr int kVectors = kTiles * kOfTile;
+
+   public:
+    static constexpr int kRun = 8;
+
+    Numbers(const PackedMatrix& weights, int64_t block, int tile)
+        : codes_(codes_at(weights, 0, block) + tile * kTileCodes) {
+      if constexpr (kFormat != Format::kInt8Channel) {
+        const int64_t all = blocks(weights.inputs), panel = block / all, step = block % all;
+        of_group_ = weights.group / 32, left_ = of_group_ - step % of_group_;
+        const int64_t at = (panel * groups(weights) + step / of_group_) * kPanel + tile * kTile;
+        scales_ = weights.scales + at, zeros_ = kZeros ? weights.zeros + at : nullptr;
+        enter();
+      }
+    }
+
+    floats operator()(int input, int v) const {
+      if constexpr (kFormat == Format::kInt4) {
+        // where they are in a word, codes are numbers 16^input times as large
+        const words eight = *reinterpret_cast<const words*>(codes_ + v / kOfTile * kTileCodes + v % kOfTile * 4 * kLanes);
+        const ints code = (ints)(input == 7 ? eight >> 28 : eight & 15u << 4 * input);
+        const floats number = __builtin_convertvector(code, floats);
+        const int place = input == 7 ? 0 : input;
+        if constexpr (kOneStep) return round_to_bf16(fused(number, scale_[place][v], offset_[v]));
+        return round_to_bf16((number * kPlaces[place] + offset_[v]) * scale_[0][v]);
+      } else {
+        const floats number = numbers_of<!kZeros>(codes_ + v / kOfTile * kTileCodes + input * kTile + v % kOfTile * kLanes);
+        if constexpr (kFormat == Format::kInt8Channel) return number;
+        return round_to_bf16((kZeros ? number + offset_[v] : number) * scale_[0][v]);
+      }
+    }
+
+    void next_run() { codes_ += kTileCodes / 32 * kRun; }
+
+    void next_block() {
+      codes_ += kTileCodes;
+      if (kFormat == Format::kInt8Channel || --left_ > 0) return;
+      left_ = of_group_, scales_ += kPanel, zeros_ += kZeros ? kPanel : 0;
+      enter();
+    }
+
+   private:
+    // Whether a weight is code * scale - 8 * scale, which is rounded once, as (code - 8) * scale is.
+    static constexpr bool kOneStep = kFormat == Format::kInt4 && !kZeros && kFuses;
+
+    // What belongs to a group.
+    void enter() {
+      for (int v = 0; v < kVectors; ++v) {
+        const floats scale = load(scales_ + v * kLanes);
+        for (int place = 0; place < kScales; ++place) scale_[place][v] = scale * kPlaces[place];
+        if constexpr (kZeros)
+          offset_[v] = -load(zeros_ + v * kLanes);
+        else
+          offset_[v] = kOneStep ? scale * -8.0f : splat(-8.0f);
+      }
+    }
+
+    static constexpr int kScales = kOneStep ? 7 : 1;
+    static constexpr float kPlaces[] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f};
+    const uint8_t* codes_;
+    const float *scales_ = nullptr, *zeros_ = nullptr;
+    int64_t of_group_ = 1, left_ = 1;
+    floats scale_[kScales][kVectors], offset_[kVectors];
+  };
+
+  template <int kTiles>
+  Numbers<kTiles> at(int tile) const {
+    return Numbers<kTiles>(weights_, block_, tile);
+  }
+
+  // `count` blocks in the layout of linear.h.
+  void widen(int64_t count, bf16* out) const {
+    for (int tile = 0; tile < 2; ++tile, out += kTileElements) {
+      Numbers<1> numbers = at<1>(tile);
+      words* to = reinterpret_cast<words*>(out);
+      for (int64_t block = 0; block < count; ++block, to += kTileElements / (2 * kLanes), numbers.next_block())
+        for (int run = 0; run < 32; run += 8, numbers.next_run()) {
+#pragma GCC unroll 4
+          for (int pair = 0; pair < 4; ++pair)
+            for (int v = 0; v < kOfTile; ++v) {
+              const floats first = numbers(2 * pair, v), second = numbers(2 * pair + 1, v);
+              *to++ = (words)first >> 16 | ((words)second & 0xffff0000u);
+            }
+        }
+    }
+  }
+
+ private:
+  const PackedMatrix& weights_;
+  int64_t block_;
+};
+
+// Whether codes become numbers in registers, anew for every pass of so many rows. Otherwise a piece is widened before: where
+// that is dear and there are several passes, or so many rows that they leave no registers for it.
+inline bool widened_in_passing(Format format, int64_t rows) {
+  if (format == Format::kInt8Channel) return true;
+  return rows <= (format == Format::kInt4 ? kSimdRows - 1 : kSimdRows);
+}
+
+// `simd_pass` for blocks [block, block + steps) of the panel they are in.
+void code_pass(const PackedMatrix& weights, int64_t block, int count, const SimdRows& rows, int64_t steps, LinesAhead& ahead);
+
+// `count` blocks from `block` on in the layout of linear.h.
+void widen_codes(const PackedMatrix& weights, int64_t block, int64_t count, bf16* out);
+
+}  // namespace rhizome
+
+#endif
