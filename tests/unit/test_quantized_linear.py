@@ -101,6 +101,28 @@ def test_sums_are_those_of_the_widened_weights_to_the_last_bit(
     load_library(level).set_threads(1)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("scheme", [one for one in SCHEMES if not one.by_channel], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_are_rounded_to_the_nearest_even_bfloat16(level: Level, scheme: Scheme, rows: int) -> None:
+    """Scales whose weights lie halfway between two bfloat16 or next to it, and just below and above powers of two."""
+    inputs = 64
+    low = torch.tensor([0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    high = torch.tensor([0, 1, 2, 3, 0x3F, 0x40, 0x55, 0x6D, 0x7E, 0x7F])
+    mantissas = (high[:, None] * 2**16 + low).flatten()
+    outputs = len(mantissas)
+    shape = (outputs, scheme.num_groups(inputs))
+    scales = ((1 + mantissas.double() / 2**23) / 64).float()[:, None].expand(shape).clone()
+    codes = torch.arange(outputs * inputs).view(outputs, inputs) * 37 % 2**scheme.bits
+    zeros = None if scheme.symmetric else torch.arange(outputs * shape[1]).view(shape).float() % 2**scheme.bits
+    weights = QuantizedRows(scheme, codes.to(torch.uint8), scales, zeros)
+    matrix, found = packed(level, weights), torch.empty(inputs, outputs)
+    for first in range(0, inputs, rows):  # rows that each take one input's weights
+        x = torch.eye(inputs)[first : first + rows].to(torch.bfloat16)
+        found[first : first + rows] = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(len(x), outputs))
+    assert torch.equal(found.t(), weights.dequantize(torch.bfloat16).float())
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=40, deadline=None)
 @given(scheme=schemes, rows=ROWS, channels=SIZES, inputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
@@ -112,7 +134,8 @@ def test_gated_products_and_biases(
     bias = random(2 * channels, seed=seed + 2) if biased else torch.zeros(2 * channels)
     if biased:
         matrix.set_bias(bias)
-    gate, up = F.linear(x.double(), weights.dequantize(torch.bfloat16).double(), bias.double()).chunk(2, dim=1)
+    precision = torch.float32 if scheme.by_channel else torch.bfloat16  # where scales multiply sums, nothing is rounded
+    gate, up = F.linear(x.double(), weights.dequantize(precision).double(), bias.double()).chunk(2, dim=1)
     got = matrix.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
     want = F.silu(gate) * up
     torch.testing.assert_close(got.double(), want, rtol=2**-6, atol=float(5e-3 * (want.abs().max() + 1)))
