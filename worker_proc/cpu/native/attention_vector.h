@@ -49,13 +49,6 @@ inline void put_by_pairs(Floats& a, Floats& b, std::integer_sequence<int, kLane.
   a = first;
 }
 
-// Keeps compilers from loading a vector from memory anew for every use of it.
-inline void hold([[maybe_unused]] Floats& x) {
-#if defined(__AVX2__)
-  asm("" : "+v"(x));
-#endif
-}
-
 template <class Element>
 class VectorKernel {
  public:

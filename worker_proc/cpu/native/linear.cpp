@@ -55,7 +55,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   chunk = (chunk + unit - 1) / unit * unit;
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
 #if defined(__AMX_BF16__)
-  if (weights.format != Format::kBFloat16 && weights.format != Format::kCompressed) {
+  if (has_codes(weights.format)) {
     const TurnedRows turned(x, x_stride, rows, blocks(weights.inputs));
     return parallel_for(groups * chunks, [&](int64_t task, int thread) {
       const int64_t at = task / chunks, first = task % chunks * chunk, row_end = std::min(rows, (at + 1) * group);

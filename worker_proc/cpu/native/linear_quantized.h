@@ -17,6 +17,7 @@ namespace rhizome {
 
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
+inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
 inline int64_t code_bytes(Format format, int64_t weights) { return format == Format::kInt4 ? weights / 2 : weights; }
 inline int64_t groups(const PackedMatrix& weights) {
   return weights.format == Format::kInt8Channel ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;

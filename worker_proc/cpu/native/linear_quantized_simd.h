@@ -6,6 +6,7 @@
 
 #include "linear_quantized.h"
 #include "linear_simd.h"
+#include "registers.h"
 
 namespace rhizome {
 
@@ -14,7 +15,7 @@ namespace rhizome {
 // that is left of the number: three instructions, where bits take five.
 inline floats round_to_bf16(floats value) {
 #if defined(__AVX2__)
-  asm("" : "+v"(value));  // compilers would add a product before it is rounded
+  hold(value);  // compilers would add a product before it is rounded
   const floats far = value * 65536.0f;
   const floats rest = far - value;
   return far - rest;
@@ -139,9 +140,9 @@ class CodePiece {
       Numbers<1> numbers = at<1>(tile);
       words* to = reinterpret_cast<words*>(out);
       for (int64_t block = 0; block < count; ++block, to += kTileElements / (2 * kLanes), numbers.next_block())
-        for (int run = 0; run < 32; run += 8, numbers.next_run()) {
+        for (int run = 0; run < 32; run += Numbers<1>::kRun, numbers.next_run()) {
 #pragma GCC unroll 4
-          for (int pair = 0; pair < 4; ++pair)
+          for (int pair = 0; pair < Numbers<1>::kRun / 2; ++pair)
             for (int v = 0; v < kOfTile; ++v) {
               const floats first = numbers(2 * pair, v), second = numbers(2 * pair + 1, v);
               *to++ = (words)first >> 16 | ((words)second & 0xffff0000u);

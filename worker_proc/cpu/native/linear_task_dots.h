@@ -32,7 +32,7 @@ class DotPiece {
   void pass(int count, const DotRows& rows) {
     if (!packed_) return dots(count, PlainDots{plain_}, rows, steps_, ahead_);
     packed_ = false;
-    if (weights_.format != Format::kCompressed)
+    if (has_codes(weights_.format))
       code_dots(weights_, block_, count, rows, steps_, ahead_, room(), !only_);
     else if (only_)
       dots(count, InflatedDots<false>{weights_, block_, room()}, rows, steps_, ahead_);

@@ -9,7 +9,7 @@ namespace rhizome {
 
 // `count` blocks from `block` on, of weights that are not stored as bfloat16, in the layout of linear.h.
 inline void make_plain(const PackedMatrix& weights, int64_t block, int64_t count, bf16* out) {
-  if (weights.format != Format::kCompressed) return widen_codes(weights, block, count, out);
+  if (has_codes(weights.format)) return widen_codes(weights, block, count, out);
 #if defined(__AVX2__)
   const uint8_t* from = compressed_block(weights, block);
   const Inflater inflater(weights);
@@ -26,11 +26,9 @@ class SimdPiece {
   SimdPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(weights), block_(piece.panel * blocks(weights.inputs) + piece.step), steps_(piece.now),
         ahead_(piece_ahead(weights, following, steps_, steps_ * kSimdTurns * simd_runs(static_cast<int>(rows)))) {
-    const bool codes = weights.format != Format::kBFloat16 && weights.format != Format::kCompressed;
-    if (codes && widened_in_passing(weights.format, rows)) return;
     if (weights.format == Format::kBFloat16) {
       plain_ = weights_at(weights, piece.panel, piece.step);
-    } else {
+    } else if (!has_codes(weights.format) || !widened_in_passing(weights.format, rows)) {
       alignas(64) static thread_local bf16 plain[kSteps * 2 * kTileElements];
       make_plain(weights, block_, steps_, plain);
       plain_ = plain;
@@ -52,7 +50,7 @@ class SimdPiece {
  private:
   const PackedMatrix& weights_;
   const int64_t block_, steps_;
-  const bf16* plain_ = nullptr;  // or codes are widened in passing
+  const bf16* plain_ = nullptr;  // codes are widened in passing then
   LinesAhead ahead_;
 };
 

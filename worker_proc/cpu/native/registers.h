@@ -1,4 +1,4 @@
-// What fits in the vector registers.
+// The vector registers: what fits in them.
 #pragma once
 
 namespace rhizome {
@@ -9,5 +9,15 @@ inline constexpr int kHeldSums = 16, kMostSums = 16;
 #else
 inline constexpr int kHeldSums = 8, kMostSums = 12;
 #endif
+
+// Keeps compilers from making a vector anew for every use of it, or another one of what it was made of.
+template <class Vector>
+inline void hold([[maybe_unused]] Vector& x) {
+#if defined(RHIZOME_EMULATED_AVX512)  // tests/native/emulated_avx512.h
+  asm("" : "+m"(x));
+#elif defined(__AVX2__)
+  asm("" : "+v"(x));
+#endif
+}
 
 }  // namespace rhizome

@@ -22,7 +22,6 @@ constexpr uint32_t kNear = 1 << 20;   // an eighth of an octave
 
 typedef float Part __attribute__((vector_size(2 * kLanes), aligned(4), may_alias));
 typedef double Doubles __attribute__((vector_size(4 * kLanes)));
-typedef int64_t Longs __attribute__((vector_size(4 * kLanes)));
 
 // Philox 4x32-10 (Salmon et al., SC 2011), as in worker_proc/random.py.
 double uniform(uint64_t seed, uint64_t position) {
@@ -146,7 +145,7 @@ class Row {
       for (int half = 0; half < 2; ++half) {
         const Part part = *reinterpret_cast<const Part*>(from + i + half * kLanes / 2);
         const Doubles some = __builtin_convertvector(part, Doubles);
-        sums[half] += (Doubles)((Longs)some & (Longs)(some >= least));
+        sums[half] += some >= least ? some : Doubles{};
       }
     double total = 0.0;
     for (int i = 0; i < kLanes / 2; ++i) total += sums[0][i] + sums[1][i];
