@@ -20,7 +20,7 @@ settings.load_profile("rhizome")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=400, help="runs of the scheduler's state machine test")
-    parser.addoption("--emulate-amx", action="store_true", help="kernels for AMX in AVX512, see tests/emulated_amx.py")
+    parser.addoption("--emulate-amx", action="store_true", help="see tests/emulated_amx.py")
     parser.addoption("--fuzz-seconds", type=int, help="of new inputs for each description of the HTTP API")
 
 
