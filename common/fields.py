@@ -160,6 +160,8 @@ class Ints:
         if type(wire) is not bytes:
             raise FieldError(field, f"must be raw bytes, not {type(wire).__name__}")
         values = array(self.typecode)
+        if not wire:  # most columns of most steps
+            return values
         if len(wire) % values.itemsize:
             raise FieldError(field, f"must be whole {values.itemsize}-byte integers, got {len(wire)} bytes")
         values.frombytes(wire)

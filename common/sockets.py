@@ -126,6 +126,11 @@ class Inbox:
         self._private = private
         self._deaf = False
 
+    @property
+    def ready(self) -> bool:
+        """Whether a frame has arrived."""
+        return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
     def drain(self, limit: int = 1000) -> Iterator[Message | Lost]:
         """What has arrived, at most `limit` frames, without waiting. Bad frames are counted and skipped."""
         for _ in range(limit):

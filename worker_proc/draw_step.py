@@ -60,6 +60,7 @@ class DrawStep:
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
         self._grammars = grammars
         self._with_grammar: set[int] = set()  # slots; every rank knows them
+        self._greedy: tuple[Tensor, bool] | None = None  # what `is_greedy` said of these slots, while nobody comes
 
     def warm_up(self, logits: Tensor) -> None:
         """Draw from logits (float32 `[S, vocab]`, device) by all filters, as the first requests would."""
@@ -67,12 +68,19 @@ class DrawStep:
 
     def reset(self) -> None:
         """Every slot is free."""
+        self._greedy = None
         self._with_grammar.clear()
         if self._grammars is not None:
             self._grammars.reset()
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
         """Slots leave and enter."""
+        if plan.leave or plan.enter_slots:
+            self._change_slots(plan, staging)
+        self._check_drafts(plan)
+
+    def _change_slots(self, plan: StepPlan, staging: Staging) -> None:
+        self._greedy = None
         self._editor.leave(plan.leave)
         self._sampler.set_params(plan.enter_slots, plan.enter_draw, staging)
         self._editor.enter(plan.enter_slots, plan.enter_draw, {h.slot: h for h in plan.histories}, staging)
@@ -85,7 +93,6 @@ class DrawStep:
         if self._grammars is not None:
             self._grammars.leave(plan.leave)
             self._grammars.enter(plan.enter_grammars)
-        self._check_drafts(plan)
 
     def _check_drafts(self, plan: StepPlan) -> None:
         """Penalties and grammars know the tokens of a slot up to its last one, not the guesses after it."""
@@ -95,6 +102,11 @@ class DrawStep:
 
     def is_greedy(self, sampled: SampledRows) -> bool:
         """Whether all these rows want is the likeliest token, as the model sees it."""
+        if self._greedy is None or self._greedy[0] is not sampled.slots:  # in a steady batch, it is the same tensor
+            self._greedy = sampled.slots, self._wants_likeliest(sampled)
+        return self._greedy[1]
+
+    def _wants_likeliest(self, sampled: SampledRows) -> bool:
         slots = sampled.slots.tolist() if self._draws or self._with_grammar else []
         if not self._draws.keys().isdisjoint(slots) or not self._with_grammar.isdisjoint(slots):
             return False

@@ -5,7 +5,7 @@ the next plan may be sent before the result of this one is read. Lengths follow 
 the host, where batches are laid out. What a step has for the device goes there with its other numbers (`Staging`).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -51,12 +51,17 @@ class Layout:
 
 @dataclass(slots=True, eq=False)
 class _Decodes:
-    """The last step, of decodes alone. One of the same slots differs from it in lengths, and perhaps in pages."""
+    """The last step, of decodes alone. One of the same slots differs from it in lengths, and perhaps in pages: its
+    numbers are made of this one's, in place."""
 
     bits: bytes  # StepPlan.decode
     layout: Layout
+    begins: Tensor  # int64 [B], host: the tokens of each row before the step
+    ends: Tensor  # int64 [B], host: and after it
     room: int  # tokens that any row could grow by, at least
     page_table: Tensor | None = None  # of the last batch, None when pages have come since
+    slot_mapping: Tensor | None = None  # of the last batch
+    in_page: int = 0  # steps for which every row stays in its page, and `slot_mapping` grows by 1
 
 
 class SlotTable:
@@ -161,28 +166,23 @@ class SlotTable:
             SampledRows(sample_slots, sample_ends, staging.put(sample_slots), drafts),
         )
         if not num_chunks:
-            self._decodes = _Decodes(plan.decode, layout, self._room(rows, ends))
+            self._decodes = _Decodes(plan.decode, layout, begins, ends, self._room(rows, ends))
         return layout
 
     def _lay_out_again(self, last: _Decodes, staging: Staging) -> Layout:
         """The same decodes as in the last step: each row has one token more."""
-        rows, begins = last.layout.decode_slots, last.layout.sampled.positions
-        ends = begins + 1
+        layout, ends = last.layout, last.ends
+        last.begins.add_(1)
+        ends.add_(1)
         last.room -= 1
         if last.room < 0:
-            self._check_room(rows, ends)
-            last.room = self._room(rows, ends)
-        self._lengths.index_copy_(0, rows, ends)
-        lengths = [length + 1 for length in last.layout.kv_lens]
-        last.layout = replace(
-            last.layout,
-            kv_lens=lengths,
-            columns=-(-max(lengths) // self._page_size),
-            ends=staging.put(ends),
-            positions=staging.put(begins),
-            sampled=replace(last.layout.sampled, positions=ends),
-        )
-        return last.layout
+            self._check_room(layout.decode_slots, ends)
+            last.room = self._room(layout.decode_slots, ends)
+        self._lengths.index_copy_(0, layout.decode_slots, ends)
+        layout.kv_lens = [length + 1 for length in layout.kv_lens]
+        layout.columns = -(-max(layout.kv_lens) // self._page_size)
+        layout.ends, layout.positions = staging.put(ends), staging.put(last.begins)
+        return layout
 
     def _room(self, rows: Tensor, ends: Tensor) -> int:
         """Tokens that every row may grow by."""
@@ -195,18 +195,23 @@ class SlotTable:
         page_table = last.page_table if last is not None else None
         if page_table is None or page_table.shape[1] != layout.columns:
             page_table = self._page_table[:, : layout.columns].index_select(0, rows)
+        if last is None:
+            slot_mapping = self._slot_mapping(layout, page_table)
+        elif last.slot_mapping is not None and last.in_page:
+            slot_mapping = last.slot_mapping.add_(1)
+            last.in_page -= 1
+        else:
+            slot_mapping = last.slot_mapping = self._slot_mapping(layout, page_table)
+            last.in_page = min(-length % self._page_size for length in layout.kv_lens)
         if last is not None:
             last.page_table = page_table
-        columns = positions // self._page_size
+        token_ids = self._last_tokens.index_select(0, rows[chunks:] if chunks else rows)
         if chunks:
-            pages = page_table[layout.row_of_token.tensor, columns]
-        else:
-            pages = page_table.gather(1, columns[:, None])[:, 0]
-        decode_tokens = self._last_tokens.index_select(0, rows[chunks:])
+            token_ids = torch.cat((layout.chunk_tokens.tensor, token_ids))
         return ForwardBatch(
-            token_ids=torch.cat((layout.chunk_tokens.tensor, decode_tokens)),
+            token_ids=token_ids,
             positions=positions,
-            slot_mapping=(pages - columns) * self._page_size + positions,
+            slot_mapping=slot_mapping,
             page_table=page_table,
             kv_lens=layout.ends.tensor,
             q_lens=layout.q_lens,
@@ -216,6 +221,16 @@ class SlotTable:
             chunk_starts=layout.chunk_starts.tensor if layout.chunk_starts is not None else None,
             shared=shared,
         )
+
+    def _slot_mapping(self, layout: Layout, page_table: Tensor) -> Tensor:
+        """Where the step's tokens go in the cache, int64 `[T]`."""
+        positions = layout.positions.tensor
+        columns = positions // self._page_size
+        if layout.num_chunks:
+            pages = page_table[layout.row_of_token.tensor, columns]
+        else:
+            pages = page_table.gather(1, columns[:, None])[:, 0]
+        return (pages - columns) * self._page_size + positions
 
     def store(self, sampled: SampledRows, tokens: Tensor, verdict: Verdict | None = None) -> None:
         """Remember the drawn `tokens` (int64 `[S]`, device) as the inputs of the next decodes. Where the step had

@@ -28,7 +28,7 @@ from worker_proc.staging import Staging
 from worker_proc.verification import Verdict, verify
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """`tokens`, log probabilities, `failures` and `accepted` as in StepResult (only rank 0 has the first on the host);
     times are CLOCK_MONOTONIC nanoseconds."""
@@ -58,7 +58,8 @@ class LaunchedStep:
         """What the step has given, waiting for it."""
         if self._drawn is None:
             return self._output
-        return replace(self._output, tokens=self._drawn.tolist(), tokens_ready=time.monotonic_ns())
+        self._output.tokens, self._output.tokens_ready = self._drawn.tolist(), time.monotonic_ns()
+        return self._output
 
 
 class ModelRunner:

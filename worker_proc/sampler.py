@@ -39,6 +39,16 @@ class Drawing:
     index: Staged  # int64 [3, R]: row of the step, slot, tokens before the drawn one
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _DrawingRows:
+    """The rows that draw at random when a step has these `slots`, for the next step with them."""
+
+    slots: Tensor
+    numbers: Tensor  # int64 [R]
+    params: Tensor  # as in Drawing
+    index: Tensor  # as in Drawing, host, but for the tokens, which change with every step
+
+
 class DrawRows(Protocol):
     """Draws for some rows in a kernel of its own, see `worker_proc/cuda/sampling.py` and `worker_proc/cpu/sampling.py`:
     writes a token for each column of `index` (int64 `[3, R]`: row of the step, slot, tokens before the drawn one) to
@@ -74,12 +84,14 @@ class Sampler:
         self._host = torch.zeros(4, max_slots, dtype=torch.float64)
         self._params = self._host.to(self.device)
         self._seeds = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
+        self._rows: _DrawingRows | None = None  # of the last step, while nobody comes
 
     def set_params(self, slots: Sequence[int], draws: Sequence[DrawParams], staging: Staging) -> None:
         """From now on slot `slots[i]` draws as `draws[i]` says; on the device when `staging` is sent."""
         if not slots:
             return
         rows = [(max(d.temperature, _COLDEST) if d.temperature else 0.0, d.top_k, d.top_p, d.min_p) for d in draws]
+        self._rows = None
         params = torch.tensor(rows, dtype=torch.float64).T.contiguous()
         index = torch.tensor(slots, dtype=torch.int64)
         self._host[:, index] = params
@@ -100,12 +112,16 @@ class Sampler:
     def prepare(self, slots: Tensor, positions: Tensor, staging: Staging) -> Drawing | None:
         """What `sample` needs of a step whose rows have the parameters of `slots` (int64 `[S]`, host) and `positions`
         (int64 `[S]`, host) tokens before the drawn one; None if no row draws at random."""
-        params = self._host[:, slots]
-        drawing = params[_TEMPERATURE].nonzero().squeeze(1)
-        if not len(drawing):
+        rows = self._rows
+        if rows is None or rows.slots is not slots:  # in a steady batch, it is the same tensor
+            params = self._host[:, slots]
+            numbers = params[_TEMPERATURE].nonzero().squeeze(1)
+            index = torch.stack((numbers, slots[numbers], numbers))
+            rows = self._rows = _DrawingRows(slots, numbers, params[:, numbers], index)
+        if not len(rows.numbers):
             return None
-        index = torch.stack((drawing, slots[drawing], positions[drawing]))
-        return Drawing(params[:, drawing], staging.put(index))
+        torch.index_select(positions, 0, rows.numbers, out=rows.index[2])
+        return Drawing(rows.params, staging.put(rows.index))
 
     def warm_up(self, logits: Tensor) -> None:
         """Have each row of logits (float32 `[S, vocab]`, device) drawn by the kernels, where there are any. What slots

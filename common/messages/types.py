@@ -62,5 +62,7 @@ def known_finish(codes: bytes) -> None:
 
 
 def same_length(what: str, *columns: IntArray | bytes | tuple[object, ...]) -> None:
-    if len({len(column) for column in columns}) > 1:
-        raise FieldError(what, f"columns must have the same length, got {[len(c) for c in columns]}")
+    length = len(columns[0])
+    for column in columns:
+        if len(column) != length:
+            raise FieldError(what, f"columns must have the same length, got {[len(c) for c in columns]}")

@@ -300,6 +300,33 @@ def test_large_scores_have_the_bits_of_any_chunk(library: NativeLibrary, group: 
         assert torch.equal(whole.chunk(begin, end).run(CpuAttention(library)), expected[begin:end]), (begin, end)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([20, 255, 256, 257, 300, 520, 770]), min_size=1, max_size=5),
+    shared=st.sampled_from([0, 256, 513]),
+    skips=st.lists(st.sampled_from([1, 1, 2, 230]), min_size=2, max_size=6),
+    int8=st.booleans(),
+)
+def test_rows_that_go_on(library: NativeLibrary, lengths: list[int], shared: int, skips: list[int], int8: bool) -> None:
+    """Steps of the same rows, which differ in lengths alone, have the bits of steps that nothing came before."""
+    last = make_step(Shape(int8=int8), [(1, length + sum(skips)) for length in lengths], shared=shared)
+    going_on = CpuAttention(library)
+    for ahead in accumulate(skips):
+        positions = torch.tensor(lengths) + ahead - 1
+        pages = last.batch.page_table.gather(1, positions[:, None] // 16)[:, 0]
+        slots = pages * 16 + positions % 16
+        batch = replace(
+            last.batch,
+            positions=positions,
+            slot_mapping=slots,
+            kv_lens=positions + 1,
+            kv_lens_host=(positions + 1).tolist(),
+        )
+        k, v = (x.to(torch.bfloat16) for x in last.cache.read(1, slots))
+        step = replace(last, batch=batch, k=k, v=v)
+        assert torch.equal(step.run(going_on), step.run(CpuAttention(library)))
+
+
 def test_many_rows_share(library: NativeLibrary) -> None:
     """More queries than a tile, and groups within groups."""
     step = make_step(Shape(heads=8, kv_heads=1, k_dim=128, v_dim=128), [(1, 700 + i) for i in range(24)], shared=512)

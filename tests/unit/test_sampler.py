@@ -190,6 +190,22 @@ def test_a_request_draws_the_same_alone_and_in_any_batch(vocab: int) -> None:
         assert together == turned[::-1]
 
 
+def test_rows_that_go_on_draw_what_they_draw_anew() -> None:
+    """The same slots, step after step, at other positions and later with other parameters."""
+    draws = [DrawParams(seed=1), DrawParams(temperature=0.0), DrawParams(0.7, 20, seed=3)]
+    slots, logits = torch.tensor([4, 0, 2]), make_logits(3, 1000)
+    going_on = Sampler(5)
+    for round_ in range(2):
+        set_params(going_on, slots.tolist(), draws)
+        for position in range(5):
+            positions = torch.tensor([position, 7, 100 * round_ + position])
+            anew = Sampler(5)
+            set_params(anew, slots.tolist(), draws)
+            expected = draw_tokens(anew, logits, slots.clone(), positions)
+            assert torch.equal(draw_tokens(going_on, logits, slots, positions), expected)
+        draws = [DrawParams(temperature=0.0), DrawParams(seed=1), DrawParams(0.9, seed=5)]
+
+
 def test_many_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = make_logits(20, 100)
     draws = [DrawParams(top_k=5 * (i % 3), top_p=0.9, seed=i) for i in range(20)]

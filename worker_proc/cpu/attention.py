@@ -69,17 +69,38 @@ class NativeAttention:
             function = getattr(self._functions, name)
             function.restype, function.argtypes = result, arguments
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._last: AttentionStep | None = None
 
     def step(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> "AttentionStep":
         """What all layers of `batch` have in common, for `num_heads` query heads. Valid until the next step's."""
+        step = self._last
+        if step is None or not step.is_like(batch, cache, num_heads):
+            step = self._last = self._new_step(batch, cache, num_heads)
+        step.batch = batch
+        step.kv_lens.copy_(batch.kv_lens)
+        struct = step.struct
+        most = int(self._functions.rhizome_attention_plan(struct, step.plan.data_ptr(), len(step.plan), self._share))
+        if most > len(step.plan):
+            step.plan = torch.empty(2 * most, dtype=torch.int32)  # contexts grow: not soon again
+            self._functions.rhizome_attention_plan(struct, step.plan.data_ptr(), 2 * most, self._share)
+        struct.plan = step.plan.data_ptr()
+        needed = int(self._functions.rhizome_attention_workspace(struct)) + _ALIGNMENT
+        if self._workspace.numel() < needed:
+            self._workspace = HugePages(needed).take(needed, torch.uint8)
+        struct.workspace = -(-self._workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        return step
+
+    def _new_step(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> "AttentionStep":
+        """A step of rows like those of `batch`, with neither lengths nor a plan yet."""
         spec = cache.spec
         if spec.dtype not in DTYPES:
             raise ValueError(f"native attention computes in float32 or bfloat16, not {spec.dtype}")
         if num_heads % spec.num_kv_heads:
             raise ValueError(f"{num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
-        numbers = torch.tensor([0, *accumulate(batch.q_lens), *batch.kv_lens_host], dtype=torch.int32)
-        table = batch.page_table.to(torch.int32).contiguous()
         rows = len(batch.q_lens)
+        starts = torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int32)
+        kv_lens = torch.empty(rows, dtype=torch.int32)
+        table = batch.page_table.to(torch.int32).contiguous()
         struct = BatchStruct(
             num_rows=rows,
             num_heads=num_heads,
@@ -91,21 +112,13 @@ class NativeAttention:
             kv_int8=spec.int8,
             page_table=table.data_ptr(),
             table_stride=table.shape[1],
-            q_starts=numbers.data_ptr(),
-            kv_lens=numbers.data_ptr() + 4 * (rows + 1),
+            q_starts=starts.data_ptr(),
+            kv_lens=kv_lens.data_ptr(),
         )
         for name, pages in (("k", cache.k[0]), ("v", cache.v[0])):
             for stride, kind in zip(pages.stride(), ("page", "head", "token"), strict=False):
                 setattr(struct, f"{name}_{kind}_stride", stride)
-        most = int(self._functions.rhizome_attention_plan(struct, None, 0, self._share))
-        plan = torch.empty(most, dtype=torch.int32)
-        self._functions.rhizome_attention_plan(struct, plan.data_ptr(), most, self._share)
-        struct.plan = plan.data_ptr()
-        needed = int(self._functions.rhizome_attention_workspace(struct)) + _ALIGNMENT
-        if self._workspace.numel() < needed:
-            self._workspace = HugePages(needed).take(needed, torch.uint8)
-        struct.workspace = -(-self._workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        return AttentionStep(self._functions, struct, batch, cache, (numbers, table, plan, self._workspace))
+        return AttentionStep(self._functions, struct, batch, cache, kv_lens, (starts, table))
 
 
 class AttentionStep:
@@ -117,13 +130,23 @@ class AttentionStep:
         struct: BatchStruct,
         batch: ForwardBatch,
         cache: KVCache,
+        kv_lens: Tensor,
         keep: tuple[Tensor, ...],
     ) -> None:
         self.struct = struct
         self.batch = batch
+        self.kv_lens = kv_lens  # int32 [B]; like the others, memory that the struct points to
+        self.plan = torch.empty(0, dtype=torch.int32)
         self._functions = functions
         self._cache = cache
-        self._keep = keep  # memory that the struct points to
+        self._keep = keep
+
+    def is_like(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> bool:
+        """Whether the rows of `batch` are those of this step, but for their lengths: it has the very same page table,
+        which nobody changes."""
+        mine = self.batch
+        same = mine.page_table is batch.page_table and mine.q_lens is batch.q_lens
+        return same and cache is self._cache and num_heads == self.struct.num_heads
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` in the pages of a layer. Raises ValueError for another dtype

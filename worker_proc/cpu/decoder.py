@@ -101,6 +101,8 @@ class CpuDecoder:
         self._attention = NativeAttention(native)
         self._cache: KVCache | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._tokens = -1  # of the last step
+        self._step = _StepStruct()
         self.op_ns: Tensor | None = None  # int64, as long as OPERATIONS: their times are added up here when it is set
         self._functions = native.functions
         for name, (result, arguments) in _FUNCTIONS.items():
@@ -178,22 +180,21 @@ class CpuDecoder:
         return indices.gather(1, bests.max(dim=1).indices[:, None])[:, 0]
 
     def _compute(self, batch: ForwardBatch, cache: KVCache) -> tuple[_StepStruct, AttentionStep]:
-        """All layers. What is returned describes the step to the native functions, as long as both are held."""
+        """All layers. What is returned describes the step to the native functions, until the next one."""
         if cache is not self._cache:
             self._use_cache(cache)
-        tokens = len(batch.token_ids)
-        attention = self._attention.step(batch, cache, self._heads)
-        step = _StepStruct(
-            attention=ctypes.addressof(attention.struct),
-            token_ids=batch.token_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slot_mapping.data_ptr(),
-            logit_rows=batch.logit_rows.data_ptr(),
-            tokens=tokens,
-            num_logits=len(batch.logit_rows),
-            workspace=self._room(tokens),
-            op_ns=_pointer(self.op_ns),
-        )
+        attention, step = self._attention.step(batch, cache, self._heads), self._step
+        tokens = step.tokens = len(batch.token_ids)
+        if tokens != self._tokens:
+            step.workspace = self._room(tokens)
+            self._tokens = tokens
+        step.attention = ctypes.addressof(attention.struct)
+        step.token_ids = batch.token_ids.data_ptr()
+        step.positions = batch.positions.data_ptr()
+        step.slots = batch.slot_mapping.data_ptr()
+        step.logit_rows = batch.logit_rows.data_ptr()
+        step.num_logits = len(batch.logit_rows)
+        step.op_ns = _pointer(self.op_ns)
         functions, model = self._functions, self._model
         if self.tp.size == 1:
             functions.rhizome_decoder_layers(model, step)
