@@ -16,6 +16,7 @@ from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.attention import DTYPES
+from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import LEVELS, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library
 from worker_proc.cpu.prefault import Prefault
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SMALL_MODEL_BYTES = 2**25
+_SMALL_STEP = 2**26  # multiplications: one or two ms of a core that has AVX2
 _PREFAULT_S = 1.0  # that a start waits at most for memory of the KV cache; the rest comes while the worker rests
 _REST_S = 1.5  # without a new step: longer than any step takes
 
@@ -96,6 +98,9 @@ def load_worker(
         compression=model_config.weight_compression,
         progress=progress,
     )
+    if library is not None and isinstance(model, CpuDecoder) and model_config.threads is None:
+        library.set_threads(share_of_cores(model_config))
+        model.alone_below = _SMALL_STEP
     spec, page_size = replace(model.kv_spec, int8=int8_kv), config.cache.page_size
     activations, steps = 0, config.scheduler
     if device.type == "cuda":
@@ -298,12 +303,17 @@ def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:
 
 
 def choose_threads(model: ModelConfig, info: ModelInfo) -> int:
-    """CPU threads of a rank: its share of the cores, but one for a model so small that sharing a step's work out
-    costs more than it saves."""
+    """CPU threads of torch in a rank: its share of the cores, but one for a model so small that sharing a step's work
+    out costs more than it saves."""
     if model.threads is not None:
         return model.threads
     if info.parameter_bytes // model.tp < _SMALL_MODEL_BYTES:
         return 1
+    return share_of_cores(model)
+
+
+def share_of_cores(model: ModelConfig) -> int:
+    """Cores of this machine for each rank."""
     return max(1, _num_cores() // model.tp)
 
 

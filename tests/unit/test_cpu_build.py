@@ -159,6 +159,31 @@ def test_every_task_is_done_once(runs: list[tuple[int, int]]) -> None:
 
 
 @needs_compiler
+def test_the_caller_can_work_alone() -> None:
+    native = load_library("generic")
+    native.set_threads(3)
+    assert helped(native)
+    native.work_alone(True)
+    assert not helped(native)
+    native.work_alone(False)
+    assert helped(native)
+    native.work_alone(True)
+    native.set_threads(2)
+    assert helped(native), "what is said of threads is said anew"
+    native.set_threads(1)
+
+
+def helped(native: library.NativeLibrary) -> bool:
+    """Whether helpers take tasks, of thousands."""
+    sums = torch.zeros(3, dtype=torch.int64)
+    for _ in range(100):
+        native.functions.rhizome_test_tasks(20_000, sums.data_ptr())
+        if sums[1:].any():
+            return True
+    return False
+
+
+@needs_compiler
 def test_threads_can_be_bound_to_cpus() -> None:
     native = load_library("generic")
     cpus = sorted(os.sched_getaffinity(0))

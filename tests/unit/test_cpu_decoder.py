@@ -19,7 +19,7 @@ from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_native import COMPRESSING
 from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_prompts
-from tests.unit.test_cpu_build import needs_compiler
+from tests.unit.test_cpu_build import helped, needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.decoder import CpuDecoder
@@ -94,6 +94,26 @@ def logits(model: LanguageModel, vocab_size: int = VOCAB_SIZE) -> Tensor:
 
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_small_steps_are_computed_by_one_thread(level: Level, tmp_path: Path) -> None:
+    """How small is counted in multiplications: of projections, attention and logits."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 41}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model, library = load_native(make_checkpoint("qwen3", tmp_path, **sizes, **heads), level), load_library(level)
+    batch = probe_batch(41)
+    layer = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 64 * 2 * 96 + 96 * 64
+    work = len(batch.token_ids) * 2 * layer + sum(batch.kv_lens_host) * 2 * 2 * 4 * 16
+    work += len(batch.logit_rows) * 64 * 41
+    together = logits(model, 41)
+    assert helped(library)
+    model.alone_below = work + 1
+    assert torch.equal(logits(model, 41), together)
+    assert not helped(library)
+    model.alone_below = work
+    assert torch.equal(logits(model, 41), together)
+    assert helped(library)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -26,6 +26,7 @@ from worker_proc.startup import (
     choose_kernels,
     choose_threads,
     ready_info,
+    share_of_cores,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,3 +167,4 @@ def test_a_small_model_runs_on_one_thread_and_a_large_one_on_its_share_of_the_co
     assert choose_threads(replace(MODEL, tp=2), large) == 4
     assert choose_threads(replace(MODEL, tp=16), large) == 1
     assert choose_threads(replace(MODEL, threads=3), INFO) == 3
+    assert [share_of_cores(replace(MODEL, tp=ranks)) for ranks in (1, 3, 16)] == [8, 2, 1]

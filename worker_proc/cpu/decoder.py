@@ -104,6 +104,12 @@ class CpuDecoder:
         self._tokens = -1  # of the last step
         self._step = _StepStruct()
         self.op_ns: Tensor | None = None  # int64, as long as OPERATIONS: their times are added up here when it is set
+        self._native = native
+        projections = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.up, layer.down)]
+        self._work_of_token = sum(m.inputs * m.outputs for m in projections)  # multiplications
+        self._work_of_key = 2 * spec.num_layers * self._heads * spec.head_dim  # for one query
+        self._work_of_logits = weights.head.inputs * weights.head.outputs
+        self.alone_below = 0  # a step of fewer multiplications is computed by one thread
         self._functions = native.functions
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._functions, name)
@@ -183,6 +189,9 @@ class CpuDecoder:
         """All layers. What is returned describes the step to the native functions, until the next one."""
         if cache is not self._cache:
             self._use_cache(cache)
+        work = len(batch.token_ids) * self._work_of_token + sum(batch.kv_lens_host) * self._work_of_key
+        work += len(batch.logit_rows) * self._work_of_logits
+        self._native.work_alone(work < self.alone_below)
         attention, step = self._attention.step(batch, cache, self._heads), self._step
         tokens = step.tokens = len(batch.token_ids)
         if tokens != self._tokens:

@@ -16,6 +16,7 @@ _SPIN_NS = 50_000
 # name: result, arguments
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_set_threads": (_INT, [_INT, _POINTER, _LONG]),
+    "rhizome_alone": (None, [_INT]),
     "rhizome_test_tasks": (None, [_LONG, _POINTER]),
     "rhizome_enable": (_INT, []),
     "rhizome_read": (ctypes.c_uint32, [_POINTER, _LONG]),
@@ -65,6 +66,11 @@ class NativeLibrary:
         how many there are. One pool serves the whole process."""
         bound = (ctypes.c_int * threads)(*cpus) if cpus is not None else None
         return int(self.functions.rhizome_set_threads(threads, bound, _SPIN_NS))
+
+    def work_alone(self, alone: bool) -> None:
+        """Whether the caller computes what comes next without the other threads, until it says otherwise: for so little
+        work, waking them costs more than they do."""
+        self.functions.rhizome_alone(alone)
 
 
 @cache

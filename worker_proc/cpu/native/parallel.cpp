@@ -54,6 +54,7 @@ struct Pool {
   std::atomic<bool> stopping{false};
   int64_t spin_ns = 50'000;
   int threads = 1;
+  std::atomic<bool> alone{false};  // the caller does all tasks itself, and wakes nobody
   pthread_t helpers[kMaxThreads];
 };
 
@@ -105,11 +106,11 @@ void stop_helpers() {
 
 }  // namespace
 
-int num_threads() { return pool.threads; }
+int num_threads() { return pool.alone.load(std::memory_order_relaxed) ? 1 : pool.threads; }
 
 void run_tasks(int64_t num_tasks, void* context, TaskFunction function) {
   if (num_tasks <= 0) return;
-  if (num_tasks == 1 || pool.threads == 1 || in_task || pool.busy.exchange(true, std::memory_order_acquire)) {
+  if (num_tasks == 1 || num_threads() == 1 || in_task || pool.busy.exchange(true, std::memory_order_acquire)) {
     for (int64_t task = 0; task < num_tasks; ++task) function(context, task, 0);
     return;
   }
@@ -135,6 +136,7 @@ RHIZOME_EXPORT int rhizome_set_threads(int threads, const int* cpus, int64_t spi
   if (threads > kMaxThreads) threads = kMaxThreads;
   if (pool.busy.exchange(true, std::memory_order_acquire)) return pool.threads;
   stop_helpers();
+  pool.alone = false;
   pool.spin_ns = spin_ns;
   for (int i = 1; i < threads; ++i) {
     if (pthread_create(&pool.helpers[i], nullptr, helper_main, reinterpret_cast<void*>(intptr_t{i})) != 0) break;
@@ -153,6 +155,9 @@ RHIZOME_EXPORT int rhizome_set_threads(int threads, const int* cpus, int64_t spi
   pool.busy.store(false, std::memory_order_release);
   return pool.threads;
 }
+
+// Whether the caller does the tasks of the next operations alone, until it says otherwise. Not for use during one.
+RHIZOME_EXPORT void rhizome_alone(int alone) { rhizome::pool.alone = alone != 0; }
 
 // For tests of the pool: adds task + 1 of every task into sums[thread] of each thread.
 RHIZOME_EXPORT void rhizome_test_tasks(int64_t num_tasks, int64_t* sums) {

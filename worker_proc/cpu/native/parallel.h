@@ -12,7 +12,7 @@ namespace rhizome {
 
 using TaskFunction = void (*)(void* context, int64_t task, int thread);
 
-// Threads of the pool, the caller included.
+// Threads of the pool, the caller included; 1 while the caller works alone (`rhizome_alone`).
 int num_threads();
 
 // Calls function(context, task, thread) once for every task in 0 .. num_tasks - 1, handed out in ascending order;
