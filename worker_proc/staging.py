@@ -47,7 +47,7 @@ class Staging:
         self._actions: list[Callable[[], object]] = []
 
     def put(self, part: Tensor) -> Staged:
-        """Send `part` (int64 or float64, host, any shape), which must not change any more."""
+        """Send `part` (int64 or float64, host, any shape), which must not change before the step is over."""
         if self._device.type == "cpu":
             return Staged(part)
         if part.dtype not in (torch.int64, torch.float64):
