@@ -3,9 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "linear_six_rows.h"
 #include "linear_task.h"
 #include "parallel.h"
 #include "registers.h"
@@ -91,6 +93,7 @@ class PlainPiece {
       return input % 2 == 0 ? first_of(both) : second_of(both);
     }
 
+    const bf16* pair() const { return at_; }
     void next_run() { at_ += kRun * kTile; }
     void next_block() { at_ += kTileElements; }
 
@@ -120,6 +123,17 @@ __attribute__((noinline)) void simd_tiles(const SimdRows& rows, Numbers weights,
     for (int row = 0; row < kRows; ++row)
       for (int v = 0; v < kVectors; ++v) total[row][v] = load(rows.sums + row * kPanel + v * kLanes);
   }
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  if constexpr (kRows == kSixRows && std::is_same_v<Numbers, PlainPiece::Numbers<1>>) {
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    for (; steps > 0; --steps, weights.next_block())
+      for (int run = 0; run < 32; run += Numbers::kRun, weights.next_run(), x += Numbers::kRun) {
+        ahead();
+        add_pair(total, x, x + 3 * x_stride, 4 * x_stride, weights.pair(), upper);
+        add_pair(total, x + 2, x + 2 + 3 * x_stride, 4 * x_stride, weights.pair() + 2 * kTile, upper);
+      }
+  }
+#endif
   for (; steps > 0; --steps, weights.next_block()) {
     for (int run = 0; run < 32; run += Numbers::kRun, weights.next_run()) {
 #pragma GCC unroll 4
