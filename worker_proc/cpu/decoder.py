@@ -101,8 +101,7 @@ class CpuDecoder:
         self._attention = NativeAttention(native)
         self._cache: KVCache | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._tokens = -1  # of the last step
-        self._step = _StepStruct()
+        self._step = _StepStruct()  # of the last step, 0 tokens before the first
         self.op_ns: Tensor | None = None  # int64, as long as OPERATIONS: their times are added up here when it is set
         self._native = native
         projections = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.up, layer.down)]
@@ -189,14 +188,13 @@ class CpuDecoder:
         """All layers. What is returned describes the step to the native functions, until the next one."""
         if cache is not self._cache:
             self._use_cache(cache)
-        work = len(batch.token_ids) * self._work_of_token + sum(batch.kv_lens_host) * self._work_of_key
+        tokens = len(batch.token_ids)
+        work = tokens * self._work_of_token + sum(batch.kv_lens_host) * self._work_of_key
         work += len(batch.logit_rows) * self._work_of_logits
         self._native.work_alone(work < self.alone_below)
         attention, step = self._attention.step(batch, cache, self._heads), self._step
-        tokens = step.tokens = len(batch.token_ids)
-        if tokens != self._tokens:
-            step.workspace = self._room(tokens)
-            self._tokens = tokens
+        if tokens != step.tokens:
+            step.tokens, step.workspace = tokens, self._room(tokens)
         step.attention = ctypes.addressof(attention.struct)
         step.token_ids = batch.token_ids.data_ptr()
         step.positions = batch.positions.data_ptr()
