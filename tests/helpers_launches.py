@@ -31,9 +31,9 @@ from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.cuda.sampling import draw, make_weights
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import RMSNorm
-from worker_proc.models.spec import parse_spec
 from worker_proc.models.transformers_backend import ATTENTION_NAME, TransformersModel
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.shared_pages import max_tiles

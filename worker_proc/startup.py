@@ -28,9 +28,9 @@ from worker_proc.logprobs import ScoreRows
 from worker_proc.memory import choose_host_pages, choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.describe import describe, read_config
+from worker_proc.models.families import is_native, parse_spec
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
-from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import load_time_scheme
 from worker_proc.sampler import BestRows, DrawRows

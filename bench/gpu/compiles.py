@@ -34,9 +34,10 @@ from worker_proc.cuda.warm_up import compile_kernels
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import Linear
-from worker_proc.models.spec import DecoderSpec, parse_spec
+from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
 

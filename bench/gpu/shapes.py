@@ -10,8 +10,9 @@ from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
+from worker_proc.models.families import parse_spec
 from worker_proc.models.layers import Linear, RMSNorm, Table
-from worker_proc.models.spec import DecoderSpec, parse_spec
+from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme

@@ -123,10 +123,10 @@ def test_weights_in_12_bits_give_the_same_answers() -> None:
 
 
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
-    path = make_checkpoint("gemma2", tmp_path / "model")
+    path = make_checkpoint("vaultgemma", tmp_path / "model")
     cluster = Cluster(path, "--quantization", "int4")
     try:
         assert cluster.process.wait(120) == 1
-        assert "quantization = 'int4': gemma2 runs through transformers" in cluster.log
+        assert "quantization = 'int4': vaultgemma runs through transformers" in cluster.log
     finally:
         cluster.destroy()

@@ -372,7 +372,7 @@ def test_writes_what_the_cache_would(library: NativeLibrary, dtype: torch.dtype,
 
 
 # grouped heads; a sliding window; biases and no rotary; through transformers, with soft caps and alternating windows
-@pytest.mark.parametrize("kind", ["llama-gqa-untied", "mistral-sliding", "gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama-gqa-untied", "mistral-sliding", "gpt2", "vaultgemma"])
 def test_models_generate_the_reference_tokens(library: NativeLibrary, kind: str, tmp_path: Path) -> None:
     path, prompts = make_checkpoint(kind, tmp_path), make_prompts(VOCAB_SIZE)
     models = [

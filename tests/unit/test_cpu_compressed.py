@@ -149,12 +149,15 @@ def test_products_have_the_bits_of_plain_ones(
 @pytest.mark.parametrize("level", COMPRESSING)
 @pytest.mark.parametrize("rows", [1, 17, 40, 130, 513])
 @pytest.mark.parametrize(("channels", "inputs"), [(16, 64), (50, 300), (160, 2080)])
-def test_gated_products_have_the_bits_of_plain_ones(level: Level, rows: int, channels: int, inputs: int) -> None:
+@pytest.mark.parametrize("finish", [Finish.SILU_MUL, Finish.GELU_MUL])
+def test_gated_products_have_the_bits_of_plain_ones(
+    level: Level, rows: int, channels: int, inputs: int, finish: Finish
+) -> None:
     weight, x = normal(2 * channels, inputs, seed=7), normal(rows, inputs, seed=8, scale=1.0)
     matrix = compressed(level, weight, [16, 23], paired=True)
     assert matrix.compressed
     got, want = (
-        m.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
+        m.linear(x, finish, torch.empty(rows, channels, dtype=torch.bfloat16))
         for m in (matrix, packed(level, weight, paired=True))
     )
     assert torch.equal(bits(got), bits(want))

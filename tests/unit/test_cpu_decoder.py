@@ -49,6 +49,13 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2-sliding", {}),
     ("qwen3", {}),
     ("qwen3", {"hidden_size": 72, "intermediate_size": 50, "head_dim": 20, "vocab_size": 41}),
+    ("gemma", {}),
+    ("gemma2", {}),
+    ("gemma3", {}),
+    ("gemma3", {"hidden_size": 72, "intermediate_size": 50, "head_dim": 20, "vocab_size": 41}),
+    ("granite", {}),
+    ("phi3", {}),
+    ("smollm3", {}),
 ]
 IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -199,7 +206,7 @@ def test_a_step_may_ask_for_no_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral-sliding", "gemma2", "gemma3", "granite", "phi3", "smollm3"])
 def test_tokens_do_not_depend_on_pages_chunks_or_company(kind: str, level: Level, tmp_path: Path) -> None:
     native = load_native(make_checkpoint(kind, tmp_path), level)
     together = generate(native, PROMPTS, 16, page_size=16)
@@ -213,12 +220,17 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen"))
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("gemma3", tmp_path_factory.mktemp("gemma"))
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_logits_have_the_same_bits_in_any_batch(level: Level, qwen: Path, data: st.DataObject) -> None:
+def test_logits_have_the_same_bits_in_any_batch(level: Level, qwen: Path, gemma: Path, data: st.DataObject) -> None:
     """A prompt in one chunk beside others, and the same prompt in random chunks alone, with other thread counts."""
-    native = load_native(qwen, level)
+    native = load_native(data.draw(st.sampled_from((qwen, gemma))), level)
     prompts = [data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)) for _ in range(3)]
     cuts = sorted(data.draw(st.sets(st.integers(1, 39), max_size=3)))
     rows = [Row(prompt, list(range(6 * i, 6 * i + 6))) for i, prompt in enumerate(prompts)]
@@ -244,10 +256,10 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_logits_have_the_same_bits_whichever_are_wanted(
-    level: Level, qwen: Path, windowed: Path, data: st.DataObject
+    level: Level, qwen: Path, windowed: Path, gemma: Path, data: st.DataObject
 ) -> None:
     """The last layer computes what the wanted logits need: any tokens, in any order, more than once, or none."""
-    native = load_native(data.draw(st.sampled_from((qwen, windowed))), level)
+    native = load_native(data.draw(st.sampled_from((qwen, windowed, gemma))), level)
     rows, lengths = [], []
     for i in range(data.draw(st.integers(1, 4))):
         length = data.draw(st.integers(1, 40))
@@ -268,7 +280,9 @@ def test_logits_have_the_same_bits_whichever_are_wanted(
     assert torch.equal(native.greedy(some, other), want.argmax(dim=1))
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa"])
+@pytest.mark.parametrize(
+    "kind", ["llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa", "gemma2", "gemma3", "granite", "phi3"]
+)
 def test_two_ranks_compute_what_one_computes(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path / "model")
     one = load_native(path, LEVELS[0])

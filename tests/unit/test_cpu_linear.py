@@ -1,5 +1,7 @@
 """Packed matrix products against torch, for every instruction set of this CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,9 +60,9 @@ def test_products_equal_torch(
 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=40, deadline=None)
-@given(rows=ROWS, channels=SIZES, inputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
+@given(rows=ROWS, channels=SIZES, inputs=SIZES, biased=st.booleans(), gelu=st.booleans(), seed=st.integers(0, 99))
 def test_gated_products_equal_torch(
-    level: Level, rows: int, channels: int, inputs: int, biased: bool, seed: int
+    level: Level, rows: int, channels: int, inputs: int, biased: bool, gelu: bool, seed: int
 ) -> None:
     weight, x = random(2 * channels, inputs, seed=seed) / 4, random(rows, inputs, seed=seed + 1)
     bias = random(2 * channels, seed=seed + 2) if biased else None
@@ -68,8 +70,23 @@ def test_gated_products_equal_torch(
     if bias is not None:
         matrix.set_bias(bias)
     gate, up = exact(x, weight, bias).chunk(2, dim=1)
-    got = matrix.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
-    torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2**-8, atol=1e-3)
+    finish = Finish.GELU_MUL if gelu else Finish.SILU_MUL
+    got = matrix.linear(x, finish, torch.empty(rows, channels, dtype=torch.bfloat16))
+    gated = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
+    torch.testing.assert_close(got.double(), gated * up, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("finish", [Finish.SILU_MUL, Finish.GELU_MUL])
+def test_gates_of_any_size_are_finite(level: Level, finish: Finish) -> None:
+    """Two inputs: the first one is the gate, the second one the factor."""
+    matrix = packed(level, torch.eye(2, dtype=torch.bfloat16).repeat_interleave(16, 0), paired=True)
+    gates = torch.tensor([0.0, 1e-30, 1.0, 20.0, 300.0, 1e6, 1e15, 1e30]).to(torch.bfloat16)
+    x = torch.cat([torch.stack([sign * gates, torch.ones_like(gates)], dim=1) for sign in (1, -1)])
+    got = matrix.linear(x, finish, torch.empty(len(x), 16, dtype=torch.bfloat16)).double()
+    activation = F.silu if finish is Finish.SILU_MUL else partial(F.gelu, approximate="tanh")
+    want = activation(x[:, :1].double()).expand(-1, 16)
+    torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -92,14 +109,14 @@ def test_a_row_has_the_same_bits_in_any_batch(level: Level, data: st.DataObject,
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [512, 513, 700])
 @pytest.mark.parametrize("outputs", [32, 64, 100, 352])  # one panel, whole lines, a rest, many panels
-@pytest.mark.parametrize("paired", [False, True], ids=["store", "silu_mul"])
+@pytest.mark.parametrize("finish", [Finish.STORE, Finish.SILU_MUL, Finish.GELU_MUL])
 def test_results_of_many_rows_have_the_bits_of_those_of_few(
-    level: Level, rows: int, outputs: int, paired: bool
+    level: Level, rows: int, outputs: int, finish: Finish
 ) -> None:
     """Plain ones of many rows go past the caches where lines are aligned; what is beside them stays as it is."""
     native = load_library(level)
     native.set_threads(2)
-    finish = Finish.SILU_MUL if paired else Finish.STORE
+    paired = finish is not Finish.STORE
     matrix = packed(level, random(2 * outputs if paired else outputs, 96, seed=4), paired=paired)
     x, width = random(rows, 96, seed=5), -(-outputs // 32) * 32 + 32
     memory = torch.full((rows * width + 32,), 7.0, dtype=torch.bfloat16)

@@ -25,10 +25,10 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeightPlan
 from worker_proc.models.describe import read_config
+from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import WeightLoader
 from worker_proc.models.registry import load_model
-from worker_proc.models.spec import parse_spec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource

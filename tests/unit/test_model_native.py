@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import NEW_TOKENS, Row, generate, make_batch, make_prompts
@@ -29,6 +30,12 @@ NATIVE = [
     "qwen2",
     "qwen2-sliding",
     "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "phi3",
+    "smollm3",
     "gpt2",
 ]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -60,6 +67,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0 + i / 4 for i in range(8)],
                                 "long_factor": [9.0] * 8, "original_max_position_embeddings": 128}}),
+    ("gemma", {"hidden_act": "gelu"}),  # means the tanh form, in this family
+    ("gemma2", {"attn_logit_softcapping": None, "layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma3", {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "num_hidden_layers": 2}),
+    ("granite", {"mlp_bias": True, "num_key_value_heads": None}),
+    ("phi3", {"partial_rotary_factor": 1.0, "sliding_window": None, "num_key_value_heads": None}),
+    ("phi3", {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 128, "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0 + i / 4 for i in range(6)], "long_factor": [9.0] * 6}}),
+    ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 7, "attention_bias": True}),
     ("llama-rope-yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32,
                                           "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False,
                                           "mscale": 0.7, "mscale_all_dim": 1.1}}),
@@ -72,6 +87,20 @@ def test_variants_equal_transformers(kind: str, fields: dict[str, Any], tmp_path
     want = greedy(path, PROMPTS, NEW_TOKENS)
     assert len({token for output in want for token in output}) > 20, "a degenerate model proves nothing"
     assert generate(load(path), PROMPTS, NEW_TOKENS, page_size=16) == want
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3", "granite"])
+def test_tied_embeddings_are_scaled_on_the_way_in_only(kind: str, tmp_path: Path) -> None:
+    """Their answers repeat one token, so that logits are compared instead."""
+    path = make_checkpoint(kind, tmp_path, tie_word_embeddings=True)
+    model, prompt = load(path), PROMPTS[0]
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    pages = list(range(-(-len(prompt) // 4)))
+    batch = replace(make_batch([Row(prompt, pages)], [len(prompt)], 4), logit_rows=torch.arange(len(prompt)))
+    with torch.inference_mode():
+        want = reference(torch.tensor([prompt])).logits[0]
+    got = model.forward(batch, KVCache(model.kv_spec, len(pages), 4))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_one_step_may_ask_for_the_logits_of_any_tokens(tmp_path: Path) -> None:

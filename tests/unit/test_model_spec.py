@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.helpers_models import KINDS, VOCAB_SIZE, make_checkpoint, make_config
 from worker_proc.errors import ModelError
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.describe import describe
+from worker_proc.models.families import FAMILIES, parse_spec
 from worker_proc.models.rope import inverse_frequencies
 from worker_proc.models.rope_spec import parse_rope
-from worker_proc.models.spec import parse_spec
 
 LLAMA = {
     "model_type": "llama",
@@ -26,6 +27,8 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+GEMMA3 = LLAMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
+PHI3 = LLAMA | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
 GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
 
@@ -33,11 +36,36 @@ def test_defaults_are_those_of_transformers() -> None:
     spec = parse_spec(LLAMA)
     assert (spec.num_kv_heads, spec.head_dim, spec.context_length) == (4, 16, 2048)
     assert not spec.tied and not spec.qkv_bias and spec.activation == "silu" and spec.norm_eps == 1e-6
-    assert spec.rope is not None and spec.rope.theta == 10000.0
+    assert {rope.theta for rope in spec.ropes if rope is not None} == {10000.0}
     assert parse_spec(LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"],
                                "num_key_value_heads": 2}).windows == (4096, 4096)  # fmt: skip
     gpt2 = parse_spec(GPT2)
-    assert (gpt2.intermediate_size, gpt2.context_length, gpt2.tied, gpt2.rope) == (256, 1024, True, None)
+    assert (gpt2.intermediate_size, gpt2.context_length, gpt2.tied, gpt2.ropes) == (256, 1024, True, (None, None))
+
+
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gpt2"}))
+def test_what_a_config_leaves_out_is_what_transformers_takes(model_type: str) -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 8,
+             "num_attention_heads": 32, "model_type": model_type}  # fmt: skip
+    whole = AutoConfig.for_model(**sizes).to_dict() | {"model_type": model_type}
+    assert parse_spec(sizes) == parse_spec(whole)
+
+
+def test_gemma_3_in_the_spelling_of_older_checkpoints() -> None:
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+           "sliding_window_pattern": 2, "sliding_window": 64}  # fmt: skip
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}  # fmt: skip
+    new = {"rope_parameters": ropes, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    assert parse_spec(GEMMA3 | old) == parse_spec(GEMMA3 | new)
+    assert parse_spec(GEMMA3 | old).windows == (64, None)
+
+
+def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
+    """Its published checkpoints carry one; it is never run."""
+    assert parse_spec(PHI3 | {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}) == parse_spec(
+        PHI3
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,6 +101,24 @@ def test_defaults_are_those_of_transformers() -> None:
          {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (LLAMA | {"model_type": "mistral", "architectures": None, "num_key_value_heads": 2},
          {"sliding_window": -4}, "sliding_window"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (GEMMA3, {"sliding_window": None}, "sliding_window"),
+        (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        (GEMMA3, {"rope_scaling": 3}, "rope_scaling"),
+        (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "rope_parameters.factor"),
+        (GEMMA3, {"rope_local_base_freq": -1}, "rope_local_base_freq"),
+        (GEMMA3, {"final_logit_softcapping": -30.0}, "final_logit_softcapping"),
+        (GEMMA3, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        (GEMMA3, {"hidden_activation": "xielu"}, "hidden_activation"),
+        (PHI3, {"partial_rotary_factor": 0}, "partial_rotary_factor"),
+        (PHI3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (PHI3, {"partial_rotary_factor": 0.2}, "head_dim"),
+        (PHI3, {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
+        (LLAMA | {"model_type": "granite", "architectures": None}, {"logits_scaling": 0}, "logits_scaling"),
+        (LLAMA | {"model_type": "granite", "architectures": None}, {"residual_multiplier": "1"}, "residual_multiplier"),
+        (LLAMA | {"model_type": "smollm3", "architectures": None}, {"no_rope_layers": [1]}, "no_rope_layers"),
+        (LLAMA | {"model_type": "smollm3", "architectures": None}, {"no_rope_layers": [1, 2]}, "no_rope_layers"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
         (GPT2, {"n_head": 3}, "n_embd"),
         (GPT2, {"activation_function": "mish"}, "activation_function"),

@@ -11,7 +11,7 @@ from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.errors import ModelError
-from worker_proc.models.describe import describe
+from worker_proc.models.describe import context_limit, describe
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import load_model
 from worker_proc.models.transformers_backend import PagedStep, paged_attention
@@ -30,8 +30,8 @@ def load(path: Path, attention: Any = None, tp: TensorParallel | None = None) ->
     )
 
 
-# soft caps and alternating windows; window in all layers and partial rotary; partial rotary; clipped q, k, v; experts
-@pytest.mark.parametrize("kind", ["gemma2", "phi3", "gptneox", "olmo", "mixtral"])
+# soft caps and alternating windows; window in all layers; partial rotary; clipped q, k, v; experts
+@pytest.mark.parametrize("kind", ["vaultgemma", "starcoder2", "gptneox", "olmo", "mixtral"])
 def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
     assert describe(path).backend == "transformers"
@@ -57,6 +57,13 @@ def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     assert caught.value.field == "tp"
 
 
+def test_the_context_of_other_models_ends_where_longrope_changes() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+    config = {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_scaling": rope}
+    assert context_limit(config) == 64
+    assert context_limit(config | {"rope_scaling": rope | {"rope_type": "default"}}) == 256
+
+
 def test_longrope_is_limited_to_the_length_at_which_it_is_exact(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     fields = {"rope_scaling": rope, "original_max_position_embeddings": 64, "max_position_embeddings": 256}
@@ -72,7 +79,7 @@ class WrongAttention(ReferenceAttention):
 
 
 def test_the_trial_run_at_load_catches_a_wrong_result(tmp_path: Path) -> None:
-    path = make_checkpoint("phi3", tmp_path)
+    path = make_checkpoint("starcoder2", tmp_path)
     with pytest.raises(ModelError, match="differ from the model's own"):
         load(path, WrongAttention())
 

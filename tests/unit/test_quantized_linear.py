@@ -125,9 +125,17 @@ def test_weights_are_rounded_to_the_nearest_even_bfloat16(level: Level, scheme: 
 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=40, deadline=None)
-@given(scheme=schemes, rows=ROWS, channels=SIZES, inputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
+@given(
+    scheme=schemes,
+    rows=ROWS,
+    channels=SIZES,
+    inputs=SIZES,
+    biased=st.booleans(),
+    gelu=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_gated_products_and_biases(
-    level: Level, scheme: Scheme, rows: int, channels: int, inputs: int, biased: bool, seed: int
+    level: Level, scheme: Scheme, rows: int, channels: int, inputs: int, biased: bool, gelu: bool, seed: int
 ) -> None:
     weights, x = random_rows(2 * channels, inputs, scheme, seed), random(rows, inputs, seed=seed + 1) / 4
     matrix = packed(level, weights, paired=True)
@@ -136,8 +144,9 @@ def test_gated_products_and_biases(
         matrix.set_bias(bias)
     precision = torch.float32 if scheme.by_channel else torch.bfloat16  # where scales multiply sums, nothing is rounded
     gate, up = F.linear(x.double(), weights.dequantize(precision).double(), bias.double()).chunk(2, dim=1)
-    got = matrix.linear(x, Finish.SILU_MUL, torch.empty(rows, channels, dtype=torch.bfloat16))
-    want = F.silu(gate) * up
+    finish = Finish.GELU_MUL if gelu else Finish.SILU_MUL
+    got = matrix.linear(x, finish, torch.empty(rows, channels, dtype=torch.bfloat16))
+    want = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     torch.testing.assert_close(got.double(), want, rtol=2**-6, atol=float(5e-3 * (want.abs().max() + 1)))
 
 

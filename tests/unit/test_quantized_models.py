@@ -26,10 +26,10 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.describe import describe, read_config
+from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import WeightLoader
 from worker_proc.models.registry import load_model
-from worker_proc.models.spec import parse_spec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
@@ -45,6 +45,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mistral-sliding", {}),
     ("qwen3", {}),
     ("qwen3", {"hidden_size": 72, "intermediate_size": 50, "head_dim": 20, "vocab_size": 41}),
+    ("gemma3", {}),
+    ("phi3", {}),
 ]
 IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -106,7 +108,7 @@ def test_tokens_do_not_depend_on_pages_chunks_or_company(scheme: Scheme, level: 
     assert alone == together
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama-rope-yarn", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama-rope-yarn", "vaultgemma"])
 def test_torch_attends_to_an_int8_cache(kind: str, tmp_path: Path) -> None:
     """Chunks and pages do not matter: what is in a cache was rounded when it was stored."""
     tp, attention = TensorParallel(), ReferenceAttention()
@@ -289,18 +291,18 @@ def test_other_schemes_are_refused_by_name(change: dict[str, Any], field: str, t
     assert caught.value.field == f"quantization_config: {field}"
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt2", "vaultgemma"])
 def test_models_whose_codes_are_not_read_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config("gptq", INT4)}))
-    with pytest.raises(ModelError, match=r"quantization_config = 'gptq': .* llama, mistral, qwen2, qwen3 only"):
+    with pytest.raises(ModelError, match=r"quantization_config = 'gptq': .* llama, mistral, qwen2, qwen3, .* only"):
         describe(path)
 
 
 def test_the_transformers_backend_takes_plain_weights_only(tmp_path: Path) -> None:
-    path = make_checkpoint("gemma2", tmp_path)
-    with pytest.raises(ModelError, match="quantization = 'int4': gemma2 runs through transformers"):
+    path = make_checkpoint("vaultgemma", tmp_path)
+    with pytest.raises(ModelError, match="quantization = 'int4': vaultgemma runs through transformers"):
         load_model(
             path,
             dtype=torch.float32,

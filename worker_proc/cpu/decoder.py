@@ -15,6 +15,7 @@ from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.weights import PackedWeights
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.layers import cap, embedding_scale
 from worker_proc.models.rope import inverse_frequencies
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
@@ -25,10 +26,10 @@ class _LayerStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "k_pages", "v_pages")),
-        *((name, c_void_p) for name in ("k_scales", "v_scales")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales")),
         ("scale", c_float),
-        ("window", c_int32),
+        *((name, c_int32) for name in ("window", "rope", "reserved")),
     )
 
 
@@ -38,10 +39,10 @@ class _ModelStruct(ctypes.Structure):
     _fields_ = (
         ("layers", c_void_p),
         ("head", MatrixStruct),
-        *((name, c_void_p) for name in ("embedding", "norm", "inverse_frequencies")),
-        *((name, c_float) for name in ("attention_factor", "norm_eps")),
-        *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner")),
-        *((name, c_int32) for name in ("vocab_first", "vocab_count", "several", "reserved")),
+        *((name, c_void_p) for name in ("embedding", "norm", "inverse_frequencies", "attention_factors")),
+        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
+        *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
+        *((name, c_int32) for name in ("gelu", "inner", "vocab_first", "vocab_count", "several")),
     )
 
 
@@ -60,6 +61,8 @@ class _StepStruct(ctypes.Structure):
 OPERATIONS: Final = ("embed", "norm", "qkv", "rotate", "attention", "o", "gate_up", "down", "head")
 
 
+_SILU = ("silu", "swish")
+_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the tanh form
 _STAGE = [ctypes.POINTER(_ModelStruct), ctypes.POINTER(_StepStruct)]
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_decoder_workspace": (c_int64, [ctypes.POINTER(_ModelStruct), c_int64]),
@@ -74,9 +77,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 
 
 def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
-    """Whether `CpuDecoder` computes this model: the Llama family in bfloat16."""
-    gated = spec.gated_mlp and spec.activation in ("silu", "swish")
-    return dtype == torch.bfloat16 and spec.layout == "llama" and spec.norm == "rms" and gated and spec.rope is not None
+    """Whether `CpuDecoder` computes this model: families with RMSNorm, gated MLPs and rotations, in bfloat16."""
+    gated = spec.gated_mlp and spec.activation in _SILU + _GELU
+    rotations = {rope.dim for rope in spec.ropes if rope is not None}
+    return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1
 
 
 class CpuDecoder:
@@ -90,12 +94,16 @@ class CpuDecoder:
         self, spec: DecoderSpec, shard: Shard, weights: PackedWeights, tp: TensorParallel, native: NativeLibrary
     ) -> None:
         """`spec` must be one that `supports` accepts."""
-        assert spec.rope is not None
         self.spec = spec
         self.shard = shard
         self.tp = tp
         self.weights = weights  # keeps alive what the structs point to
-        self._frequencies = inverse_frequencies(spec.rope).contiguous()
+        ropes = list(dict.fromkeys(spec.ropes))
+        (rotated,) = {rope.dim for rope in ropes if rope is not None}
+        none = torch.zeros(rotated // 2)  # layers without a rotation turn by 0
+        self._frequencies = torch.stack([none if rope is None else inverse_frequencies(rope) for rope in ropes])
+        self._factors = torch.tensor([1.0 if rope is None else rope.attention_factor for rope in ropes])
+        self._norm = weights.norm * spec.logit_scale  # logits are its product with the head
         self._heads = shard.heads[1] - shard.heads[0]
         self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
         self._attention = NativeAttention(native)
@@ -122,24 +130,33 @@ class CpuDecoder:
                 down=layer.down.struct,
                 input_norm=layer.input_norm.data_ptr(),
                 post_norm=layer.post_norm.data_ptr(),
+                attention_norm=_pointer(layer.attention_norm),
+                mlp_norm=_pointer(layer.mlp_norm),
                 q_norm=_pointer(layer.q_norm),
                 k_norm=_pointer(layer.k_norm),
                 scale=spec.scales[index],
                 window=spec.windows[index] or 0,
+                rope=ropes.index(spec.ropes[index]),
             )
         self._model = _ModelStruct(
             layers=ctypes.addressof(self._layers),
             head=weights.head.struct,
             embedding=_pointer(weights.embedding),
-            norm=weights.norm.data_ptr(),
+            norm=self._norm.data_ptr(),
             inverse_frequencies=self._frequencies.data_ptr(),
-            attention_factor=spec.rope.attention_factor,
+            attention_factors=self._factors.data_ptr(),
             norm_eps=spec.norm_eps,
+            embedding_scale=embedding_scale(spec, torch.bfloat16),
+            residual_scale=spec.residual_scale,
+            softcap=spec.softcap or 0.0,
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=spec.head_dim,
+            ropes=len(ropes),
+            rotated=rotated,
+            gelu=int(spec.activation in _GELU),
             inner=shard.channels[1] - shard.channels[0],
             vocab_first=shard.vocab[0],
             vocab_count=weights.head.outputs,
@@ -166,11 +183,14 @@ class CpuDecoder:
             logits.zero_()
         self._functions.rhizome_decoder_logits(self._model, step, logits.data_ptr(), width)
         del attention
-        return self.tp.gather_to_rank0(logits)[:, : self.spec.vocab_size]
+        logits = self.tp.gather_to_rank0(logits)[:, : self.spec.vocab_size]
+        return cap(logits, self.spec.logit_softcap) if self.spec.logit_softcap else logits
 
     def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """The likeliest next tokens, int64 `[S]` on rank 0 (`[0]` elsewhere), without holding logits: what the smallest
         index of the largest number of `forward` is."""
+        if self.spec.logit_softcap:  # which may make different logits equal
+            return self.forward(batch, cache).argmax(dim=1)
         step, attention = self._compute(batch, cache)
         count = len(batch.logit_rows)
         index, best = torch.empty(count, dtype=torch.int64), torch.empty(count)

@@ -18,6 +18,7 @@ class Finish(IntEnum):
     STORE_FLOAT = 1
     ADD = 2
     SILU_MUL = 3
+    GELU_MUL = 4
 
 
 class Format(IntEnum):

@@ -33,9 +33,11 @@ class PackedLayer:
     q_norm: Tensor | None  # float32 [head_dim]
     k_norm: Tensor | None
     o: PackedMatrix
-    post_norm: Tensor
+    attention_norm: Tensor | None  # of what attention adds to the hidden states
+    post_norm: Tensor  # before the MLP
     up: PackedMatrix  # gates and ups, paired
     down: PackedMatrix
+    mlp_norm: Tensor | None  # of what the MLP adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class PackedWeightPlan:
         compression: str = "auto",
     ) -> None:
         """`compression` is that of `ModelConfig.weight_compression`."""
+        self.spec = spec
         self.load = load
         self.native = native
         self.source = source
@@ -127,20 +130,25 @@ class PackedWeightPlan:
         return PackedLayer(
             input_norm=self._norm(parts.input_norm),
             qkv=self._linear(parts.qkv),
-            q_norm=self._norm(parts.q_norm) if parts.q_norm is not None else None,
-            k_norm=self._norm(parts.k_norm) if parts.k_norm is not None else None,
+            q_norm=self._optional_norm(parts.q_norm),
+            k_norm=self._optional_norm(parts.k_norm),
             o=self._linear(parts.o),
+            attention_norm=self._optional_norm(parts.attention_norm),
             post_norm=self._norm(parts.post_norm),
             up=self._linear(parts.up, paired=True),
             down=self._linear(parts.down),
+            mlp_norm=self._optional_norm(parts.mlp_norm),
         )
 
     def _norm(self, parts: NormParts) -> Tensor:
-        """float32, but with the precision that the configured dtype leaves."""
+        """float32, but with the precision that the configured dtype leaves; what is stored and the model's offset."""
         weight = self.load.tensor(parts.weight)
         wide = torch.empty(weight.shape)
-        self._after.append(partial(wide.copy_, weight))
+        self._after.append(lambda: wide.copy_(weight).add_(self.spec.norm_offset))
         return wide
+
+    def _optional_norm(self, parts: NormParts | None) -> Tensor | None:
+        return self._norm(parts) if parts is not None else None
 
     def _linear(self, parts: LinearParts, paired: bool = False) -> PackedMatrix:
         matrix = self._matrix(parts.weight, self.source.scheme(parts.weight), paired)

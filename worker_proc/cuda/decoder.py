@@ -17,9 +17,9 @@ from worker_proc.parallel import TensorParallel
 
 
 def supports(spec: DecoderSpec) -> bool:
-    """Whether `CudaDecoder` computes this model: the Llama family."""
+    """Whether `CudaDecoder` computes this model: the Llama family, and what differs from it in names only."""
     gated = spec.gated_mlp and spec.activation in ("silu", "swish")
-    return spec.layout == "llama" and spec.norm == "rms" and gated and spec.rope is not None
+    return spec.norm == "rms" and gated and spec.is_plain
 
 
 class CudaDecoder:
@@ -38,7 +38,6 @@ class CudaDecoder:
         attention: CudaAttention | None = None,
     ) -> None:
         """`spec` must be one that `supports` accepts. `attention` is Triton's if none is given."""
-        assert spec.rope is not None
         self.spec = spec
         self.shard = shard
         self.weights = weights
@@ -47,7 +46,9 @@ class CudaDecoder:
         self._heads = shard.heads[1] - shard.heads[0]
         self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
         device = weights.norm.weight.device
-        self._rotation = Rotation(inverse_frequencies(spec.rope).to(device), spec.rope.attention_factor)
+        rope = spec.ropes[0]
+        assert rope is not None  # as `supports` has made sure
+        self._rotation = Rotation(inverse_frequencies(rope).to(device), rope.attention_factor)
 
     @property
     def kv_spec(self) -> KVSpec:

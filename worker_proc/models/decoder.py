@@ -8,7 +8,7 @@ from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
-from worker_proc.models.layers import ACTIVATION_FUNCTIONS, look_up
+from worker_proc.models.layers import ACTIVATION_FUNCTIONS, Norm, cap, embedding_scale, look_up
 from worker_proc.models.rope import Rope, rotate
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
@@ -35,7 +35,9 @@ class Decoder:
         self.heads = shard.heads[1] - shard.heads[0]
         self.kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
         self.dtype = weights.norm.weight.dtype
-        self.rope = Rope(spec.rope, weights.norm.weight.device) if spec.rope is not None else None
+        device = weights.norm.weight.device
+        self.ropes = {rope: Rope(rope, device) for rope in spec.ropes if rope is not None}
+        self.embedding_scale = embedding_scale(spec, self.dtype)
         self.activation = ACTIVATION_FUNCTIONS[spec.activation]
 
     @property
@@ -52,13 +54,23 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `LanguageModel`."""
         x = self._embed(batch)
-        angles = self.rope.angles(batch.positions, self.dtype) if self.rope is not None else None
+        angles = {spec: rope.angles(batch.positions, self.dtype) for spec, rope in self.ropes.items()}
         for index, layer in enumerate(self.weights.layers):
-            x += self._attend(index, layer, layer.input_norm(x), angles, batch, cache)
-            x += self._mlp(layer, layer.post_norm(x))
+            rope = self.spec.ropes[index]
+            turns = angles[rope] if rope is not None else None
+            x += self._added(self._attend(index, layer, layer.input_norm(x), turns, batch, cache), layer.attention_norm)
+            x += self._added(self._mlp(layer, layer.post_norm(x)), layer.mlp_norm)
         hidden = self.weights.norm(x.index_select(0, batch.logit_rows))
-        logits = self.tp.gather_to_rank0(self.weights.head(hidden))
-        return logits[:, : self.spec.vocab_size].float()
+        logits = self.tp.gather_to_rank0(self.weights.head(hidden))[:, : self.spec.vocab_size].float()
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
+        return cap(logits, self.spec.logit_softcap) if self.spec.logit_softcap else logits
+
+    def _added(self, output: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or MLP add to the hidden states."""
+        if norm is not None:
+            output = norm(output)
+        return output if self.spec.residual_scale == 1.0 else output * self.spec.residual_scale
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         if self.shard.size == 1:
@@ -69,6 +81,8 @@ class Decoder:
             local = (batch.token_ids - first).masked_fill_(elsewhere, 0)
             x = look_up(self.weights.embedding, local).masked_fill_(elsewhere[:, None], 0)
             self.tp.all_reduce(x)
+        if self.embedding_scale != 1.0:
+            x *= self.embedding_scale
         if self.weights.positions is not None:
             x += F.embedding(batch.positions, self.weights.positions)
         return x
@@ -95,6 +109,7 @@ class Decoder:
             cache,
             scale=self.spec.scales[index],
             window=self.spec.windows[index],
+            softcap=self.spec.softcap,
         )
         return self.tp.all_reduce(layer.o(out.reshape(tokens, -1)))
 

@@ -73,9 +73,11 @@ class LayerParts:
     q_norm: NormParts | None
     k_norm: NormParts | None
     o: LinearParts
+    attention_norm: NormParts | None
     post_norm: NormParts
     up: LinearParts
     down: LinearParts
+    mlp_norm: NormParts | None
 
 
 class DecoderLayout:
@@ -91,7 +93,7 @@ class DecoderLayout:
         self.prefix = "" if bare else "transformer." if gpt2 else "model."
         self.embedding = self._vocabulary(self.prefix + embedding)
         self.positions: Part | None = None
-        if spec.rope is None:
+        if spec.learned_positions:
             self.positions = Part(self.prefix + "wpe.weight", (spec.context_length, spec.hidden_size))
         layer = self._gpt2_layer if gpt2 else self._llama_layer
         self.layers = tuple(layer(index) for index in range(spec.num_layers))
@@ -107,21 +109,30 @@ class DecoderLayout:
         hidden, dim, inner = spec.hidden_size, spec.head_dim, spec.intermediate_size
         heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
         attention, mlp = base + "self_attn.", base + "mlp."
-        qkv = [(attention + "q_proj", spec.num_heads * dim, heads)]
-        qkv += [(attention + name, spec.num_kv_heads * dim, kv_heads) for name in ("k_proj", "v_proj")]
+        all_heads, all_kv_heads = spec.num_heads * dim, spec.num_kv_heads * dim
+        qkv = [(attention + "q_proj", all_heads, heads)]
+        qkv += [(attention + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")]
         q_norm, k_norm = (
             NormParts(Part(f"{attention}{name}_norm.weight", (dim,))) if spec.qk_norm else None for name in ("q", "k")
         )
         up = [(mlp + "gate_proj", inner, shard.channels), (mlp + "up_proj", inner, shard.channels)]
+        if spec.layout == "phi3":  # stacked: a rank takes its heads and channels from each part
+            starts = (0, all_heads, all_heads + all_kv_heads)
+            spans = [_moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
+            qkv = [(attention + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
+            up = [(mlp + "gate_up_proj", 2 * inner, _moved(shard.channels, start)) for start in (0, inner)]
+        before_mlp = "pre_feedforward" if spec.output_norms else "post_attention"
         return LayerParts(
             input_norm=self._norm(base + "input_layernorm"),
             qkv=self._columns(qkv, hidden, spec.qkv_bias),
             q_norm=q_norm,
             k_norm=k_norm,
-            o=self._rows(attention + "o_proj", spec.num_heads * dim, heads, spec.o_bias),
-            post_norm=self._norm(base + "post_attention_layernorm"),
+            o=self._rows(attention + "o_proj", all_heads, heads, spec.o_bias),
+            attention_norm=self._norm(base + "post_attention_layernorm") if spec.output_norms else None,
+            post_norm=self._norm(f"{base}{before_mlp}_layernorm"),
             up=self._columns(up, hidden, spec.mlp_bias),
             down=self._rows(mlp + "down_proj", inner, shard.channels, spec.mlp_bias),
+            mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
         )
 
     def _gpt2_layer(self, index: int) -> LayerParts:
@@ -129,7 +140,7 @@ class DecoderLayout:
         hidden, inner = spec.hidden_size, spec.intermediate_size
         heads = _scaled(shard.heads, spec.head_dim)
         # c_attn stacks all queries, all keys, all values: a rank takes its heads from each third
-        thirds = [(start + heads[0], start + heads[1]) for start in (0, hidden, 2 * hidden)]
+        thirds = [_moved(heads, start) for start in (0, hidden, 2 * hidden)]
         qkv = [(base + "attn.c_attn", 3 * hidden, third) for third in thirds]
         return LayerParts(
             input_norm=self._norm(base + "ln_1"),
@@ -137,9 +148,11 @@ class DecoderLayout:
             q_norm=None,
             k_norm=None,
             o=self._rows(base + "attn.c_proj", hidden, heads, True, transposed=True),
+            attention_norm=None,
             post_norm=self._norm(base + "ln_2"),
             up=self._columns([(base + "mlp.c_fc", inner, shard.channels)], hidden, True, transposed=True),
             down=self._rows(base + "mlp.c_proj", inner, shard.channels, True, transposed=True),
+            mlp_norm=None,
         )
 
     def _columns(
@@ -171,6 +184,10 @@ class DecoderLayout:
 
 def _span(count: int, rank: int) -> Span:
     return (rank * count, (rank + 1) * count)
+
+
+def _moved(span: Span, start: int) -> Span:
+    return (start + span[0], start + span[1])
 
 
 def _scaled(span: Span, factor: int) -> Span:

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
-from worker_proc.models.layers import LayerNorm, Linear, RMSNorm, Table
+from worker_proc.models.layers import LayerNorm, Linear, Norm, RMSNorm, Table
 from worker_proc.models.loading import Part, WeightLoader, same_data
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.rows import QuantizedWeight
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
 from worker_proc.quantization.target import MakeMatrix, QuantizedMatrix, WeightTarget
-
-Norm = RMSNorm | LayerNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +23,11 @@ class LayerWeights:
     q_norm: Norm | None
     k_norm: Norm | None
     o: Linear  # [hidden, Hq * D]
-    post_norm: Norm
+    post_norm: Norm  # before the MLP
     up: Linear  # [2 I, hidden], gate before up, or [I, hidden] without a gate
     down: Linear  # [hidden, I]
+    attention_norm: Norm | None = None  # of what attention adds to the hidden states
+    mlp_norm: Norm | None = None  # of what the MLP adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,14 @@ class DecoderWeightPlan:
         return LayerWeights(
             input_norm=self._norm(parts.input_norm),
             qkv=self._linear(parts.qkv),
-            q_norm=self._norm(parts.q_norm) if parts.q_norm is not None else None,
-            k_norm=self._norm(parts.k_norm) if parts.k_norm is not None else None,
+            q_norm=self._optional_norm(parts.q_norm),
+            k_norm=self._optional_norm(parts.k_norm),
             o=self._linear(parts.o),
+            attention_norm=self._optional_norm(parts.attention_norm),
             post_norm=self._norm(parts.post_norm),
             up=self._linear(parts.up),
             down=self._linear(parts.down),
+            mlp_norm=self._optional_norm(parts.mlp_norm),
         )
 
     def _linear(self, parts: LinearParts) -> Linear:
@@ -95,8 +97,11 @@ class DecoderWeightPlan:
     def _norm(self, parts: NormParts) -> Norm:
         weight = self.load.tensor(parts.weight)
         if parts.bias is None:
-            return RMSNorm(weight, self.spec.norm_eps)
+            return RMSNorm(weight, self.spec.norm_eps, self.spec.norm_offset)
         return LayerNorm(weight, self.load.tensor(parts.bias), self.spec.norm_eps)
+
+    def _optional_norm(self, parts: NormParts | None) -> Norm | None:
+        return self._norm(parts) if parts is not None else None
 
     def _vocabulary(self, part: Part, scheme: Scheme | None) -> Table:
         rows = self.shard.vocab[1] - self.shard.vocab[0]

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from worker_proc.errors import ModelError
+from worker_proc.models.config_fields import Config, positive_int
+from worker_proc.models.families import check_servable, is_native, parse_spec
 from worker_proc.models.interface import ModelInfo
-from worker_proc.models.spec import Config, check_servable, is_native, parse_spec, positive_int
 from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import Checkpoint, read_json
 

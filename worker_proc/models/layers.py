@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.target import QuantizedMatrix
 
 Table = Tensor | QuantizedMatrix  # a matrix [rows, columns]
@@ -35,9 +37,13 @@ class RMSNorm:
 
     weight: Tensor
     eps: float
+    offset: float = 0.0  # is added to the weight, in float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,20 @@ class LayerNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def embedding_scale(spec: DecoderSpec, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied with in a model of this precision."""
+    scale = torch.tensor(spec.embedding_scale, dtype=torch.float64)
+    return float(scale.to(dtype) if spec.rounds_embedding_scale else scale)
+
+
+def cap(x: Tensor, most: float) -> Tensor:
+    """Soft cap: `most * tanh(x / most)` (Gemma 2)."""
+    return torch.tanh(x / most) * most
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

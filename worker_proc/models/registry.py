@@ -14,9 +14,9 @@ from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeightPlan
 from worker_proc.models.describe import read_config
+from worker_proc.models.families import is_native, parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import Progress, WeightLoader
-from worker_proc.models.spec import is_native, parse_spec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import Scheme

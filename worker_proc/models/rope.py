@@ -28,7 +28,11 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads `[T, H, dim]`: dimension i is paired with i + dim / 2, as Hugging Face checkpoints expect."""
+    """Rotate the first `dim` numbers of heads `[T, H, D]` by angles `[T, 1, dim / 2]`: number i is paired with
+    i + dim / 2, as Hugging Face checkpoints expect."""
+    dim = 2 * cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

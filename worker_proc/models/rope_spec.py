@@ -21,10 +21,10 @@ _KEYS: dict[str, set[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """A rotary embedding over the whole head. Fields beyond `theta` matter to the kinds that name them."""
+    """A rotary embedding. Fields beyond `theta` matter to the kinds that name them."""
 
     kind: str
-    dim: int  # rotated dimensions of a head
+    dim: int  # the first numbers of a head, which are rotated
     theta: float
     factor: float = 1.0
     original_context: int = 0  # yarn, llama3, longrope: context length before scaling
@@ -38,8 +38,9 @@ class RopeSpec:
     max_positions: int | None = None  # beyond this many positions the frequencies would depend on the length
 
 
-def parse_rope(config: Mapping[str, Any], head_dim: int, context: int) -> RopeSpec:
-    """Raises ModelError naming a key that is unknown, missing or impossible."""
+def parse_rope(config: Mapping[str, Any], head_dim: int, context: int, *, partial: bool = False) -> RopeSpec:
+    """`partial` says that the model knows rotations of the first part of a head. Raises ModelError naming a key that is
+    unknown, missing or impossible."""
     # transformers lets rope_scaling win when both are given, and keeps rope_theta inside rope_parameters
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(field) or {}
@@ -54,14 +55,19 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, context: int) -> RopeSp
         # a leftover of another kind that is null changes nothing
         if key not in allowed and given[key] is not None:
             raise ModelError(f"{field}.{key}", given[key], f"unknown for rope type {kind!r}")
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError("partial_rotary_factor", partial, "the native decoder rotates whole heads")
-    if head_dim % 2:
-        raise ModelError("head_dim", head_dim, "rotary embeddings need an even head dimension")
+    part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1, 1.0) and not partial:
+        raise ModelError("partial_rotary_factor", part, "this model rotates whole heads")
+    part = 1.0 if part is None else part
+    if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
+        raise ModelError("partial_rotary_factor", part, "must be a number above 0, at most 1")
+    dim = int(head_dim * part)
+    if dim % 2 or not dim:
+        reason = f"rotary embeddings need an even number of dimensions, not {dim}"
+        raise ModelError("head_dim", head_dim, reason)
     theta = _number(given, "rope_theta", config.get("rope_theta") or 10000.0, field)
     original = _original_context(config, given, context, field) if scaled_from_original else context
-    spec = RopeSpec(kind=kind, dim=head_dim, theta=theta, original_context=original)
+    spec = RopeSpec(kind=kind, dim=dim, theta=theta, original_context=original)
     return _with_kind(spec, given, context, field)
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.families import check_servable
 from worker_proc.models.loading import Progress
-from worker_proc.models.spec import check_servable
 from worker_proc.parallel import TensorParallel
 from worker_proc.weights import Checkpoint
 

@@ -184,14 +184,14 @@ inline floats exp(floats x) {
   return series * (floats)exponent;
 }
 
-// x / (1 + e**-x), relative error 4e-6 (it becomes bfloat16).
-inline floats silu(floats x) {
+// x / (1 + e**-t), relative error 4e-6 (it becomes bfloat16).
+inline floats times_sigmoid(floats x, floats t) {
 #if defined(__AVX512F__)
   // 2**t by a polynomial on [-1/2, 1/2], and the quotient by an estimate of 14 bits and a step of Newton's
-  const __m512 bounded = _mm512_min_ps(_mm512_max_ps((__m512)x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(87.0f));
-  const __m512 t = _mm512_mul_ps(bounded, _mm512_set1_ps(-1.44269504f));
-  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(t, whole);
+  const __m512 bounded = _mm512_min_ps(_mm512_max_ps((__m512)t, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(87.0f));
+  const __m512 power = _mm512_mul_ps(bounded, _mm512_set1_ps(-1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(power, whole);
   __m512 p = _mm512_set1_ps(0x1.5bba14p-10f);
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.3cea88p-7f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.c6b754p-5f));
@@ -203,8 +203,13 @@ inline floats silu(floats x) {
   const __m512 better = _mm512_mul_ps(guess, _mm512_fnmadd_ps(below, guess, _mm512_set1_ps(2.0f)));
   return (floats)_mm512_mul_ps((__m512)x, better);
 #else
-  return x / (1.0f + exp(-x));
+  return x / (1.0f + exp(-t));
 #endif
 }
+
+inline floats silu(floats x) { return times_sigmoid(x, x); }
+
+// The tanh form of GELU: x / 2 * (1 + tanh(t / 2)).
+inline floats gelu(floats x) { return times_sigmoid(x, 1.59576912f * (x + 0.044715f * (x * x * x))); }
 
 }  // namespace rhizome

@@ -20,11 +20,16 @@ int64_t row_stride(int64_t size) { return (blocks(size) | 1) * 32; }
 // The same for float32.
 int64_t float_stride(int64_t size) { return ((size + 15) / 16 | 1) * 16; }
 
+// Whether what attention and MLP compute is kept apart before it is added to the hidden states.
+bool apart(const DecoderModel& model) {
+  return model.several || model.residual_scale != 1.0f || model.layers[0].attention_norm != nullptr;
+}
+
 // The buffers of a step, one after another in its workspace; `inner` begins where `qkv` does, unless rows have padding.
 struct Buffers {
   float* partial;   // [tokens, hidden], contiguous
   float* x;         // [tokens, hidden]: the hidden states, `x_stride` apart
-  float* cos;       // [tokens, head_dim / 2]
+  float* cos;       // [ropes, tokens, rotated / 2]
   float* sin;
   bf16* normed;     // [tokens, hidden]
   bf16* qkv;        // [tokens, (heads + 2 kv_heads) * head_dim]
@@ -44,10 +49,10 @@ struct Buffers {
       buffer = reinterpret_cast<Element*>(next);
       next += (count * static_cast<int64_t>(sizeof(Element)) + 63) / 64 * 64;
     };
-    take(partial, model.several ? tokens * model.hidden : 0);
+    take(partial, apart(model) ? tokens * model.hidden : 0);
     take(x, tokens * x_stride);
-    take(cos, tokens * model.head_dim / 2);
-    take(sin, tokens * model.head_dim / 2);
+    take(cos, model.ropes * tokens * model.rotated / 2);
+    take(sin, model.ropes * tokens * model.rotated / 2);
     take(normed, tokens * normed_stride);
     char* const attention = next;
     take(qkv, tokens * qkv_stride);
@@ -85,7 +90,8 @@ void clear_padding(const DecoderModel& model, const DecoderStep& step, const Buf
 
 void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
   const Stopwatch time(step.op_ns, kEmbed);
-  const int64_t hidden = model.hidden, half = model.head_dim / 2;
+  const int64_t hidden = model.hidden, half = model.rotated / 2;
+  const float scale = model.embedding_scale;
   for_rows(step.tokens, 4 * hidden, [&](int64_t token) {
     float* const x = buffers.x + token * buffers.x_stride;
     float* const to = model.several ? buffers.partial + token * hidden : x;
@@ -94,46 +100,61 @@ void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& bu
     if (local < 0 || local >= model.vocab_count) {
       std::fill(to, to + hidden, 0.0f);
     } else if (model.embedding != nullptr) {
-      for (int64_t i = 0; i < hidden; ++i) to[i] = to_float(model.embedding[local * hidden + i]);
+      for (int64_t i = 0; i < hidden; ++i) to[i] = scale * to_float(model.embedding[local * hidden + i]);
     } else {
       bf16* const row = buffers.normed + token * buffers.normed_stride;
       unpack_row(model.head, local, row);
-      for (int64_t i = 0; i < hidden; ++i) to[i] = to_float(row[i]);
+      for (int64_t i = 0; i < hidden; ++i) to[i] = scale * to_float(row[i]);
     }
     const float position = static_cast<float>(step.positions[token]);
-    for (int64_t i = 0; i < half; ++i) {
-      const float angle = position * model.inverse_frequencies[i];
-      buffers.cos[token * half + i] = cosf(angle) * model.attention_factor;
-      buffers.sin[token * half + i] = sinf(angle) * model.attention_factor;
+    for (int rope = 0; rope < model.ropes; ++rope) {
+      const int64_t row = (rope * step.tokens + token) * half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = position * model.inverse_frequencies[rope * half + i];
+        buffers.cos[row + i] = cosf(angle) * model.attention_factors[rope];
+        buffers.sin[row + i] = sinf(angle) * model.attention_factors[rope];
+      }
     }
   });
   clear_padding(model, step, buffers);
 }
 
-// Adds what the ranks have just computed to the hidden states.
-void add_partial(const DecoderModel& model, int64_t tokens, const Buffers& buffers) {
-  if (!model.several) return;
-  for_rows(tokens, model.hidden, [&](int64_t token) {
-    const float* const partial = buffers.partial + token * model.hidden;
-    float* const x = buffers.x + token * buffers.x_stride;
-    for (int64_t i = 0; i < model.hidden; ++i) x[i] += partial[i];
+// What was kept apart and is not yet in the hidden states.
+struct Pending {
+  bool any;
+  const float* norm;  // of it, or null
+  float scale;
+};
+
+void add_pending(const DecoderModel& model, const Pending& pending, const Buffers& buffers, int64_t token) {
+  if (!pending.any) return;
+  const float* const partial = buffers.partial + token * model.hidden;
+  float* const x = buffers.x + token * buffers.x_stride;
+  if (pending.norm == nullptr) {
+    for (int64_t i = 0; i < model.hidden; ++i) x[i] += partial[i] * pending.scale;
+    return;
+  }
+  const float scale = inverse_rms(partial, model.hidden, model.norm_eps) * pending.scale;
+  for_lanes(model.hidden, [&](int64_t i, int count) {
+    const floats added = load_lanes(partial + i, count) * scale * load_lanes(pending.norm + i, count);
+    store_lanes(x + i, load_lanes(x + i, count) + added, count);
   });
 }
 
-void norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const float* weight,
-          int64_t tokens) {
+void norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const Pending& pending,
+          const float* weight, int64_t tokens) {
   const Stopwatch time(step.op_ns, kNorm);
-  add_partial(model, tokens, buffers);
   for_rows(tokens, model.hidden, [&](int64_t token) {
+    add_pending(model, pending, buffers, token);
     rms_norm(buffers.x + token * buffers.x_stride, weight, model.hidden, model.norm_eps,
              buffers.normed + token * buffers.normed_stride);
   });
 }
 
-// Adds a projection to the hidden states, or leaves it as this rank's part.
+// Adds a projection to the hidden states, or keeps it apart.
 void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t tokens,
          const Buffers& buffers) {
-  if (model.several)
+  if (apart(model))
     linear(weights, x, x_stride, tokens, buffers.partial, model.hidden, Finish::kStoreFloat);
   else
     linear(weights, x, x_stride, tokens, buffers.x, buffers.x_stride, Finish::kAdd);
@@ -144,7 +165,8 @@ class Rotation {
  public:
   Rotation(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer)
       : model_(model), step_(step), buffers_(buffers), layer_(layer), pages_(*step.attention),
-        past_(kWritesPast && step.tokens >= kStreamRows && model.head_dim == 128 && aligned(buffers.qkv) &&
+        whole_(model.rotated == model.head_dim),
+        past_(kWritesPast && step.tokens >= kStreamRows && whole_ && model.head_dim == 128 && aligned(buffers.qkv) &&
               aligned(layer.k_pages) && aligned(layer.v_pages)) {}
 
   // Head `head` of queries, keys and values one after another, of a token: its numbers, which may be where the query is
@@ -178,17 +200,18 @@ class Rotation {
   static bool aligned(const void* memory) { return reinterpret_cast<uintptr_t>(memory) % 64 == 0; }
 
   void turn(const bf16* numbers, const float* norm, int64_t token, bool past, bf16* to) const {
-    const int64_t dim = model_.head_dim, half = dim / 2;
-    const float* const cos = buffers_.cos + token * half;
-    const float* const sin = buffers_.sin + token * half;
+    const int64_t dim = model_.head_dim, half = model_.rotated / 2;
+    const int64_t row = (layer_.rope * step_.tokens + token) * half;
+    const float* const cos = buffers_.cos + row;
+    const float* const sin = buffers_.sin + row;
     if (past)
       norm_and_rotate_lines<128, true>(numbers, norm, model_.norm_eps, cos, sin, to);
-    else if (dim == 128)
+    else if (whole_ && dim == 128)
       norm_and_rotate_lines<128, false>(numbers, norm, model_.norm_eps, cos, sin, to);
-    else if (dim == 64)
+    else if (whole_ && dim == 64)
       norm_and_rotate_lines<64, false>(numbers, norm, model_.norm_eps, cos, sin, to);
     else
-      norm_and_rotate(numbers, norm, model_.norm_eps, cos, sin, dim, to);
+      norm_and_rotate(numbers, norm, model_.norm_eps, cos, sin, dim, model_.rotated, to);
   }
 
   const DecoderModel& model_;
@@ -196,6 +219,7 @@ class Rotation {
   const Buffers& buffers_;
   const DecoderLayer& layer_;
   const AttentionBatch& pages_;
+  const bool whole_;  // heads are rotated
   const bool past_;  // they are many, so that they need not go to a cache
 };
 
@@ -234,7 +258,7 @@ void project_heads(const DecoderModel& model, const DecoderStep& step, const Buf
 void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer,
             const AttentionBatch& batch, int64_t tokens) {
   const AttentionLayer attention{buffers.qkv,      buffers.qkv_stride,      layer.k_pages, layer.v_pages,
-                                 buffers.attended, buffers.attended_stride, layer.scale,   0.0f,
+                                 buffers.attended, buffers.attended_stride, layer.scale,   model.softcap,
                                  layer.window,     0,                       layer.k_scales, layer.v_scales};
   {
     const Stopwatch time(step.op_ns, kAttend);
@@ -258,7 +282,10 @@ void keep_rows(const DecoderModel& model, const LastTokens& last, const Buffers&
 // In the last layer, only tokens whose logits are wanted go further than to their keys and values.
 void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
-  norm(model, step, buffers, layer.input_norm, step.tokens);
+  // the embedding of several ranks, or what the layer before has made
+  const Pending pending = index == 0 ? Pending{model.several != 0, nullptr, 1.0f}
+                                     : Pending{apart(model), model.layers[index - 1].mlp_norm, model.residual_scale};
+  norm(model, step, buffers, pending, layer.input_norm, step.tokens);
   project_heads(model, step, buffers, layer);
   if (index + 1 < model.num_layers) return attend(model, step, buffers, layer, *step.attention, step.tokens);
   const LastTokens last(step);
@@ -269,11 +296,11 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
 void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
   const int64_t tokens = index + 1 < model.num_layers ? step.tokens : LastTokens(step).count();
-  norm(model, step, buffers, layer.post_norm, tokens);
+  norm(model, step, buffers, {apart(model), layer.attention_norm, model.residual_scale}, layer.post_norm, tokens);
   {
     const Stopwatch time(step.op_ns, kGateUp);
     linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,
-           Finish::kSiluMul);
+           model.gelu ? Finish::kGeluMul : Finish::kSiluMul);
   }
   const Stopwatch time(step.op_ns, kDown);
   add(model, layer.down, buffers.inner, buffers.inner_stride, tokens, buffers);
@@ -283,7 +310,8 @@ void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers
 void final_norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
   const LastTokens last(step);
   const Stopwatch time(step.op_ns, kNorm);
-  add_partial(model, last.count(), buffers);
+  const Pending pending{apart(model), model.layers[model.num_layers - 1].mlp_norm, model.residual_scale};
+  for_rows(last.count(), model.hidden, [&](int64_t row) { add_pending(model, pending, buffers, row); });
   for_rows(step.num_logits, model.hidden, [&](int64_t row) {
     rms_norm(buffers.x + last.row(step.logit_rows[row]) * buffers.x_stride, model.norm, model.hidden, model.norm_eps,
              buffers.normed + row * buffers.normed_stride);

@@ -2,7 +2,7 @@
 //
 // Between layers, hidden states are float32; what enters a projection is rounded to bfloat16, sums are float32. With
 // several ranks a stage leaves its share of the result in `partial`, for the caller to add up over all ranks; the next
-// stage begins by adding it to the hidden states.
+// stage begins by adding it to the hidden states. So does a model that norms or scales what it adds.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,8 @@ struct DecoderLayer {
   PackedMatrix down;
   const float* input_norm;  // [hidden]
   const float* post_norm;
+  const float* attention_norm;  // [hidden], of what attention adds to the hidden states, or null
+  const float* mlp_norm;        // the same for the MLP
   const float* q_norm;      // [head_dim], or null
   const float* k_norm;
   void* k_pages;
@@ -28,6 +30,8 @@ struct DecoderLayer {
   float* v_scales;
   float scale;
   int32_t window;  // 0: none
+  int32_t rope;    // which of the model's rotations
+  int32_t reserved;
 };
 
 struct DecoderModel {
@@ -35,19 +39,24 @@ struct DecoderModel {
   PackedMatrix head;
   const bf16* embedding;      // [vocabulary rows of the rank, hidden], or null: the rows of the head
   const float* norm;          // [hidden]
-  const float* inverse_frequencies;  // [head_dim / 2]
-  float attention_factor;     // multiplies cos and sin
+  const float* inverse_frequencies;  // [ropes, rotated / 2]
+  const float* attention_factors;    // [ropes]: multiply cos and sin
   float norm_eps;
+  float embedding_scale;
+  float residual_scale;       // multiplies what attention and MLP add to the hidden states
+  float softcap;              // of attention scores, 0: none
   int32_t num_layers;
   int32_t hidden;
   int32_t heads;              // of the rank
   int32_t kv_heads;
-  int32_t head_dim;           // even
+  int32_t head_dim;
+  int32_t ropes;
+  int32_t rotated;            // the first numbers of a head, which are rotated: even
+  int32_t gelu;               // 1: GELU instead of SiLU in the MLP
   int32_t inner;              // channels of the MLP
   int32_t vocab_first;        // of the rank: others are embedded as zeros, which the other ranks' rows are added to
   int32_t vocab_count;
   int32_t several;            // 1 when there are more ranks than this one
-  int32_t reserved;
 };
 
 // The operations of a step, in the order of `op_ns`. decoder.py names them.

@@ -51,6 +51,7 @@ enum class Finish : int32_t {
   kStoreFloat,  // out float32 [rows, outputs] = s
   kAdd,         // out float32 [rows, outputs] += s
   kSiluMul,     // out bfloat16 [rows, outputs / 2] = silu(gate) * up; a panel is 16 gates and their 16 ups
+  kGeluMul,     // the same with GELU's tanh form
 };
 
 // x bfloat16 [rows, inputs] with `x_stride` elements between rows; where `inputs` is no multiple of 32, the row goes on

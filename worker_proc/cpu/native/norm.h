@@ -48,11 +48,11 @@ inline void rms_norm(const From* x, const float* weight, int64_t size, float eps
   });
 }
 
-// One head of `dim` numbers: RMSNorm when there is a weight, then dimension i is turned with i + dim / 2 by the angle
-// whose cosine and sine are cos[i] and sin[i].
+// One head of `dim` numbers: RMSNorm when there is a weight, then each dimension i of the first half of the `rotated` first
+// ones is turned with i + rotated / 2 by the angle whose cosine and sine are cos[i] and sin[i].
 inline void norm_and_rotate(const bf16* x, const float* weight, float eps, const float* cos, const float* sin,
-                            int64_t dim, bf16* out) {
-  const int64_t half = dim / 2;
+                            int64_t dim, int64_t rotated, bf16* out) {
+  const int64_t half = rotated / 2;
   const float scale = weight != nullptr ? inverse_rms(x, dim, eps) : 1.0f;
   for_lanes(half, [&](int64_t i, int count) {
     floats first = load_lanes(x + i, count), second = load_lanes(x + half + i, count);
@@ -63,6 +63,11 @@ inline void norm_and_rotate(const bf16* x, const float* weight, float eps, const
     const floats c = load_lanes(cos + i, count), s = load_lanes(sin + i, count);
     store_lanes(out + i, first * c - second * s, count);
     store_lanes(out + half + i, second * c + first * s, count);
+  });
+  for_lanes(dim - rotated, [&](int64_t i, int count) {
+    floats value = load_lanes(x + rotated + i, count);
+    if (weight != nullptr) value = value * scale * load_lanes(weight + rotated + i, count);
+    store_lanes(out + rotated + i, value, count);
   });
 }
 

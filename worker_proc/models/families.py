@@ -1,0 +1,330 @@
+"""Model families that the native decoder knows, parsed from config.json into a `DecoderSpec`. Needs no torch.
+
+One parser per family, all of them strict: a value that would make the output wrong is refused by name, and absent
+keys take the defaults of the family's configuration class in `transformers`, because checkpoints omit them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from worker_proc.errors import ModelError
+from worker_proc.models.config_fields import (
+    Config,
+    activation,
+    boolean,
+    divide,
+    optional_float,
+    optional_int,
+    positive_float,
+    positive_int,
+)
+from worker_proc.models.rope_spec import parse_rope
+from worker_proc.models.spec import DecoderSpec
+from worker_proc.quantization.stored_config import parse_stored
+
+
+def is_native(config: Config) -> bool:
+    """Whether the native decoder is meant for this model type (it may still refuse details in `parse_spec`)."""
+    return config.get("model_type") in FAMILIES
+
+
+def check_servable(config: Config) -> None:
+    """Refuse what no backend serves, by name: remote code, unknown codes, models that are not decoders only."""
+    if config.get("auto_map") and config.get("model_type") not in _CARRY_A_COPY:
+        raise ModelError("auto_map", config["auto_map"], "the model brings its own code, which is never run")
+    stored = parse_stored(config)
+    if stored is not None and (not is_native(config) or config.get("model_type") == "gpt2"):
+        known = ", ".join(name for name in FAMILIES if name != "gpt2")
+        raise ModelError("quantization_config", stored.method, f"quantized weights are read for {known} only")
+    if config.get("is_encoder_decoder"):
+        raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
+    for key in ("vision_config", "audio_config", "text_config", "thinker_config"):
+        if config.get(key):
+            raise ModelError(key, "...", "multimodal models are not served")
+
+
+def parse_spec(config: Config) -> DecoderSpec:
+    """Parse config.json of a native model type. Raises ModelError naming the key."""
+    check_servable(config)
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ModelError("model_type", model_type, "not a native architecture")
+    architectures = config.get("architectures")
+    if architectures is not None and architectures != [family.architecture]:
+        raise ModelError("architectures", architectures, f"expected [{family.architecture!r}]")
+    return family.parse({**family.defaults, **config})
+
+
+def _parse_llama(config: Config) -> DecoderSpec:
+    """Llama, Mistral, Qwen2 and Qwen3, and what the others begin with."""
+    model_type = str(config["model_type"])
+    hidden = positive_int(config, "hidden_size")
+    heads = positive_int(config, "num_attention_heads")
+    layers = positive_int(config, "num_hidden_layers")
+    head_dim = optional_int(config, "head_dim") or divide(hidden, heads, "hidden_size", "num_attention_heads")
+    kv_heads = optional_int(config, "num_key_value_heads") or heads
+    divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+    context = positive_int(config, "max_position_embeddings")
+    rope = parse_rope(config, head_dim, context, partial=model_type == "phi3")
+    bias = model_type in _MAY_HAVE_BIAS and boolean(config, "attention_bias", False)
+    return DecoderSpec(
+        layout="llama",
+        vocab_size=positive_int(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=positive_int(config, "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=min(context, rope.max_positions or context),
+        norm="rms",
+        norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
+        activation=activation(config, "hidden_act", "silu"),
+        gated_mlp=True,
+        qkv_bias=bias or model_type == "qwen2",
+        o_bias=bias,
+        mlp_bias=model_type in _MAY_HAVE_MLP_BIAS and boolean(config, "mlp_bias", False),
+        qk_norm=model_type == "qwen3",
+        tied=boolean(config, "tie_word_embeddings", False),
+        learned_positions=False,
+        ropes=(rope,) * layers,
+        scales=(head_dim**-0.5,) * layers,
+        windows=_windows(config, model_type, layers) if model_type in _HAVE_WINDOWS else (None,) * layers,
+    )
+
+
+def _parse_gpt2(config: Config) -> DecoderSpec:
+    if boolean(config, "add_cross_attention", False):
+        raise ModelError("add_cross_attention", True, "only decoder-only models are served")
+    hidden = positive_int(config, "n_embd")
+    heads = positive_int(config, "n_head")
+    layers = positive_int(config, "n_layer")
+    head_dim = divide(hidden, heads, "n_embd", "n_head")
+    scale = head_dim**-0.5 if boolean(config, "scale_attn_weights", True) else 1.0
+    by_layer = boolean(config, "scale_attn_by_inverse_layer_idx", False)
+    return DecoderSpec(
+        layout="gpt2",
+        vocab_size=positive_int(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=optional_int(config, "n_inner") or 4 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        context_length=positive_int(config, "n_positions"),
+        norm="layer",
+        norm_eps=positive_float(config, "layer_norm_epsilon", 1e-5),
+        activation=activation(config, "activation_function", "gelu_new"),
+        gated_mlp=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        tied=boolean(config, "tie_word_embeddings", True),
+        learned_positions=True,
+        ropes=(None,) * layers,
+        scales=tuple(scale / (layer + 1) if by_layer else scale for layer in range(layers)),
+        windows=(None,) * layers,
+    )
+
+
+def _parse_phi3(config: Config) -> DecoderSpec:
+    """Projections that are stored as one, rotations of a part of each head (Phi-4-mini)."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # older names of it
+        rest = {key: value for key, value in rope.items() if key != "type"}
+        config = {**config, "rope_scaling": {**rest, "rope_type": "longrope"}}
+    window = optional_int(config, "sliding_window")
+    spec = _parse_llama(config)
+    return replace(spec, layout="phi3", windows=(window,) * spec.num_layers)
+
+
+def _parse_granite(config: Config) -> DecoderSpec:
+    spec = _parse_llama(config)
+    return replace(
+        spec,
+        scales=(positive_float(config, "attention_multiplier", 1.0),) * spec.num_layers,
+        embedding_scale=positive_float(config, "embedding_multiplier", 1.0),
+        residual_scale=positive_float(config, "residual_multiplier", 1.0),
+        logit_scale=1.0 / positive_float(config, "logits_scaling", 1.0),
+    )
+
+
+def _parse_smollm3(config: Config) -> DecoderSpec:
+    """Every fourth layer, or those that are named, without rotation (NoPE: Yang et al., 2025)."""
+    spec = _parse_llama(config)
+    layers, rotated = spec.num_layers, config.get("no_rope_layers")
+    if rotated is None:
+        every = positive_int(config, "no_rope_layer_interval")
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(mark not in (0, 1) for mark in rotated):
+        raise ModelError("no_rope_layers", rotated, f"must list 0 or 1 for each of {layers} layers")
+    window = optional_int(config, "sliding_window") if boolean(config, "use_sliding_window", False) else None
+    slides = [window is not None and not mark for mark in rotated[:layers]]
+    if config.get("layer_types") is not None:
+        slides = [kind == "sliding_attention" for kind in _layer_types(config, layers)]
+    return replace(
+        spec,
+        ropes=tuple(rope if mark else None for rope, mark in zip(spec.ropes, rotated, strict=False)),
+        windows=tuple(window if slide else None for slide in slides),
+    )
+
+
+def _parse_gemma(config: Config) -> DecoderSpec:
+    """What all Gemmas have: norms around 1, scaled embeddings, GELU."""
+    if boolean(config, "use_bidirectional_attention", False):
+        raise ModelError("use_bidirectional_attention", True, "only causal attention is served")
+    key = "hidden_act" if config["model_type"] == "gemma" else "hidden_activation"
+    gate = activation(config, key, "gelu_pytorch_tanh")
+    if gate == "gelu" and key == "hidden_act":  # an error of the first checkpoints, which means the other one
+        gate = "gelu_pytorch_tanh"
+    spec = _parse_llama({name: value for name, value in config.items() if name != "hidden_act"})
+    return replace(
+        spec,
+        activation=gate,
+        norm_offset=1.0,
+        embedding_scale=spec.hidden_size**0.5,
+        rounds_embedding_scale=True,
+    )
+
+
+def _parse_gemma2(config: Config) -> DecoderSpec:
+    spec, window = _parse_gemma(config), optional_int(config, "sliding_window")
+    layers = spec.num_layers
+    if config.get("layer_types") is None:
+        every = positive_int({"sliding_window_pattern": 2, **config}, "sliding_window_pattern")
+        slides = [(layer + 1) % every != 0 for layer in range(layers)]
+    else:
+        slides = [kind == "sliding_attention" for kind in _layer_types(config, layers)]
+    if window is None and any(slides):
+        raise ModelError("sliding_window", None, "must be given where layers slide")
+    return replace(
+        spec,
+        output_norms=True,
+        scales=(positive_float(config, "query_pre_attn_scalar", 256.0) ** -0.5,) * layers,
+        windows=tuple(window if slide else None for slide in slides),
+        softcap=optional_float(config, "attn_logit_softcapping"),
+        logit_softcap=optional_float(config, "final_logit_softcapping"),
+    )
+
+
+def _parse_gemma3(config: Config) -> DecoderSpec:
+    """Norms of queries and keys, and two rotations: one for layers with a window, another one for the rest."""
+    nested = config.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
+        raise ModelError("rope_parameters", nested, "must hold full_attention and sliding_attention")
+    scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError("rope_scaling", scaling, "must be an object")
+    rest = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    far = {**(nested.get("full_attention") or {}), **scaling}
+    near = nested.get("sliding_attention") or {}
+    spec = _parse_gemma2(rest)
+    ropes = {}
+    for slides, given, theta in ((False, far, "rope_theta"), (True, near, "rope_local_base_freq")):
+        kind = {**rest, "rope_parameters": given or {"rope_type": "default"}}
+        kind["rope_theta"] = positive_float(config, theta, 10_000.0 if slides else 1_000_000.0)
+        ropes[slides] = parse_rope(kind, spec.head_dim, spec.context_length)
+    limits = [rope.max_positions for rope in ropes.values() if rope.max_positions is not None]
+    return replace(
+        spec,
+        context_length=min([spec.context_length, *limits]),
+        qk_norm=True,
+        softcap=None,  # transformers does not apply it here
+        ropes=tuple(ropes[window is not None] for window in spec.windows),
+    )
+
+
+def _windows(config: Config, model_type: str, layers: int) -> tuple[int | None, ...]:
+    window = optional_int(config, "sliding_window")
+    if model_type.startswith("qwen") and not boolean(config, "use_sliding_window", False):
+        window = None
+    kinds = config.get("layer_types")
+    if model_type.startswith("qwen") and kinds is None:
+        first = config.get("max_window_layers", 28)
+        if not isinstance(first, int) or isinstance(first, bool):
+            raise ModelError("max_window_layers", first, "must be an integer")
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if kinds is None:
+        return (window,) * layers
+    kinds = _layer_types(config, layers)
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if model_type.startswith("qwen"):
+        if window is None and "sliding_attention" in kinds:
+            raise ModelError("layer_types", kinds, "sliding_attention needs use_sliding_window and sliding_window")
+    elif windows != (window,) * layers:
+        raise ModelError("layer_types", kinds, f"{model_type} has the same sliding_window ({window}) in every layer")
+    return windows
+
+
+def _layer_types(config: Config, layers: int) -> list[str]:
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ModelError("layer_types", kinds, f"must list {layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError("layer_types", kind, "only full_attention and sliding_attention are known")
+    return kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model type: the one class of `transformers` that it may name, its parser, and defaults of its configuration."""
+
+    architecture: str
+    parse: Callable[[Config], DecoderSpec]
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_GEMMA = {"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA2 = _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096}
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", _parse_llama, {"max_position_embeddings": 2048}),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _parse_llama,
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", _parse_llama, _QWEN),
+    "qwen3": Family("Qwen3ForCausalLM", _parse_llama, _QWEN | {"head_dim": 128}),
+    "gemma": Family("GemmaForCausalLM", _parse_gemma, _GEMMA | {"num_key_value_heads": 16}),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _parse_gemma2,
+        _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", _parse_gemma3, _GEMMA2 | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
+    ),
+    "granite": Family("GraniteForCausalLM", _parse_granite, {"max_position_embeddings": 2048}),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _parse_phi3,
+        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _parse_smollm3,
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        _parse_gpt2,
+        {"n_positions": 1024, "activation_function": "gelu_new", "tie_word_embeddings": True},
+    ),
+}
+
+_MAY_HAVE_BIAS = ("llama", "qwen3", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
+_MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
+_HAVE_WINDOWS = ("mistral", "qwen2", "qwen3")  # and others, whose own parsers say which
+_CARRY_A_COPY = ("phi3",)  # of what transformers has for them; as always, none of it is run
