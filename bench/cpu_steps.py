@@ -77,9 +77,15 @@ def floors(
         return max(size * elements / bandwidth, 2 * elements * outputs_of / rate)
 
     layer = model.weights.layers[0]
-    pairs = rows * (new * total - new * (new - 1) / 2)
-    read = (shared + rows * (total - shared)) * model.kv_spec.bytes_per_token
-    arithmetic = 4 * (others * pairs + rows * total) * spec.num_heads * spec.head_dim
+    arithmetic, read = 0.0, 0.0
+    for index, window in enumerate(spec.windows):
+        reach = total if window is None else window  # a token sees itself and so many before it, less one
+        seen = [min(position + 1, reach) for position in range(total - new, total)]
+        pairs = rows * (seen[-1] if index == others else sum(seen))
+        arithmetic += 4 * pairs * spec.num_heads * spec.head_dim
+        first = max(0, total - new + 1 - reach)
+        tokens_read = max(0, shared - first) + rows * (total - max(first, shared))
+        read += tokens_read * model.kv_spec.bytes_per_token / spec.num_layers
     return {
         "qkv": spec.num_layers * product(layer.qkv, tokens),
         "o": others * product(layer.o, tokens) + product(layer.o, rows),

@@ -94,8 +94,7 @@ class PackedWeightPlan:
         ]
         matrices.append(((head,), source.head_scheme(head), False))
         plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired in matrices if scheme is None)
-        pays = plain >= _COMPRESSED_FROM and native.level not in _SLOW_TO_COMPRESS
-        self._compress = native.compresses and (compression == "on" or (compression == "auto" and pays))
+        self._compress = compresses(native, compression, plain)
         self.memory = HugePages(sum(self._room(*matrix) for matrix in matrices))
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []
@@ -177,6 +176,12 @@ class PackedWeightPlan:
             if not paired:
                 output += part.local_shape()[0]
         return matrix
+
+
+def compresses(native: NativeLibrary, compression: str, plain_bytes: int) -> bool:
+    """Whether weights of `plain_bytes` in all take 12 bits; `compression` as in `ModelConfig.weight_compression`."""
+    pays = plain_bytes >= _COMPRESSED_FROM and native.level not in _SLOW_TO_COMPRESS
+    return native.compresses and (compression == "on" or (compression == "auto" and pays))
 
 
 def _plain_bytes(parts: tuple[Part, ...], paired: bool) -> int:

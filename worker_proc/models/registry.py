@@ -49,20 +49,22 @@ def load_model(
     """
     directory, device = Path(path), torch.device(device)
     config = read_config(directory)
-    compresses = native is not None and native.compresses
-    if compression == "on" and not (compresses and is_native(config) and supports(parse_spec(config), dtype)):
-        reason = "needs a processor with AVX2 or AVX512 and kernels for it, bfloat16, and a model of the Llama family"
+    compresses = native is not None and native.compresses and dtype == torch.bfloat16
+    if compression == "on" and not (compresses and (not is_native(config) or supports(parse_spec(config), dtype))):
+        reason = "needs a processor with AVX2 or AVX512 and kernels for it, bfloat16, and a model that they compute"
         raise ModelError("weight_compression", compression, reason)
     if not is_native(config):
-        if quantization is not None:
-            reason = f"{config['model_type']} runs through transformers, which is served with plain weights only"
+        if quantization is not None and (native is None or dtype != torch.bfloat16):
+            reason = f"{config['model_type']} runs through transformers, which is served with plain weights only, but "
+            reason += "for bfloat16 with the native CPU kernels"
             raise ModelError("quantization", f"int{quantization.bits}", reason)
         # Importing transformers takes longer than loading a small model, and the native decoder needs none of it.
         from worker_proc.models.transformers_backend import load_transformers_model
 
         return load_transformers_model(
-            directory, config, dtype=dtype, device=device, tp=tp, attention=attention, progress=progress
-        )
+            directory, config, dtype=dtype, device=device, tp=tp, attention=attention, native=native,
+            quantization=quantization, compression=compression, progress=progress,
+        )  # fmt: skip
     spec = parse_spec(config)
     shard = Shard.of(spec, tp.rank, tp.size)
     with torch.inference_mode():

@@ -19,11 +19,15 @@ import transformers
 from torch import Tensor, nn
 
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.modules import pack_modules, plain_bytes
+from worker_proc.cpu.weights import compresses
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.families import check_servable
 from worker_proc.models.loading import Progress
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.scheme import Scheme
 from worker_proc.weights import Checkpoint
 
 hf: Any = transformers  # its annotations vary between the versions that are supported
@@ -197,6 +201,9 @@ def load_transformers_model(
     device: torch.device,
     tp: TensorParallel,
     attention: AttentionBackend,
+    native: NativeLibrary | None = None,
+    quantization: Scheme | None = None,
+    compression: str = "auto",
     progress: Progress | None = None,
 ) -> TransformersModel:
     """See `registry.load_model`. `progress` is called at the start and at the end only."""
@@ -211,6 +218,11 @@ def load_transformers_model(
     if progress is not None:
         progress(0, total)
     model = _read_model(directory, str(model_type), dtype).eval().to(device)
+    if native is not None and dtype == torch.bfloat16:
+        with torch.inference_mode():
+            compress = compresses(native, compression, plain_bytes(model))
+            head = model.get_output_embeddings()
+            pack_modules(model, native, compress=compress, scheme=quantization, head=head)
     if progress is not None:
         progress(total, total)
     try:

@@ -1,0 +1,210 @@
+"""Products of any torch model by the native kernels: in place of its linear layers and its experts.
+
+Models that run through transformers spend most of a step in them, and torch's products of bfloat16 are slow where the
+processor has no instructions for them, and where rows are few.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from worker_proc.cpu.compressed import CompressedMatrix
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.linear import Finish, MatrixStruct, PackedMatrix, Pairing
+from worker_proc.cpu.memory import HugePages
+from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
+from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
+
+
+class NativeLinear(nn.Module):
+    """`nn.Linear` in bfloat16, with sums in float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.in_features, self.out_features = matrix.inputs, matrix.outputs
+
+    @property
+    def weight(self) -> Tensor:
+        """`[out, in]`, unpacked anew: for models that look at it."""
+        return self.matrix.unpack(torch.arange(self.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` bfloat16 `[..., in]` to `[..., out]`."""
+        if x.dtype != torch.bfloat16:
+            raise RuntimeError(f"expected bfloat16, got {x.dtype}")
+        rows = x.reshape(-1, self.in_features)
+        out = torch.empty(len(rows), self.out_features, dtype=torch.bfloat16)
+        if len(rows):
+            self.matrix.linear(rows, Finish.STORE, out)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class NativeExperts(nn.Module):
+    """The experts of a mixture as transformers calls them, for gated MLPs without biases. Sums are float32."""
+
+    def __init__(
+        self, native: NativeLibrary, gate_ups: list[PackedMatrix], downs: list[PackedMatrix], finish: Finish
+    ) -> None:
+        """`gate_ups` are paired."""
+        super().__init__()
+        self.num_experts = len(downs)
+        self._native = native
+        self.matrices = gate_ups, downs  # keeps alive what the structs point to
+        self._gate_ups, self._downs = (
+            (MatrixStruct * len(matrices))(*(matrix.struct for matrix in matrices)) for matrices in (gate_ups, downs)
+        )
+        self._inputs, self._outputs = gate_ups[0].inputs, downs[0].outputs
+        self._finish = finish
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`hidden_states` bfloat16 `[T, hidden]`, `top_k_index` and `top_k_weights` `[T, K]`; gives `[T, hidden]`."""
+        if hidden_states.dtype != torch.bfloat16:
+            raise RuntimeError(f"expected bfloat16, got {hidden_states.dtype}")
+        x = hidden_states.reshape(-1, self._inputs).contiguous()
+        chosen, shares = top_k_index.long().contiguous(), top_k_weights.float().contiguous()
+        out = torch.empty(len(x), self._outputs)
+        if len(x):
+            self._native.functions.rhizome_experts(
+                self._gate_ups, self._downs, self.num_experts, x.data_ptr(), x.stride(0), len(x), chosen.data_ptr(),
+                shares.data_ptr(), chosen.shape[1], self._finish, out.data_ptr(),
+            )  # fmt: skip
+        return out.to(torch.bfloat16).view(hidden_states.shape)
+
+
+def pack_modules(
+    model: nn.Module,
+    native: NativeLibrary,
+    *,
+    compress: bool = False,
+    scheme: Scheme | None = None,
+    head: nn.Module | None = None,
+) -> int:
+    """Replace the layers of `model` that the kernels know, in place, and free what they held; gives how many. With
+    `compress`, weights of linear layers take 12 bits (`worker_proc.cpu.compressed`); with `scheme`, those of linear
+    layers and experts become codes, the layer `head` by `HEAD_SCHEME`.
+
+    A weight that is shared with an embedding is held twice then: as it was for the embedding, and packed.
+    """
+    packing = _Packing(native, compress and scheme is None, scheme, head)
+    linears = [child for child in _children(model) if _is_linear(child[2])]
+    experts = [child for child in _children(model) if experts_finish(child[2]) is not None]
+    sizes = [packing.linear_room(module) for _, _, module in linears]
+    memory = HugePages(sum(sizes) + sum(packing.experts_room(module) for _, _, module in experts))
+    count = len(linears) + len(experts)
+    while linears:  # whose entries are taken out, so that each is freed when it is packed
+        parent, name, module = linears.pop()
+        setattr(parent, name, packing.linear(module, memory))
+    while experts:
+        parent, name, module = experts.pop()
+        setattr(parent, name, packing.experts(module, memory))
+    return count
+
+
+def experts_finish(module: Any) -> Finish | None:
+    """What makes gates and ups of transformers' experts one, or None where the kernels do not know them."""
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(w, nn.Parameter) and w.dim() == 3 and w.dtype == torch.bfloat16 for w in weights):
+        return None
+    # What transformers says about the layout, as its `use_experts_implementation` sets it.
+    said = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
+    if [getattr(module, name, None) for name in said] != [True, True, False, False, False]:
+        return None
+    if getattr(module, "_is_expert_parallel", False) or type(module)._apply_gate.__name__ != "_default_apply_gate":
+        return None
+    # An activation is known by what it does: it may be a function, a module, or a partial of one.
+    probe = torch.linspace(-6, 6, 97)
+    with torch.inference_mode():
+        found = module.act_fn(probe)
+    for finish, function in ((Finish.SILU_MUL, F.silu(probe)), (Finish.GELU_MUL, F.gelu(probe, approximate="tanh"))):
+        if torch.allclose(found, function, rtol=1e-5, atol=1e-6):
+            return finish
+    return None
+
+
+def plain_bytes(model: nn.Module) -> int:
+    """Of the weights of linear layers that `pack_modules` would take."""
+    return sum(module.weight.nbytes for _, _, module in _children(model) if _is_linear(module))
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Every module with its parent and its name there."""
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            yield parent, name, module
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear and module.weight.dtype == torch.bfloat16 and module.weight.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How layers are held; see `pack_modules`."""
+
+    native: NativeLibrary
+    compress: bool
+    scheme: Scheme | None
+    head: nn.Module | None
+
+    def linear_room(self, module: Any) -> int:
+        if self.compress:
+            return CompressedMatrix.room(module.out_features, module.in_features)
+        return _room(module.out_features, module.in_features, self._scheme_of(module))
+
+    def linear(self, module: Any, memory: HugePages) -> NativeLinear:
+        outputs, inputs = module.out_features, module.in_features
+        if self.compress:
+            matrix: PackedMatrix = CompressedMatrix(self.native, memory, outputs, inputs)
+        else:
+            matrix = self._matrix(memory, outputs, inputs, self._scheme_of(module))
+        self._fill(matrix, module.weight)
+        if module.bias is not None:
+            matrix.set_bias(module.bias)
+        if isinstance(matrix, CompressedMatrix):
+            matrix.seal()
+        return NativeLinear(matrix)
+
+    def experts_room(self, module: Any) -> int:
+        count, double, hidden = (int(size) for size in module.gate_up_proj.shape)
+        return count * (_room(double, hidden, self.scheme, paired=True) + _room(hidden, double // 2, self.scheme))
+
+    def experts(self, module: Any, memory: HugePages) -> NativeExperts:
+        finish = experts_finish(module)
+        assert finish is not None
+        _, double, hidden = module.gate_up_proj.shape
+        gate_ups, downs = [], []
+        for both, down in zip(module.gate_up_proj, module.down_proj, strict=True):
+            gate_ups.append(self._matrix(memory, double, hidden, self.scheme, paired=True))
+            for part, pairing in zip(both.chunk(2), (Pairing.GATE, Pairing.UP), strict=True):
+                self._fill(gate_ups[-1], part, pairing)
+            downs.append(self._matrix(memory, hidden, double // 2, self.scheme))
+            self._fill(downs[-1], down)
+        return NativeExperts(self.native, gate_ups, downs, finish)
+
+    def _scheme_of(self, module: nn.Module) -> Scheme | None:
+        return HEAD_SCHEME if self.scheme is not None and module is self.head else self.scheme
+
+    def _matrix(
+        self, memory: HugePages, outputs: int, inputs: int, scheme: Scheme | None, *, paired: bool = False
+    ) -> PackedMatrix:
+        if scheme is not None:
+            return QuantizedMatrix(self.native, memory, outputs, inputs, scheme, paired=paired)
+        room = memory.take(PackedMatrix.packed_size(outputs, inputs, paired=paired), torch.bfloat16)
+        return PackedMatrix(self.native, room, outputs, inputs, paired=paired)
+
+    def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE) -> None:
+        if isinstance(matrix, QuantizedMatrix):
+            matrix.pack_rows(NativeQuantizer(self.native)(rows, matrix.scheme), 0, pairing)
+        else:
+            matrix.pack(rows, 0, pairing)
+
+
+def _room(outputs: int, inputs: int, scheme: Scheme | None, *, paired: bool = False) -> int:
+    if scheme is not None:
+        return CodeSizes.of(outputs, inputs, scheme, paired=paired).room()
+    return HugePages.room(torch.bfloat16.itemsize * PackedMatrix.packed_size(outputs, inputs, paired=paired))
