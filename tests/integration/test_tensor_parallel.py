@@ -15,8 +15,21 @@ from tests.helpers_paged import NEW_TOKENS, make_prompts
 from worker_proc.errors import ModelError
 from worker_proc.parallel import TensorParallel
 
-# multi-head and tied; grouped-query, biased; fused c_attn; q/k norms, untied; output norms; scales; stacked projections
-KINDS = ["llama", "qwen2", "gpt2", "qwen3", "mistral-sliding", "llama-bias", "gemma2", "gemma3", "granite", "phi3"]
+# multi-head and tied; grouped-query, biased; fused c_attn; q/k norms, untied; output norms; scales; stacked
+# projections; experts
+KINDS = [
+    "llama",
+    "qwen2",
+    "gpt2",
+    "qwen3",
+    "mistral-sliding",
+    "llama-bias",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "phi3",
+    "qwen3-moe",
+]
 
 
 def run_ranks(size: int, directory: Path, paths: list[Path]) -> list[dict[str, Any]]:

@@ -56,6 +56,10 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("granite", {}),
     ("phi3", {}),
     ("smollm3", {}),
+    # all experts: else a rounding may choose another one, see below
+    ("mixtral", {"num_experts_per_tok": 4}),
+    ("qwen3-moe", {"num_experts_per_tok": 7}),
+    ("qwen3-moe", {"num_experts_per_tok": 7, "hidden_size": 72, "moe_intermediate_size": 50, "head_dim": 20}),
 ]
 IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -140,6 +144,19 @@ def test_logits_are_those_of_the_torch_decoder(
     assert error(got, want) < error(logits(torch_half, vocab_size), want), "no worse than torch in the same precision"
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_tokens_go_through_the_experts_of_the_torch_decoder(kind: str, level: Level, tmp_path: Path) -> None:
+    """Of some twenty first tokens of a text, so that few are near a choice; two may be so near that rounding decides."""
+    path = make_checkpoint(kind, tmp_path, num_hidden_layers=1)
+    exact, native = load_exact(path), load_native(path, level)
+    rows = [Row([(7 * i + 3) % VOCAB_SIZE], [i]) for i in range(20)]
+    batch = make_batch(rows, [1] * 20, PAGE_SIZE)
+    want, got = (model.forward(batch, KVCache(model.kv_spec, PAGES, PAGE_SIZE)) for model in (exact, native))
+    near = [error(one, other) < 0.012 for one, other in zip(got, want, strict=True)]
+    assert sum(near) >= 18, near
+
+
 def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path)
     native = load_native(path, LEVELS[0])
@@ -162,7 +179,9 @@ def test_logits_with_compressed_weights_have_the_bits_of_plain_ones(
 ) -> None:
     path = make_checkpoint(kind, tmp_path, **overrides)
     plain, compressed = (load_native(path, level, compression=compression) for compression in ("off", "on"))
-    assert all(isinstance(layer.up, CompressedMatrix) for layer in compressed.weights.layers)
+    layers = compressed.weights.layers
+    assert all(isinstance(layer.qkv, CompressedMatrix) for layer in layers)
+    assert all(isinstance(layer.up, CompressedMatrix) is not bool(layer.experts) for layer in layers)
     want = logits(plain, plain.vocab_size)
     assert torch.equal(logits(compressed, plain.vocab_size).view(torch.int32), want.view(torch.int32))
 
@@ -206,7 +225,9 @@ def test_a_step_may_ask_for_no_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["qwen3", "mistral-sliding", "gemma2", "gemma3", "granite", "phi3", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "mistral-sliding", "gemma2", "gemma3", "granite", "phi3", "smollm3", "qwen3-moe"]
+)
 def test_tokens_do_not_depend_on_pages_chunks_or_company(kind: str, level: Level, tmp_path: Path) -> None:
     native = load_native(make_checkpoint(kind, tmp_path), level)
     together = generate(native, PROMPTS, 16, page_size=16)
@@ -221,6 +242,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3-moe", tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("gemma3", tmp_path_factory.mktemp("gemma"))
 
@@ -228,9 +254,11 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_logits_have_the_same_bits_in_any_batch(level: Level, qwen: Path, gemma: Path, data: st.DataObject) -> None:
+def test_logits_have_the_same_bits_in_any_batch(
+    level: Level, qwen: Path, gemma: Path, mixture: Path, data: st.DataObject
+) -> None:
     """A prompt in one chunk beside others, and the same prompt in random chunks alone, with other thread counts."""
-    native = load_native(data.draw(st.sampled_from((qwen, gemma))), level)
+    native = load_native(data.draw(st.sampled_from((qwen, gemma, mixture))), level)
     prompts = [data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)) for _ in range(3)]
     cuts = sorted(data.draw(st.sets(st.integers(1, 39), max_size=3)))
     rows = [Row(prompt, list(range(6 * i, 6 * i + 6))) for i, prompt in enumerate(prompts)]
@@ -256,10 +284,10 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_logits_have_the_same_bits_whichever_are_wanted(
-    level: Level, qwen: Path, windowed: Path, gemma: Path, data: st.DataObject
+    level: Level, qwen: Path, windowed: Path, gemma: Path, mixture: Path, data: st.DataObject
 ) -> None:
     """The last layer computes what the wanted logits need: any tokens, in any order, more than once, or none."""
-    native = load_native(data.draw(st.sampled_from((qwen, windowed, gemma))), level)
+    native = load_native(data.draw(st.sampled_from((qwen, windowed, gemma, mixture))), level)
     rows, lengths = [], []
     for i in range(data.draw(st.integers(1, 4))):
         length = data.draw(st.integers(1, 40))
@@ -281,7 +309,7 @@ def test_logits_have_the_same_bits_whichever_are_wanted(
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa", "gemma2", "gemma3", "granite", "phi3"]
+    "kind", ["llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa", "gemma2", "gemma3", "granite", "phi3", "mixtral"]
 )
 def test_two_ranks_compute_what_one_computes(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path / "model")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint, make_config
 from tests.helpers_native import COMPRESSING
@@ -34,7 +35,7 @@ from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
 # soft caps; a window, biases and LayerNorm; partial rotary; clipped q, k, v; experts
-KINDS = ["vaultgemma", "starcoder2", "gptneox", "olmo", "mixtral"]
+KINDS = ["vaultgemma", "starcoder2", "gptneox", "olmo", "olmoe"]
 PROMPTS = make_prompts(VOCAB_SIZE)
 
 
@@ -70,7 +71,7 @@ def test_logits_stay_near_those_of_float32(kind: str, level: Level, tmp_path: Pa
     path = make_checkpoint(kind, tmp_path)
     native, plain, exact = load(path, level), load(path, None), load(path, None, torch.float32)
     assert not modules(native, nn.Linear) and modules(native, NativeLinear)
-    assert len(modules(native, NativeExperts)) == (2 if kind == "mixtral" else 0)
+    assert len(modules(native, NativeExperts)) == (2 if kind == "olmoe" else 0)
     assert not modules(plain, NativeLinear)
     for prompt in PROMPTS:
         want = logits(exact, prompt)
@@ -78,7 +79,7 @@ def test_logits_stay_near_those_of_float32(kind: str, level: Level, tmp_path: Pa
 
 
 @pytest.mark.parametrize("level", COMPRESSING)
-@pytest.mark.parametrize("kind", ["gptneox", "mixtral"])
+@pytest.mark.parametrize("kind", ["gptneox", "olmoe"])
 def test_compressed_weights_have_the_bits_of_plain_ones(kind: str, level: Level, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
     plain, compressed = load(path, level, compression="off"), load(path, level, compression="on")
@@ -88,11 +89,11 @@ def test_compressed_weights_have_the_bits_of_plain_ones(kind: str, level: Level,
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["gptneox", "mixtral"])
+@pytest.mark.parametrize("kind", ["gptneox", "olmoe"])
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32)], ids=str)
 def test_weights_become_codes(scheme: Scheme, kind: str, level: Level, tmp_path: Path) -> None:
     """The logits are those of torch with the weights that the codes stand for."""
-    every = {"num_experts_per_tok": 4} if kind == "mixtral" else {}  # else a rounding may choose another expert
+    every = {"num_experts_per_tok": 4} if kind == "olmoe" else {}  # else a rounding may choose another expert
     path = make_checkpoint(kind, tmp_path, **every)
     plain, codes = load(path, None), load(path, level, quantization=scheme)
     before = [logits(plain, prompt) for prompt in PROMPTS]
@@ -101,7 +102,7 @@ def test_weights_become_codes(scheme: Scheme, kind: str, level: Level, tmp_path:
         for layer in modules(plain, nn.Linear):
             of_layer = HEAD_SCHEME if layer is head else scheme
             layer.weight = nn.Parameter(quantize_rows(layer.weight, of_layer).dequantize(torch.bfloat16))
-        for experts in modules(plain, MixtralExperts):
+        for experts in modules(plain, OlmoeExperts):
             for weight in (*experts.gate_up_proj, *experts.down_proj):
                 weight.copy_(quantize_rows(weight, scheme).dequantize(torch.bfloat16))
     assert all(isinstance(layer.matrix, QuantizedMatrix) for layer in modules(codes, NativeLinear))
@@ -223,7 +224,7 @@ def test_experts_with_a_gate_of_their_own_stay_with_torch(tmp_path: Path) -> Non
 
 
 def test_logits_are_those_of_transformers_own_model(tmp_path: Path) -> None:
-    path = make_checkpoint("mixtral", tmp_path)
+    path = make_checkpoint("olmoe", tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         want = reference(torch.tensor([PROMPTS[0]])).logits[0, -1:]

@@ -36,6 +36,8 @@ NATIVE = [
     "granite",
     "phi3",
     "smollm3",
+    "mixtral",
+    "qwen3-moe",
     "gpt2",
 ]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -75,6 +77,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 128, "rope_scaling": {
         "type": "longrope", "short_factor": [1.0 + i / 4 for i in range(6)], "long_factor": [9.0] * 6}}),
     ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 7, "attention_bias": True}),
+    ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 4, "head_dim": 24}),
+    ("qwen3-moe", {"norm_topk_prob": True, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9}),
     ("llama-rope-yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32,
                                           "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False,
                                           "mscale": 0.7, "mscale_all_dim": 1.1}}),

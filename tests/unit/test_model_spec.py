@@ -28,6 +28,7 @@ LLAMA = {
     "num_attention_heads": 4,
 }
 GEMMA3 = LLAMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
+QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}
 PHI3 = LLAMA | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
 GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
@@ -115,6 +116,13 @@ def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
         (PHI3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         (PHI3, {"partial_rotary_factor": 0.2}, "head_dim"),
         (PHI3, {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
+        (LLAMA | {"model_type": "mixtral", "architectures": None, "num_key_value_heads": 2},
+         {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (QWEN3_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        (QWEN3_MOE, {"num_experts": 0}, "num_experts"),
+        (QWEN3_MOE, {"num_local_experts": 0}, "num_local_experts"),
         (LLAMA | {"model_type": "granite", "architectures": None}, {"logits_scaling": 0}, "logits_scaling"),
         (LLAMA | {"model_type": "granite", "architectures": None}, {"residual_multiplier": "1"}, "residual_multiplier"),
         (LLAMA | {"model_type": "smollm3", "architectures": None}, {"no_rope_layers": [1]}, "no_rope_layers"),

@@ -31,7 +31,7 @@ def load(path: Path, attention: Any = None, tp: TensorParallel | None = None) ->
 
 
 # soft caps and alternating windows; window in all layers; partial rotary; clipped q, k, v; experts
-@pytest.mark.parametrize("kind", ["vaultgemma", "starcoder2", "gptneox", "olmo", "mixtral"])
+@pytest.mark.parametrize("kind", ["vaultgemma", "starcoder2", "gptneox", "olmo", "olmoe"])
 def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
     assert describe(path).backend == "transformers"

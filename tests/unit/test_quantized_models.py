@@ -47,6 +47,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"hidden_size": 72, "intermediate_size": 50, "head_dim": 20, "vocab_size": 41}),
     ("gemma3", {}),
     ("phi3", {}),
+    ("mixtral", {"num_experts_per_tok": 4}),  # all of them: else a rounding may choose another one
 ]
 IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)

@@ -12,7 +12,7 @@ from worker_proc.cpu.attention import AttentionStep, NativeAttention
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import MatrixStruct
 from worker_proc.cpu.memory import HugePages
-from worker_proc.cpu.weights import PackedWeights
+from worker_proc.cpu.weights import PackedLayer, PackedWeights
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.layers import cap, embedding_scale
@@ -25,7 +25,8 @@ class _LayerStruct(ctypes.Structure):
     """`DecoderLayer` of native/decoder.h."""
 
     _fields_ = (
-        *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down", "router")),
+        *((name, c_void_p) for name in ("expert_gate_ups", "expert_downs")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales")),
         ("scale", c_float),
@@ -42,7 +43,8 @@ class _ModelStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("embedding", "norm", "inverse_frequencies", "attention_factors")),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
-        *((name, c_int32) for name in ("gelu", "inner", "vocab_first", "vocab_count", "several")),
+        *((name, c_int32) for name in ("gelu", "inner", "experts", "experts_each", "renormalizes")),
+        *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
     )
 
 
@@ -112,8 +114,13 @@ class CpuDecoder:
         self._step = _StepStruct()  # of the last step, 0 tokens before the first
         self.op_ns: Tensor | None = None  # int64, as long as OPERATIONS: their times are added up here when it is set
         self._native = native
-        projections = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.up, layer.down)]
-        self._work_of_token = sum(m.inputs * m.outputs for m in projections)  # multiplications
+        mixture = spec.mixture
+        each = mixture.each if mixture is not None else 1  # MLPs that a token goes through
+        self._work_of_token = sum(  # multiplications
+            times * matrix.inputs * matrix.outputs
+            for layer in weights.layers
+            for matrix, times in ((layer.qkv, 1), (layer.o, 1), (layer.up, each), (layer.down, each))
+        )
         self._work_of_key = 2 * spec.num_layers * self._heads * spec.head_dim  # for one query
         self._work_of_logits = weights.head.inputs * weights.head.outputs
         self.alone_below = 0  # a step of fewer multiplications is computed by one thread
@@ -121,6 +128,7 @@ class CpuDecoder:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._functions, name)
             function.restype, function.argtypes = result, arguments
+        self._experts = [_experts_of(layer) for layer in weights.layers]
         self._layers = (_LayerStruct * spec.num_layers)()
         for index, layer in enumerate(weights.layers):
             self._layers[index] = _LayerStruct(
@@ -128,6 +136,9 @@ class CpuDecoder:
                 o=layer.o.struct,
                 gate_up=layer.up.struct,
                 down=layer.down.struct,
+                router=layer.router.struct if layer.router is not None else MatrixStruct(),
+                expert_gate_ups=ctypes.addressof(self._experts[index][0]),
+                expert_downs=ctypes.addressof(self._experts[index][1]),
                 input_norm=layer.input_norm.data_ptr(),
                 post_norm=layer.post_norm.data_ptr(),
                 attention_norm=_pointer(layer.attention_norm),
@@ -158,6 +169,9 @@ class CpuDecoder:
             rotated=rotated,
             gelu=int(spec.activation in _GELU),
             inner=shard.channels[1] - shard.channels[0],
+            experts=mixture.experts if mixture is not None else 0,
+            experts_each=each,
+            renormalizes=int(mixture is not None and mixture.renormalizes),
             vocab_first=shard.vocab[0],
             vocab_count=weights.head.outputs,
             several=int(tp.size > 1),
@@ -253,6 +267,12 @@ class CpuDecoder:
         if len(self._workspace) < needed:
             self._workspace = HugePages(needed).take(needed, torch.uint8)
         return self._workspace.data_ptr()
+
+
+def _experts_of(layer: PackedLayer) -> tuple[ctypes.Array[MatrixStruct], ctypes.Array[MatrixStruct]]:
+    """Their matrices, gates with ups and those that go down, side by side."""
+    of_all = MatrixStruct * len(layer.experts)
+    return of_all(*(mlp.up.struct for mlp in layer.experts)), of_all(*(mlp.down.struct for mlp in layer.experts))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

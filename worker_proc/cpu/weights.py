@@ -27,6 +27,12 @@ _SLOW_TO_COMPRESS: tuple[Level, ...] = ("generic",)
 
 
 @dataclass(frozen=True, slots=True)
+class PackedMlp:
+    up: PackedMatrix  # gates and ups, paired
+    down: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
     input_norm: Tensor  # float32 [hidden], as the other norms
     qkv: PackedMatrix
@@ -35,9 +41,11 @@ class PackedLayer:
     o: PackedMatrix
     attention_norm: Tensor | None  # of what attention adds to the hidden states
     post_norm: Tensor  # before the MLP
-    up: PackedMatrix  # gates and ups, paired
+    up: PackedMatrix  # of the MLP, or of the first expert
     down: PackedMatrix
     mlp_norm: Tensor | None  # of what the MLP adds
+    router: PackedMatrix | None
+    experts: tuple[PackedMlp, ...]  # of a mixture, the first one too
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +96,24 @@ class PackedWeightPlan:
                 stored_head = None
         head = stored_head or layout.embedding
         matrices = [
-            (linear.weight, source.scheme(linear.weight), linear is parts.up)
+            (linear.weight, source.scheme(linear.weight), False)
             for parts in layout.layers
-            for linear in (parts.qkv, parts.o, parts.up, parts.down)
+            for linear in (parts.qkv, parts.o)
         ]
+        mlps = [mlp for parts in layout.layers for mlp in parts.mlps]
+        of_mlps = [(mlp.up.weight, source.scheme(mlp.up.weight), True) for mlp in mlps]
+        of_mlps += [(mlp.down.weight, source.scheme(mlp.down.weight), False) for mlp in mlps]
         matrices.append(((head,), source.head_scheme(head), False))
+        if spec.mixture is None:
+            matrices += of_mlps
         plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired in matrices if scheme is None)
         self._compress = compresses(native, compression, plain)
-        self.memory = HugePages(sum(self._room(*matrix) for matrix in matrices))
+        room = sum(self._room(*matrix) for matrix in matrices)
+        if spec.mixture is not None:  # experts are small and many: which codes they take would cost more than it gives
+            room += sum(self._room(*matrix, compress=False) for matrix in of_mlps)
+            routers = [parts.router.weight for parts in layout.layers if parts.router is not None]
+            room += sum(self._room(weight, None, False, compress=False) for weight in routers)
+        self.memory = HugePages(room)
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []
 
@@ -117,15 +135,20 @@ class PackedWeightPlan:
             log.info("%d of %d matrices are in 12 bits", count, len(self._compressed))
         return PackedWeights(self.embedding, self.layers, self.norm, self.head)
 
-    def _room(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool) -> int:
+    def _room(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool, *, compress: bool = True) -> int:
         outputs, inputs = _shape(parts)
         if scheme is not None:
             return CodeSizes.of(outputs, inputs, scheme, paired=paired).room()
-        if self._compress:
+        if self._compress and compress:
             return CompressedMatrix.room(outputs, inputs, paired=paired)
         return HugePages.room(_plain_bytes(parts, paired))
 
     def _layer(self, parts: LayerParts) -> PackedLayer:
+        mixed = parts.router is not None
+        mlps = tuple(
+            PackedMlp(self._linear(mlp.up, paired=True, compress=not mixed), self._linear(mlp.down, compress=not mixed))
+            for mlp in parts.mlps
+        )
         return PackedLayer(
             input_norm=self._norm(parts.input_norm),
             qkv=self._linear(parts.qkv),
@@ -134,9 +157,11 @@ class PackedWeightPlan:
             o=self._linear(parts.o),
             attention_norm=self._optional_norm(parts.attention_norm),
             post_norm=self._norm(parts.post_norm),
-            up=self._linear(parts.up, paired=True),
-            down=self._linear(parts.down),
+            up=mlps[0].up,
+            down=mlps[0].down,
             mlp_norm=self._optional_norm(parts.mlp_norm),
+            router=self._matrix(parts.router.weight, None, compress=False) if parts.router is not None else None,
+            experts=mlps if mixed else (),
         )
 
     def _norm(self, parts: NormParts) -> Tensor:
@@ -149,19 +174,21 @@ class PackedWeightPlan:
     def _optional_norm(self, parts: NormParts | None) -> Tensor | None:
         return self._norm(parts) if parts is not None else None
 
-    def _linear(self, parts: LinearParts, paired: bool = False) -> PackedMatrix:
-        matrix = self._matrix(parts.weight, self.source.scheme(parts.weight), paired)
+    def _linear(self, parts: LinearParts, paired: bool = False, *, compress: bool = True) -> PackedMatrix:
+        matrix = self._matrix(parts.weight, self.source.scheme(parts.weight), paired, compress=compress)
         if parts.bias:
             bias = self.load.tensor(*parts.bias)
             if parts.adds_bias:
                 self._after.append(partial(matrix.set_bias, bias))
         return matrix
 
-    def _matrix(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False) -> PackedMatrix:
+    def _matrix(
+        self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False, *, compress: bool = True
+    ) -> PackedMatrix:
         outputs, inputs = _shape(parts)
         if scheme is not None:
             matrix: PackedMatrix = QuantizedMatrix(self.native, self.memory, outputs, inputs, scheme, paired=paired)
-        elif self._compress:
+        elif self._compress and compress:
             self._compressed.append(CompressedMatrix(self.native, self.memory, outputs, inputs, paired=paired))
             matrix = self._compressed[-1]
         else:

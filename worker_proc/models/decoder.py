@@ -8,7 +8,7 @@ from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
-from worker_proc.models.layers import ACTIVATION_FUNCTIONS, Norm, cap, embedding_scale, look_up
+from worker_proc.models.layers import ACTIVATION_FUNCTIONS, Linear, Norm, cap, embedding_scale, look_up
 from worker_proc.models.rope import Rope, rotate
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
@@ -114,10 +114,26 @@ class Decoder:
         return self.tp.all_reduce(layer.o(out.reshape(tokens, -1)))
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        up = layer.up(x)
+        mixed = layer.router is not None
+        return self.tp.all_reduce(self._mixture(layer, x) if mixed else self._inner(layer.up, layer.down, x))
+
+    def _inner(self, into: Linear, out_of: Linear, x: Tensor) -> Tensor:
+        up = into(x)
         if self.spec.gated_mlp:
             gate, up = up.chunk(2, dim=-1)
-            inner = self.activation(gate) * up
-        else:
-            inner = self.activation(up)
-        return self.tp.all_reduce(layer.down(inner))
+            return out_of(self.activation(gate) * up)
+        return out_of(self.activation(up))
+
+    def _mixture(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        mixture = self.spec.mixture
+        assert mixture is not None and layer.router is not None
+        shares, chosen = layer.router(x).softmax(dim=-1, dtype=torch.float32).topk(mixture.each)
+        if mixture.renormalizes:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for index, expert in enumerate(layer.experts):
+            rows, places = (chosen == index).nonzero(as_tuple=True)
+            if len(rows):
+                made = self._inner(expert.up, expert.down, x[rows])
+                out.index_add_(0, rows, made * shares[rows, places, None].to(out.dtype))
+        return out.to(x.dtype)

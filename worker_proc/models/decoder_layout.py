@@ -65,6 +65,12 @@ class NormParts:
 
 
 @dataclass(frozen=True, slots=True)
+class MlpParts:
+    up: LinearParts
+    down: LinearParts
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """One layer, see `LayerWeights`."""
 
@@ -75,8 +81,8 @@ class LayerParts:
     o: LinearParts
     attention_norm: NormParts | None
     post_norm: NormParts
-    up: LinearParts
-    down: LinearParts
+    router: LinearParts | None  # of a mixture, on every rank
+    mlps: tuple[MlpParts, ...]  # one, or the experts of a mixture
     mlp_norm: NormParts | None
 
 
@@ -115,12 +121,20 @@ class DecoderLayout:
         q_norm, k_norm = (
             NormParts(Part(f"{attention}{name}_norm.weight", (dim,))) if spec.qk_norm else None for name in ("q", "k")
         )
-        up = [(mlp + "gate_proj", inner, shard.channels), (mlp + "up_proj", inner, shard.channels)]
+        gate_up = ((mlp + "gate_proj", inner, shard.channels), (mlp + "up_proj", inner, shard.channels))
         if spec.layout == "phi3":  # stacked: a rank takes its heads and channels from each part
             starts = (0, all_heads, all_heads + all_kv_heads)
             spans = [_moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
             qkv = [(attention + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
-            up = [(mlp + "gate_up_proj", 2 * inner, _moved(shard.channels, start)) for start in (0, inner)]
+            first, second = (_moved(shard.channels, start) for start in (0, inner))
+            gate_up = ((mlp + "gate_up_proj", 2 * inner, first), (mlp + "gate_up_proj", 2 * inner, second))
+        up, down = self._columns(list(gate_up), hidden, spec.mlp_bias), mlp + "down_proj"
+        router: LinearParts | None = None
+        mlps: tuple[MlpParts, ...] = (MlpParts(up, self._rows(down, inner, shard.channels, spec.mlp_bias)),)
+        if spec.mixture is not None:
+            mixture = base + "block_sparse_moe." if spec.layout == "mixtral" else mlp
+            router = LinearParts((Part(mixture + "gate.weight", (spec.mixture.experts, hidden)),))
+            mlps = tuple(self._expert(f"{mixture}experts.{expert}.") for expert in range(spec.mixture.experts))
         before_mlp = "pre_feedforward" if spec.output_norms else "post_attention"
         return LayerParts(
             input_norm=self._norm(base + "input_layernorm"),
@@ -130,9 +144,18 @@ class DecoderLayout:
             o=self._rows(attention + "o_proj", all_heads, heads, spec.o_bias),
             attention_norm=self._norm(base + "post_attention_layernorm") if spec.output_norms else None,
             post_norm=self._norm(f"{base}{before_mlp}_layernorm"),
-            up=self._columns(up, hidden, spec.mlp_bias),
-            down=self._rows(mlp + "down_proj", inner, shard.channels, spec.mlp_bias),
+            router=router,
+            mlps=mlps,
             mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
+        )
+
+    def _expert(self, base: str) -> MlpParts:
+        spec, channels = self.spec, self.shard.channels
+        gate, up, down = ("w1", "w3", "w2") if spec.layout == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        gate_up = [(base + name, spec.intermediate_size, channels) for name in (gate, up)]
+        return MlpParts(
+            self._columns(gate_up, spec.hidden_size, False),
+            self._rows(base + down, spec.intermediate_size, channels, False),
         )
 
     def _gpt2_layer(self, index: int) -> LayerParts:
@@ -150,8 +173,13 @@ class DecoderLayout:
             o=self._rows(base + "attn.c_proj", hidden, heads, True, transposed=True),
             attention_norm=None,
             post_norm=self._norm(base + "ln_2"),
-            up=self._columns([(base + "mlp.c_fc", inner, shard.channels)], hidden, True, transposed=True),
-            down=self._rows(base + "mlp.c_proj", inner, shard.channels, True, transposed=True),
+            router=None,
+            mlps=(
+                MlpParts(
+                    self._columns([(base + "mlp.c_fc", inner, shard.channels)], hidden, True, transposed=True),
+                    self._rows(base + "mlp.c_proj", inner, shard.channels, True, transposed=True),
+                ),
+            ),
             mlp_norm=None,
         )
 

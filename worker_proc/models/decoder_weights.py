@@ -15,6 +15,12 @@ from worker_proc.quantization.target import MakeMatrix, QuantizedMatrix, WeightT
 
 
 @dataclass(frozen=True, slots=True)
+class MlpWeights:
+    up: Linear  # [2 I, hidden], gate before up, or [I, hidden] without a gate
+    down: Linear  # [hidden, I]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer. Hq, Hkv and I are local to the rank."""
 
@@ -24,10 +30,12 @@ class LayerWeights:
     k_norm: Norm | None
     o: Linear  # [hidden, Hq * D]
     post_norm: Norm  # before the MLP
-    up: Linear  # [2 I, hidden], gate before up, or [I, hidden] without a gate
-    down: Linear  # [hidden, I]
+    up: Linear  # of the MLP, or of the first expert
+    down: Linear
     attention_norm: Norm | None = None  # of what attention adds to the hidden states
     mlp_norm: Norm | None = None  # of what the MLP adds
+    router: Linear | None = None  # [experts, hidden]
+    experts: tuple[MlpWeights, ...] = ()  # of a mixture, the first one too
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,7 @@ class DecoderWeightPlan:
         return DecoderWeights(self.embedding, self.positions, self.layers, self.norm, Linear(self.head, None))
 
     def _layer(self, parts: LayerParts) -> LayerWeights:
+        mlps = tuple(MlpWeights(self._linear(mlp.up), self._linear(mlp.down)) for mlp in parts.mlps)
         return LayerWeights(
             input_norm=self._norm(parts.input_norm),
             qkv=self._linear(parts.qkv),
@@ -83,9 +92,11 @@ class DecoderWeightPlan:
             o=self._linear(parts.o),
             attention_norm=self._optional_norm(parts.attention_norm),
             post_norm=self._norm(parts.post_norm),
-            up=self._linear(parts.up),
-            down=self._linear(parts.down),
+            up=mlps[0].up,
+            down=mlps[0].down,
             mlp_norm=self._optional_norm(parts.mlp_norm),
+            router=Linear(self.load.tensor(*parts.router.weight), None) if parts.router is not None else None,
+            experts=mlps if parts.router is not None else (),
         )
 
     def _linear(self, parts: LinearParts) -> Linear:

@@ -20,7 +20,7 @@ from worker_proc.models.config_fields import (
     positive_int,
 )
 from worker_proc.models.rope_spec import parse_rope
-from worker_proc.models.spec import DecoderSpec
+from worker_proc.models.spec import DecoderSpec, MixtureSpec
 from worker_proc.quantization.stored_config import parse_stored
 
 
@@ -172,6 +172,32 @@ def _parse_smollm3(config: Config) -> DecoderSpec:
     )
 
 
+def _parse_mixtral(config: Config) -> DecoderSpec:
+    spec, window = _parse_llama(config), optional_int(config, "sliding_window")
+    mixture = MixtureSpec(*_experts(config), renormalizes=True)
+    return replace(spec, layout="mixtral", windows=(window,) * spec.num_layers, mixture=mixture)
+
+
+def _parse_qwen3_moe(config: Config) -> DecoderSpec:
+    if config.get("mlp_only_layers") not in (None, []):
+        raise ModelError("mlp_only_layers", config["mlp_only_layers"], "every layer must be a mixture")
+    if config.get("decoder_sparse_step") not in (None, 1):
+        raise ModelError("decoder_sparse_step", config["decoder_sparse_step"], "every layer must be a mixture")
+    spec = _parse_llama({**config, "intermediate_size": positive_int(config, "moe_intermediate_size")})
+    window = optional_int(config, "sliding_window") if boolean(config, "use_sliding_window", False) else None
+    mixture = MixtureSpec(*_experts(config), boolean(config, "norm_topk_prob", False))
+    return replace(spec, qk_norm=True, windows=(window,) * spec.num_layers, mixture=mixture)
+
+
+def _experts(config: Config) -> tuple[int, int]:
+    """How many experts there are, under either name, and how many a token goes through."""
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    count, each = positive_int(config, key), positive_int(config, "num_experts_per_tok")
+    if each > count:
+        raise ModelError("num_experts_per_tok", each, f"must be at most {key} = {count}")
+    return count, each
+
+
 def _parse_gemma(config: Config) -> DecoderSpec:
     """What all Gemmas have: norms around 1, scaled embeddings, GELU."""
     if boolean(config, "use_bidirectional_attention", False):
@@ -301,6 +327,30 @@ FAMILIES = {
         "Gemma3ForCausalLM", _parse_gemma3, _GEMMA2 | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
     ),
     "granite": Family("GraniteForCausalLM", _parse_granite, {"max_position_embeddings": 2048}),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _parse_mixtral,
+        {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _parse_qwen3_moe,
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         _parse_phi3,
@@ -324,7 +374,7 @@ FAMILIES = {
     ),
 }
 
-_MAY_HAVE_BIAS = ("llama", "qwen3", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
+_MAY_HAVE_BIAS = ("llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 _HAVE_WINDOWS = ("mistral", "qwen2", "qwen3")  # and others, whose own parsers say which
 _CARRY_A_COPY = ("phi3",)  # of what transformers has for them; as always, none of it is run

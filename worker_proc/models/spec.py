@@ -7,13 +7,22 @@ from worker_proc.models.rope_spec import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureSpec:
+    """MLPs of which a token goes through the `each` likeliest ones, by a softmax over `experts` router outputs."""
+
+    experts: int
+    each: int
+    renormalizes: bool  # shares of the chosen ones add up to 1
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A pre-norm decoder-only transformer."""
 
-    layout: Literal["llama", "phi3", "gpt2"]  # tensor names and their storage order
+    layout: Literal["llama", "phi3", "mixtral", "gpt2"]  # tensor names and their storage order
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of an expert, where there are several
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -40,12 +49,14 @@ class DecoderSpec:
     rounds_embedding_scale: bool = False  # to the precision of the model (Gemma)
     residual_scale: float = 1.0  # of what attention and MLP add to the hidden states (Granite)
     logit_scale: float = 1.0
+    mixture: MixtureSpec | None = None  # in place of every MLP
 
     @property
     def is_plain(self) -> bool:
-        """Nothing beyond Llama's: the same rotation of whole heads in all layers, no caps, output norms or scales."""
+        """Nothing beyond Llama's: the same rotation of whole heads in all layers, no caps, scales, output norms or
+        experts."""
         rotation = set(self.ropes)
         whole = len(rotation) == 1 and all(rope is not None and rope.dim == self.head_dim for rope in rotation)
         scaled = (self.embedding_scale, self.residual_scale, self.logit_scale) != (1.0, 1.0, 1.0)
-        others = self.softcap or self.logit_softcap or self.norm_offset or self.output_norms or scaled
-        return whole and not others
+        others = self.softcap or self.logit_softcap or self.norm_offset or self.output_norms or self.mixture
+        return whole and not scaled and not others

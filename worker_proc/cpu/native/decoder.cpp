@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "decoder_last.h"
+#include "experts.h"
 #include "kv_int8.h"
 #include "norm.h"
 #include "rows.h"
@@ -15,7 +16,7 @@ namespace {
 
 // Whether what attention and MLP compute is kept apart before it is added to the hidden states.
 bool apart(const DecoderModel& model) {
-  return model.several || model.residual_scale != 1.0f || model.layers[0].attention_norm != nullptr;
+  return model.several || model.experts > 0 || model.residual_scale != 1.0f || model.layers[0].attention_norm != nullptr;
 }
 
 // The buffers of a step, one after another in its workspace; `inner` begins where `qkv` does, unless rows have padding.
@@ -28,6 +29,9 @@ struct Buffers {
   bf16* qkv;        // [tokens, (heads + 2 kv_heads) * head_dim]
   bf16* attended;   // [tokens, heads * head_dim]
   bf16* inner;      // [tokens, inner]
+  float* routes;    // [tokens, experts]: outputs of the router, and then places for a sort
+  float* shares;    // [tokens, experts_each]
+  int64_t* chosen;  // [tokens, experts_each]
   int64_t x_stride, normed_stride, qkv_stride, attended_stride, inner_stride;
   int64_t bytes;
 
@@ -54,6 +58,9 @@ struct Buffers {
     // Nothing of an attention is needed in the MLP after it, but padding is cleared only once in a step.
     if (model.heads * model.head_dim % 32 == 0 && model.inner % 32 == 0) next = attention;
     take(inner, tokens * inner_stride);
+    take(routes, tokens * model.experts);
+    take(shares, tokens * model.experts_each);
+    take(chosen, tokens * model.experts_each);
     bytes = std::max(next, end) - static_cast<char*>(workspace);
   }
 };
@@ -275,10 +282,43 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
   attend(model, step, buffers, layer, last.batch(), last.count());
 }
 
+// Which experts a token goes through, and with which shares: a softmax over all, of which the largest are taken.
+void choose_experts(const DecoderModel& model, const Buffers& buffers, int64_t tokens) {
+  const int64_t experts = model.experts, each = model.experts_each;
+  for_rows(tokens, 16 * experts, [&](int64_t token) {
+    float* const routes = buffers.routes + token * experts;
+    float* const shares = buffers.shares + token * each;
+    int64_t* const chosen = buffers.chosen + token * each;
+    const float most = *std::max_element(routes, routes + experts);
+    float total = 0.0f, of_chosen = 0.0f;
+    for (int64_t i = 0; i < experts; ++i) total += routes[i] = expf(routes[i] - most);
+    for (int64_t j = 0; j < each; ++j) {
+      float* const best = std::max_element(routes, routes + experts);
+      chosen[j] = best - routes;
+      of_chosen += shares[j] = *best;
+      *best = -1.0f;
+    }
+    const float scale = 1.0f / (model.renormalizes ? of_chosen : total);
+    for (int64_t j = 0; j < each; ++j) shares[j] *= scale;
+  });
+}
+
+void mixture(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer,
+             int64_t tokens) {
+  const Stopwatch time(step.op_ns, kGateUp);
+  linear(layer.router, buffers.normed, buffers.normed_stride, tokens, buffers.routes, model.experts,
+         Finish::kStoreFloat);
+  choose_experts(model, buffers, tokens);
+  rhizome_experts(layer.expert_gate_ups, layer.expert_downs, model.experts, buffers.normed, buffers.normed_stride, tokens,
+                  buffers.chosen, buffers.shares, model.experts_each,
+                  static_cast<int>(model.gelu ? Finish::kGeluMul : Finish::kSiluMul), buffers.partial);
+}
+
 void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
   const int64_t tokens = index + 1 < model.num_layers ? step.tokens : LastTokens(step).count();
   norm(model, step, buffers, {apart(model), layer.attention_norm, model.residual_scale}, layer.post_norm, tokens);
+  if (model.experts > 0) return mixture(model, step, buffers, layer, tokens);
   {
     const Stopwatch time(step.op_ns, kGateUp);
     linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,

@@ -18,6 +18,9 @@ struct DecoderLayer {
   PackedMatrix o;
   PackedMatrix gate_up;  // paired
   PackedMatrix down;
+  PackedMatrix router;                  // of a mixture, whose experts stand in place of `gate_up` and `down`
+  const PackedMatrix* expert_gate_ups;  // [experts]
+  const PackedMatrix* expert_downs;
   const float* input_norm;  // [hidden]
   const float* post_norm;
   const float* attention_norm;  // [hidden], of what attention adds to the hidden states, or null
@@ -53,7 +56,10 @@ struct DecoderModel {
   int32_t ropes;
   int32_t rotated;            // the first numbers of a head, which are rotated: even
   int32_t gelu;               // 1: GELU instead of SiLU in the MLP
-  int32_t inner;              // channels of the MLP
+  int32_t inner;              // channels of the MLP, or of an expert
+  int32_t experts;            // 0: no mixture
+  int32_t experts_each;       // that a token goes through
+  int32_t renormalizes;       // 1: their shares add up to 1
   int32_t vocab_first;        // of the rank: others are embedded as zeros, which the other ranks' rows are added to
   int32_t vocab_count;
   int32_t several;            // 1 when there are more ranks than this one
