@@ -25,7 +25,7 @@ import torch
 
 from bench.clusters import ROOT, machine
 from bench.peers.systems import BenchError, Case, HttpSystem, InProcess, Rhizome, System, free_port
-from scheduler_proc.cost_model import ModelShape
+from scheduler_proc.cost_model import CostError, ModelShape
 from worker_proc.cpu.library import best_library, num_cpus
 
 CASES = (
@@ -157,6 +157,11 @@ def main(
         arguments = (str(model), str(vocabulary), str(num_cpus()))
         systems.append(InProcess("transformers", transformers / "bin" / "python", "transformers_cases.py", *arguments))
     try:
+        shape = ModelShape.of_config(model)
+    except CostError as error:
+        shape = None
+        click.echo(f"  no floor is shown: {error}", err=True)
+    try:
         results, limits = run_all(systems, cases, repeats, settle)
     except BenchError as error:
         raise click.ClickException(str(error)) from None
@@ -165,7 +170,6 @@ def main(
             system.stop()
     bandwidth = statistics.median(b for b, _ in limits)
     flops = statistics.median(f for _, f in limits)
-    shape = ModelShape.of_config(model)
     click.echo(f"{machine()}; {repeats} repeats, medians; {bandwidth / 1e9:.1f} GB/s, {flops / 1e12:.2f} TFLOP/s\n")
     names = [system.name for system in systems]
     click.echo("| case | " + " | ".join(names) + " | floor | Rhizome / best other | Rhizome / floor |")
@@ -176,11 +180,14 @@ def main(
         tokens = case.requests * case.output
         if case.rate == "total_tokens_per_s":
             tokens += case.requests * (case.prefix + case.input)
-        floor = floors[case.name] = tokens / floor_s(case, shape, bandwidth, flops)
+        floor, of_floor = "", ""
+        if shape is not None:
+            floors[case.name] = tokens / floor_s(case, shape, bandwidth, flops)
+            floor, of_floor = f"{floors[case.name]:.1f}", f"{rates[0] / floors[case.name]:.0%}"
         ahead = f"{rates[0] / max(rates[1:]):.2f}" if len(rates) > 1 else ""
         unit = "output tok/s" if case.rate.startswith("output") else "total tok/s"
         shown = " | ".join(f"{rate:.1f}" for rate in rates)
-        click.echo(f"| {case.name}, {unit} | {shown} | {floor:.1f} | {ahead} | {rates[0] / floor:.0%} |")
+        click.echo(f"| {case.name}, {unit} | {shown} | {floor} | {ahead} | {of_floor} |")
         for figure, label in (("ttft_ms", "TTFT p50, ms"), ("itl_p99_ms", "ITL p99, ms")):
             values = [statistics.median(r[figure] for r in results[name][case.name]) for name in names]
             click.echo(f"| {label} | " + " | ".join(f"{value:.0f}" for value in values) + " | | | |")

@@ -147,7 +147,7 @@ def test_logits_are_those_of_the_torch_decoder(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_tokens_go_through_the_experts_of_the_torch_decoder(kind: str, level: Level, tmp_path: Path) -> None:
-    """Of some twenty first tokens of a text, so that few are near a choice; two may be so near that rounding decides."""
+    """Of twenty first tokens of texts: few are near a choice, and two may be so near that rounding decides."""
     path = make_checkpoint(kind, tmp_path, num_hidden_layers=1)
     exact, native = load_exact(path), load_native(path, level)
     rows = [Row([(7 * i + 3) % VOCAB_SIZE], [i]) for i in range(20)]
