@@ -220,7 +220,7 @@ def _parse_gemma2(config: Config) -> DecoderSpec:
     spec, window = _parse_gemma(config), optional_int(config, "sliding_window")
     layers = spec.num_layers
     if config.get("layer_types") is None:
-        every = positive_int({"sliding_window_pattern": 2, **config}, "sliding_window_pattern")
+        every = positive_int(config, "sliding_window_pattern") if config["model_type"] == "gemma3_text" else 2
         slides = [(layer + 1) % every != 0 for layer in range(layers)]
     else:
         slides = [kind == "sliding_attention" for kind in _layer_types(config, layers)]

@@ -40,9 +40,9 @@ def load_model(
     """Load this rank's share of a Hugging Face checkpoint directory.
 
     Models that `worker_proc.cpu.decoder` (with the kernels of `native`) or, on a GPU, `worker_proc.cuda.decoder`
-    supports are computed by them; others use `attention`. `quantization` is the scheme into which plain weights are
-    brought while they are read; checkpoints that hold codes are read as they are. `compression` is that of
-    `ModelConfig.weight_compression`.
+    supports are computed by them; others use `attention`, and what runs through transformers in bfloat16 uses the
+    products of `native`. `quantization` is the scheme into which plain weights are brought while they are read;
+    checkpoints that hold codes are read as they are. `compression` is that of `ModelConfig.weight_compression`.
 
     `progress(done_bytes, total_bytes)` counts the bytes that this rank reads. Raises ModelError naming the config
     key, tensor, file or argument that stands in the way.
