@@ -111,10 +111,12 @@ def experts_finish(module: Any) -> Finish | None:
     if not all(isinstance(w, nn.Parameter) and w.dim() == 3 and w.dtype == torch.bfloat16 for w in weights):
         return None
     # What transformers says about the layout, as its `use_experts_implementation` sets it.
-    said = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
-    if [getattr(module, name, None) for name in said] != [True, True, False, False, False]:
+    said = ("has_gate", "is_concatenated", "has_bias", "is_transposed")
+    if [getattr(module, name, None) for name in said] != [True, True, False, False]:
         return None
-    if getattr(module, "_is_expert_parallel", False) or type(module)._apply_gate.__name__ != "_default_apply_gate":
+    if getattr(module, "has_post_expert_norm", False):  # which older versions do not know
+        return None
+    if getattr(module, "_is_expert_parallel", False) or _gate_of(module) != "_default_apply_gate":
         return None
     # An activation is known by what it does: it may be a function, a module, or a partial of one.
     probe = torch.linspace(-6, 6, 97)
@@ -124,6 +126,10 @@ def experts_finish(module: Any) -> Finish | None:
         if torch.allclose(found, function, rtol=1e-5, atol=1e-6):
             return finish
     return None
+
+
+def _gate_of(module: Any) -> str:
+    return str(getattr(getattr(type(module), "_apply_gate", None), "__name__", ""))
 
 
 def plain_bytes(model: nn.Module) -> int:
