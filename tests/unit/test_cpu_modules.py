@@ -181,7 +181,8 @@ def test_experts_are_those_of_transformers(
     shares = torch.rand(chosen.shape)
     library.set_threads(threads)
     with torch.inference_mode():
-        want = experts.double()(x.double(), chosen, shares.double())
+        there = chosen < count  # the others count for nothing: transformers' older versions do not know them
+        want = experts.double()(x.double(), chosen * there, (shares * there).double())
         experts.to(torch.bfloat16)
         assert pack_modules(model, library, compress=False) == 1
         native = model[0]
