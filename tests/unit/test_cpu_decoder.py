@@ -53,6 +53,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {}),
     ("gemma3", {}),
     ("gemma3", {"hidden_size": 72, "intermediate_size": 50, "head_dim": 20, "vocab_size": 41}),
+    ("gemma3", {"tie_word_embeddings": True}),  # whose embedding is scaled, but not the head
     ("granite", {}),
     ("phi3", {}),
     ("smollm3", {}),
@@ -61,7 +62,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-moe", {"num_experts_per_tok": 7}),
     ("qwen3-moe", {"num_experts_per_tok": 7, "hidden_size": 72, "moe_intermediate_size": 50, "head_dim": 20}),
 ]
-IDS = [f"{kind}{'-odd' if overrides else ''}" for kind, overrides in KINDS]
+IDS = [f"{kind}{'-' + '-'.join(overrides) if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)
 
 
