@@ -44,6 +44,15 @@ _GPT2 = {
     "initializer_range": 0.3,
 }
 
+_CAPPED = {
+    "head_dim": 16,
+    "sliding_window": 12,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,
+    "query_pre_attn_scalar": 16,
+}
+
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
     "llama-gqa-untied": {"model_type": "llama", "tie_word_embeddings": False},
@@ -78,15 +87,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "gpt2": {"model_type": "gpt2"},
     "gemma": {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": False},
-    "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 16,
-        "sliding_window": 12,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": False,
-        "query_pre_attn_scalar": 16,
-    },
+    "gemma2": {"model_type": "gemma2", **_CAPPED},
     "gemma3": {
         "model_type": "gemma3_text",
         "head_dim": 32,
@@ -112,15 +113,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "phi3": {"model_type": "phi3", "sliding_window": 12, "partial_rotary_factor": 0.5},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
-    "vaultgemma": {
-        "model_type": "vaultgemma",
-        "tie_word_embeddings": False,
-        "head_dim": 16,
-        "sliding_window": 12,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 16,
-    },
+    "vaultgemma": {"model_type": "vaultgemma", **_CAPPED},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 12},
     "gptneox": {"model_type": "gpt_neox", "rotary_pct": 0.25, "tie_word_embeddings": False},
     "olmo": {"model_type": "olmo", "clip_qkv": 2.0},

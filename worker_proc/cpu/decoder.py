@@ -10,9 +10,9 @@ from torch import Tensor
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.attention import AttentionStep, NativeAttention
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.linear import MatrixStruct
+from worker_proc.cpu.linear import MatrixStruct, side_by_side
 from worker_proc.cpu.memory import HugePages
-from worker_proc.cpu.weights import PackedLayer, PackedWeights
+from worker_proc.cpu.weights import PackedWeights
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.layers import cap, embedding_scale
@@ -128,7 +128,10 @@ class CpuDecoder:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._functions, name)
             function.restype, function.argtypes = result, arguments
-        self._experts = [_experts_of(layer) for layer in weights.layers]
+        self._experts = [
+            [side_by_side(matrices) for matrices in ([mlp.up for mlp in experts], [mlp.down for mlp in experts])]
+            for experts in (layer.experts for layer in weights.layers)
+        ]
         self._layers = (_LayerStruct * spec.num_layers)()
         for index, layer in enumerate(weights.layers):
             self._layers[index] = _LayerStruct(
@@ -267,12 +270,6 @@ class CpuDecoder:
         if len(self._workspace) < needed:
             self._workspace = HugePages(needed).take(needed, torch.uint8)
         return self._workspace.data_ptr()
-
-
-def _experts_of(layer: PackedLayer) -> tuple[ctypes.Array[MatrixStruct], ctypes.Array[MatrixStruct]]:
-    """Their matrices, gates with ups and those that go down, side by side."""
-    of_all = MatrixStruct * len(layer.experts)
-    return of_all(*(mlp.up.struct for mlp in layer.experts)), of_all(*(mlp.down.struct for mlp in layer.experts))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -1,6 +1,7 @@
 """Weights packed for the native kernels, see `native/linear.h`."""
 
 import ctypes
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -132,3 +133,8 @@ class PackedMatrix:
             ctypes.addressof(self.struct), outputs.data_ptr(), len(outputs), rows.data_ptr(), self.inputs
         )
         return rows
+
+
+def side_by_side(matrices: Sequence[PackedMatrix]) -> ctypes.Array[MatrixStruct]:
+    """Their structs one after another, as native functions take several. The matrices must be filled, and live on."""
+    return (MatrixStruct * len(matrices))(*(matrix.struct for matrix in matrices))

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.linear import Finish, MatrixStruct, PackedMatrix, Pairing
+from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing, side_by_side
+from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
-from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
+from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 
 
@@ -55,9 +56,7 @@ class NativeExperts(nn.Module):
         self.num_experts = len(downs)
         self._native = native
         self.matrices = gate_ups, downs  # keeps alive what the structs point to
-        self._gate_ups, self._downs = (
-            (MatrixStruct * len(matrices))(*(matrix.struct for matrix in matrices)) for matrices in (gate_ups, downs)
-        )
+        self._gate_ups, self._downs = side_by_side(gate_ups), side_by_side(downs)
         self._inputs, self._outputs = gate_ups[0].inputs, downs[0].outputs
         self._finish = finish
 
@@ -90,18 +89,12 @@ def pack_modules(
 
     A weight that is shared with an embedding is held twice then: as it was for the embedding, and packed.
     """
-    packing = _Packing(native, compress and scheme is None, scheme, head)
-    linears = [child for child in _children(model) if _is_linear(child[2])]
-    experts = [child for child in _children(model) if experts_finish(child[2]) is not None]
-    sizes = [packing.linear_room(module) for _, _, module in linears]
-    memory = HugePages(sum(sizes) + sum(packing.experts_room(module) for _, _, module in experts))
-    count = len(linears) + len(experts)
-    while linears:  # whose entries are taken out, so that each is freed when it is packed
-        parent, name, module = linears.pop()
-        setattr(parent, name, packing.linear(module, memory))
-    while experts:
-        parent, name, module = experts.pop()
-        setattr(parent, name, packing.experts(module, memory))
+    packing = _Packing(native, compress, scheme, head)
+    layers = [child for child in _children(model) if packing.forms(child[2])]
+    count, memory = len(layers), HugePages(sum(form.room() for *_, layer in layers for form in packing.forms(layer)))
+    while layers:  # whose entries are taken out, so that each is freed when it is packed
+        parent, name, layer = layers.pop()
+        setattr(parent, name, packing.pack(layer, memory))
     return count
 
 
@@ -157,60 +150,41 @@ class _Packing:
     scheme: Scheme | None
     head: nn.Module | None
 
-    def linear_room(self, module: Any) -> int:
-        if self.compress:
-            return CompressedMatrix.room(module.out_features, module.in_features)
-        return _room(module.out_features, module.in_features, self._scheme_of(module))
+    def forms(self, layer: Any) -> list[MatrixForm]:
+        """Those of the matrices that `pack` makes; none where the kernels do not know the layer."""
+        if _is_linear(layer):
+            scheme = HEAD_SCHEME if self.scheme is not None and layer is self.head else self.scheme
+            return [MatrixForm(layer.out_features, layer.in_features, scheme, self.compress)]
+        if experts_finish(layer) is None:
+            return []
+        count, double, hidden = (int(size) for size in layer.gate_up_proj.shape)
+        of_one = [MatrixForm(double, hidden, self.scheme, paired=True), MatrixForm(hidden, double // 2, self.scheme)]
+        return of_one * count
 
-    def linear(self, module: Any, memory: HugePages) -> NativeLinear:
-        outputs, inputs = module.out_features, module.in_features
-        if self.compress:
-            matrix: PackedMatrix = CompressedMatrix(self.native, memory, outputs, inputs)
-        else:
-            matrix = self._matrix(memory, outputs, inputs, self._scheme_of(module))
-        self._fill(matrix, module.weight)
-        if module.bias is not None:
-            matrix.set_bias(module.bias)
+    def pack(self, layer: Any, memory: HugePages) -> NativeLinear | NativeExperts:
+        """What takes the place of a layer that has forms."""
+        matrices = [form.make(self.native, memory) for form in self.forms(layer)]
+        finish = experts_finish(layer)
+        if finish is None:
+            return self._linear(layer, matrices[0])
+        gate_ups, downs = matrices[::2], matrices[1::2]
+        for both, gate_up in zip(layer.gate_up_proj, gate_ups, strict=True):
+            for part, pairing in zip(both.chunk(2), (Pairing.GATE, Pairing.UP), strict=True):
+                self._fill(gate_up, part, pairing)
+        for weight, down in zip(layer.down_proj, downs, strict=True):
+            self._fill(down, weight)
+        return NativeExperts(self.native, gate_ups, downs, finish)
+
+    def _linear(self, layer: nn.Linear, matrix: PackedMatrix) -> NativeLinear:
+        self._fill(matrix, layer.weight)
+        if layer.bias is not None:
+            matrix.set_bias(layer.bias)
         if isinstance(matrix, CompressedMatrix):
             matrix.seal()
         return NativeLinear(matrix)
-
-    def experts_room(self, module: Any) -> int:
-        count, double, hidden = (int(size) for size in module.gate_up_proj.shape)
-        return count * (_room(double, hidden, self.scheme, paired=True) + _room(hidden, double // 2, self.scheme))
-
-    def experts(self, module: Any, memory: HugePages) -> NativeExperts:
-        finish = experts_finish(module)
-        assert finish is not None
-        _, double, hidden = module.gate_up_proj.shape
-        gate_ups, downs = [], []
-        for both, down in zip(module.gate_up_proj, module.down_proj, strict=True):
-            gate_ups.append(self._matrix(memory, double, hidden, self.scheme, paired=True))
-            for part, pairing in zip(both.chunk(2), (Pairing.GATE, Pairing.UP), strict=True):
-                self._fill(gate_ups[-1], part, pairing)
-            downs.append(self._matrix(memory, hidden, double // 2, self.scheme))
-            self._fill(downs[-1], down)
-        return NativeExperts(self.native, gate_ups, downs, finish)
-
-    def _scheme_of(self, module: nn.Module) -> Scheme | None:
-        return HEAD_SCHEME if self.scheme is not None and module is self.head else self.scheme
-
-    def _matrix(
-        self, memory: HugePages, outputs: int, inputs: int, scheme: Scheme | None, *, paired: bool = False
-    ) -> PackedMatrix:
-        if scheme is not None:
-            return QuantizedMatrix(self.native, memory, outputs, inputs, scheme, paired=paired)
-        room = memory.take(PackedMatrix.packed_size(outputs, inputs, paired=paired), torch.bfloat16)
-        return PackedMatrix(self.native, room, outputs, inputs, paired=paired)
 
     def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE) -> None:
         if isinstance(matrix, QuantizedMatrix):
             matrix.pack_rows(NativeQuantizer(self.native)(rows, matrix.scheme), 0, pairing)
         else:
             matrix.pack(rows, 0, pairing)
-
-
-def _room(outputs: int, inputs: int, scheme: Scheme | None, *, paired: bool = False) -> int:
-    if scheme is not None:
-        return CodeSizes.of(outputs, inputs, scheme, paired=paired).room()
-    return HugePages.room(torch.bfloat16.itemsize * PackedMatrix.packed_size(outputs, inputs, paired=paired))

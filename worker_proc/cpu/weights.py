@@ -12,8 +12,9 @@ from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PackedMatrix, Pairing
+from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
-from worker_proc.cpu.quantized import CodeSizes, PackedCodesTarget, QuantizedMatrix
+from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
 from worker_proc.models.loading import Part, WeightLoader, same_data
 from worker_proc.models.spec import DecoderSpec
@@ -108,12 +109,11 @@ class PackedWeightPlan:
             matrices += of_mlps
         plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired in matrices if scheme is None)
         self._compress = compresses(native, compression, plain)
-        room = sum(self._room(*matrix) for matrix in matrices)
+        forms = [self._form(*matrix) for matrix in matrices]
         if spec.mixture is not None:  # experts are small and many: which codes they take would cost more than it gives
-            room += sum(self._room(*matrix, compress=False) for matrix in of_mlps)
-            routers = [parts.router.weight for parts in layout.layers if parts.router is not None]
-            room += sum(self._room(weight, None, False, compress=False) for weight in routers)
-        self.memory = HugePages(room)
+            of_mlps += [(parts.router.weight, None, False) for parts in layout.layers if parts.router is not None]
+            forms += [self._form(*matrix, compress=False) for matrix in of_mlps]
+        self.memory = HugePages(sum(form.room() for form in forms))
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []
 
@@ -135,13 +135,10 @@ class PackedWeightPlan:
             log.info("%d of %d matrices are in 12 bits", count, len(self._compressed))
         return PackedWeights(self.embedding, self.layers, self.norm, self.head)
 
-    def _room(self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool, *, compress: bool = True) -> int:
-        outputs, inputs = _shape(parts)
-        if scheme is not None:
-            return CodeSizes.of(outputs, inputs, scheme, paired=paired).room()
-        if self._compress and compress:
-            return CompressedMatrix.room(outputs, inputs, paired=paired)
-        return HugePages.room(_plain_bytes(parts, paired))
+    def _form(
+        self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False, compress: bool = True
+    ) -> MatrixForm:
+        return MatrixForm(*_shape(parts), scheme, self._compress and compress, paired)
 
     def _layer(self, parts: LayerParts) -> PackedLayer:
         mixed = parts.router is not None
@@ -185,15 +182,9 @@ class PackedWeightPlan:
     def _matrix(
         self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False, *, compress: bool = True
     ) -> PackedMatrix:
-        outputs, inputs = _shape(parts)
-        if scheme is not None:
-            matrix: PackedMatrix = QuantizedMatrix(self.native, self.memory, outputs, inputs, scheme, paired=paired)
-        elif self._compress and compress:
-            self._compressed.append(CompressedMatrix(self.native, self.memory, outputs, inputs, paired=paired))
-            matrix = self._compressed[-1]
-        else:
-            size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
-            matrix = PackedMatrix(self.native, self.memory.take(size, torch.bfloat16), outputs, inputs, paired=paired)
+        matrix = self._form(parts, scheme, paired, compress).make(self.native, self.memory)
+        if isinstance(matrix, CompressedMatrix):
+            self._compressed.append(matrix)
         output = 0
         for part, pairing in zip(parts, (Pairing.GATE, Pairing.UP) if paired else (Pairing.NONE,) * 3, strict=False):
             if isinstance(matrix, QuantizedMatrix):

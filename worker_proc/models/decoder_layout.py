@@ -112,29 +112,20 @@ class DecoderLayout:
 
     def _llama_layer(self, index: int) -> LayerParts:
         spec, shard, base = self.spec, self.shard, f"{self.prefix}layers.{index}."
-        hidden, dim, inner = spec.hidden_size, spec.head_dim, spec.intermediate_size
+        hidden, dim = spec.hidden_size, spec.head_dim
         heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
-        attention, mlp = base + "self_attn.", base + "mlp."
+        attention = base + "self_attn."
         all_heads, all_kv_heads = spec.num_heads * dim, spec.num_kv_heads * dim
         qkv = [(attention + "q_proj", all_heads, heads)]
         qkv += [(attention + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")]
         q_norm, k_norm = (
             NormParts(Part(f"{attention}{name}_norm.weight", (dim,))) if spec.qk_norm else None for name in ("q", "k")
         )
-        gate_up = ((mlp + "gate_proj", inner, shard.channels), (mlp + "up_proj", inner, shard.channels))
-        if spec.layout == "phi3":  # stacked: a rank takes its heads and channels from each part
+        if spec.layout == "phi3":  # stacked: a rank takes its heads from each part
             starts = (0, all_heads, all_heads + all_kv_heads)
             spans = [_moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
             qkv = [(attention + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
-            first, second = (_moved(shard.channels, start) for start in (0, inner))
-            gate_up = ((mlp + "gate_up_proj", 2 * inner, first), (mlp + "gate_up_proj", 2 * inner, second))
-        up, down = self._columns(list(gate_up), hidden, spec.mlp_bias), mlp + "down_proj"
-        router: LinearParts | None = None
-        mlps: tuple[MlpParts, ...] = (MlpParts(up, self._rows(down, inner, shard.channels, spec.mlp_bias)),)
-        if spec.mixture is not None:
-            mixture = base + "block_sparse_moe." if spec.layout == "mixtral" else mlp
-            router = LinearParts((Part(mixture + "gate.weight", (spec.mixture.experts, hidden)),))
-            mlps = tuple(self._expert(f"{mixture}experts.{expert}.") for expert in range(spec.mixture.experts))
+        router, mlps = self._mlps(base)
         before_mlp = "pre_feedforward" if spec.output_norms else "post_attention"
         return LayerParts(
             input_norm=self._norm(base + "input_layernorm"),
@@ -149,14 +140,24 @@ class DecoderLayout:
             mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
         )
 
-    def _expert(self, base: str) -> MlpParts:
-        spec, channels = self.spec, self.shard.channels
+    def _mlps(self, base: str) -> tuple[LinearParts | None, tuple[MlpParts, ...]]:
+        """The router of a mixture and its experts, or the MLP."""
+        mixture, mlp = self.spec.mixture, base + "mlp."
+        if mixture is None:
+            return None, (self._mlp(mlp),)
+        if self.spec.layout == "mixtral":
+            mlp = base + "block_sparse_moe."
+        router = LinearParts((Part(mlp + "gate.weight", (mixture.experts, self.spec.hidden_size)),))
+        return router, tuple(self._mlp(f"{mlp}experts.{expert}.") for expert in range(mixture.experts))
+
+    def _mlp(self, base: str) -> MlpParts:
+        spec, channels, inner = self.spec, self.shard.channels, self.spec.intermediate_size
         gate, up, down = ("w1", "w3", "w2") if spec.layout == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        gate_up = [(base + name, spec.intermediate_size, channels) for name in (gate, up)]
-        return MlpParts(
-            self._columns(gate_up, spec.hidden_size, False),
-            self._rows(base + down, spec.intermediate_size, channels, False),
-        )
+        gate_up = [(base + name, inner, channels) for name in (gate, up)]
+        if spec.layout == "phi3":  # stacked, as its q, k and v
+            gate_up = [(base + "gate_up_proj", 2 * inner, _moved(channels, start)) for start in (0, inner)]
+        columns = self._columns(gate_up, spec.hidden_size, spec.mlp_bias)
+        return MlpParts(columns, self._rows(base + down, inner, channels, spec.mlp_bias))
 
     def _gpt2_layer(self, index: int) -> LayerParts:
         spec, shard, base = self.spec, self.shard, f"{self.prefix}h.{index}."
