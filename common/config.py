@@ -21,7 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "int8", "int4")
 QUANTIZATION_GROUP_SIZES = (32, 64, 128)
 KV_DTYPES = ("auto", "int8")
-CPU_KERNELS = ("auto", "amx", "avx512bf16", "avx512", "generic", "torch")
+CPU_KERNELS = ("auto", "amx", "avx512bf16", "armbf16", "avx512", "generic", "torch")
 WEIGHT_COMPRESSIONS = ("auto", "on", "off")
 GPU_ATTENTIONS = ("auto", "flashinfer", "triton", "sdpa")
 

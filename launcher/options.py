@@ -84,7 +84,9 @@ model_options = _made_into(
     click.option("--device", default="auto", help="auto, cpu or cuda."),
     click.option("--tp", type=int, default=1, help="Tensor parallel worker ranks."),
     click.option("--threads", type=int, default=None, help="CPU threads per rank.  [default: cores / tp]"),
-    click.option("--cpu-kernels", default="auto", help="auto, amx, avx512bf16, avx512, generic or torch (no kernels)."),
+    click.option(
+        "--cpu-kernels", default="auto", help="auto, amx, avx512bf16, armbf16, avx512, generic or torch (no kernels)."
+    ),
     click.option("--weight-compression", default="auto", help="auto, on or off: 12 bits for bfloat16, lossless."),
     click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="Replay decode steps on a GPU."),
     click.option("--gpu-attention", default="auto", help="auto, flashinfer, triton or sdpa (plain torch)."),

@@ -21,6 +21,7 @@ settings.load_profile("rhizome")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=400, help="runs of the scheduler's state machine test")
     parser.addoption("--emulate-amx", action="store_true", help="see tests/emulated_amx.py")
+    parser.addoption("--emulate-arm", action="store_true", help="see tests/emulated_arm.py")
     parser.addoption("--fuzz-seconds", type=int, help="of new inputs for each description of the HTTP API")
 
 
@@ -46,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.emulated_amx import emulate_amx
 
         emulate_amx()
+    if config.getoption("--emulate-arm"):
+        from tests.emulated_arm import emulate_arm
+
+        emulate_arm()
     # a shell's background jobs ignore SIGINT, and so would every child that a test wants to interrupt
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,7 +11,8 @@ from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.sampling import NativeDraws
 
 # whose products know weights in 12 bits
-COMPRESSING = [level for level in cpu_features().levels() if level != "generic" or "avx2" in cpu_features().flags]
+_VECTORS = {"avx2", "asimd", "bf16"}  # x86, Arm, Arm as tests emulate it
+COMPRESSING = [level for level in cpu_features().levels() if level != "generic" or cpu_features().flags & _VECTORS]
 
 
 def native_draws(level: Level) -> Iterator[NativeDraws]:

@@ -104,7 +104,7 @@ def test_a_gptq_checkpoint_over_two_ranks(tmp_path: Path) -> None:
         assert answers(cluster) == in_process(codes, None)
 
 
-@pytest.mark.skipif(not COMPRESSING, reason="compressed weights need AVX2 or AVX512")
+@pytest.mark.skipif(not COMPRESSING, reason="compressed weights need vectors")
 def test_weights_in_12_bits_give_the_same_answers() -> None:
     """Greedy and sampled, whole and in chunks, over two ranks."""
     prompts, _ = crowd(300)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from worker_proc.cpu import build as build_module
 from worker_proc.cpu import library
 from worker_proc.cpu.build import BuildError, build, cache_directory, find_compiler
-from worker_proc.cpu.features import LEVELS, CpuFeatures, cpu_features
+from worker_proc.cpu.features import CpuFeatures, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library, load_library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,17 +125,20 @@ def test_processes_that_build_at_once_compile_once(sources: Path, tmp_path: Path
 def test_levels_follow_from_the_features_of_a_cpu() -> None:
     amx = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"}
     avx2 = {"avx2", "fma", "f16c"}
-    assert CpuFeatures("x86_64", frozenset(amx | avx2)).levels() == LEVELS
+    assert CpuFeatures("x86_64", frozenset(amx | avx2)).levels() == ("amx", "avx512bf16", "avx512", "generic")
     assert CpuFeatures("x86_64", frozenset((amx | avx2) - {"amx_tile"})).levels() == ("avx512bf16", "avx512", "generic")
     assert CpuFeatures("x86_64", frozenset(amx - {"avx512_bf16"})).levels() == ("avx512", "generic")
     assert CpuFeatures("x86_64", frozenset(avx2)).levels() == ("generic",)
-    assert CpuFeatures("aarch64", frozenset()).levels() == ("generic",)
+    assert CpuFeatures("aarch64", frozenset({"fp", "asimd"})).levels() == ("generic",)
+    arm = CpuFeatures("aarch64", frozenset({"fp", "asimd", "i8mm", "bf16"}))
+    assert arm.levels() == ("armbf16", "generic")
     everything = CpuFeatures("x86_64", frozenset(amx | avx2))
     assert everything.options("generic") == ("-mavx2", "-mfma", "-mf16c")
     assert "-mavx512vl" in everything.options("avx512") and "-mavx512bf16" not in everything.options("avx512")
     assert "-mavx512vbmi2" in everything.options("avx512bf16") and "-mamx-tile" not in everything.options("avx512bf16")
     assert "-mamx-bf16" in everything.options("amx")
-    assert CpuFeatures("aarch64", frozenset()).options("generic") == ()
+    assert arm.options("generic") == ()
+    assert arm.options("armbf16") == ("-march=armv8.2-a+bf16",)
 
 
 @needs_compiler

@@ -6,13 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-Level = Literal["amx", "avx512bf16", "avx512", "generic"]
+Level = Literal["amx", "avx512bf16", "armbf16", "avx512", "generic"]
 LEVELS: tuple[Level, ...] = get_args(Level)  # best first
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _NEEDS: dict[Level, tuple[str, ...]] = {
     "amx": (*_AVX512, "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"),
     "avx512bf16": (*_AVX512, "avx512_bf16"),
+    "armbf16": ("bf16",),
     "avx512": _AVX512,
     "generic": (),
 }
@@ -29,6 +30,7 @@ _OPTIONS = {
     "avx512_vbmi2": "-mavx512vbmi2",
     "amx_tile": "-mamx-tile",
     "amx_bf16": "-mamx-bf16",
+    "bf16": "-march=armv8.2-a+bf16",  # Arm's name
 }
 
 
@@ -49,9 +51,11 @@ class CpuFeatures:
 
     def options(self, level: Level) -> tuple[str, ...]:
         """Compiler options for `level`: nothing above it, so that a forced level is what a lesser CPU would run."""
+        if level == "armbf16":
+            return (_OPTIONS["bf16"],)
         names = tuple(_OPTIONS)
-        first_above = {"generic": "avx512f", "avx512": "avx512_bf16", "avx512bf16": "amx_tile"}.get(level)
-        wanted = names[: names.index(first_above)] if first_above is not None else names
+        first_above = {"generic": "avx512f", "avx512": "avx512_bf16", "avx512bf16": "amx_tile", "amx": "bf16"}
+        wanted = names[: names.index(first_above[level])]
         return tuple(_OPTIONS[flag] for flag in wanted if flag in self.flags)
 
 

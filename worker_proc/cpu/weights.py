@@ -23,8 +23,8 @@ from worker_proc.quantization.source import WeightSource
 
 log = logging.getLogger(__name__)
 _COMPRESSED_FROM = 2**27  # bytes of weights of a rank: fewer may stay in a cache, where reading them costs little
-# With AVX2, one or two rows gain a fifth at most, and 4 to 8 lose as much.
-_SLOW_TO_COMPRESS: tuple[Level, ...] = ("generic",)
+# With AVX2, one or two rows gain a fifth at most, and 4 to 8 lose as much. On Arm, it was never measured.
+_SLOW_TO_COMPRESS: tuple[Level, ...] = ("armbf16", "generic")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#endif
 
 namespace rhizome {
 
@@ -43,6 +46,8 @@ inline floats load(const bf16* from) { return widen(*reinterpret_cast<const halv
 inline halves narrow(floats value) {
 #if defined(__AVX512BF16__)
   return (halves)_mm512_cvtneps_pbh((__m512)value);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (halves)vcvt_bf16_f32((float32x4_t)value);
 #else
   const words bits = (words)value;
   const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -9,6 +9,8 @@
 #endif
 #if defined(__AVX512BF16__)
 #include "linear_dots.h"
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "linear_mmla.h"
 #else
 #include "linear_simd.h"
 #endif
@@ -79,6 +81,14 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
       for (int64_t step = 0; step < kSteps; ++step)
         dot_step(all, x + step * 32, kSteps * 32, weights + step * 2 * kTileElements, nothing);
     all.store(sums, kPanel);
+    asm volatile("" : : "r"(sums) : "memory");
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    // the rows of a pass and weights that are turned over, as often as both tiles of a block of rows have them
+    constexpr int64_t kRows = 2 * kMmlaPairs;
+    const PairedRows paired(x, kSteps * 32, kRows, kSteps * 32);
+    LinesAhead nothing;
+    for (int64_t round = 0; round < rounds * kBlockRows / kRows; ++round)
+      mmla_pass<true>(kRows, {paired.data(), paired.stride(), sums, round > 0}, weights, kSteps, nothing);
     asm volatile("" : : "r"(sums) : "memory");
 #else
     // in float32, a few rows and a tile of weights again and again, with sums in registers all the time

@@ -15,6 +15,8 @@
 #include "linear_task_compressed.h"
 #elif defined(__AVX512BF16__)
 #include "linear_task_dots.h"
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "linear_task_mmla.h"
 #else
 #include "linear_task_simd.h"
 #endif
@@ -79,9 +81,9 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   const bf16* const inputs = x;
   const int64_t stride = x_stride;
 #else
-  const WideRows wide(x, x_stride, rows, 32 * blocks(weights.inputs));
-  const float* const inputs = wide.data();
-  const int64_t stride = wide.stride();
+  const TaskRows made(x, x_stride, rows, 32 * blocks(weights.inputs));
+  const auto* const inputs = made.data();
+  const int64_t stride = made.stride();
 #endif
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const int64_t at = task / chunks, first = task % chunks * chunk;

@@ -101,6 +101,33 @@ class Deflater {
       memcpy(pack, both, sizeof both);
     }
   }
+#elif defined(__ARM_NEON)
+  // A whole tile [16][32] of a block.
+  void put_tile(int64_t block, int tile, const bf16* weights) const {
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    uint8_t* pack = data(block) + tile * (kBlockPacks / 2) * kPackBytes;
+    for (int place = tile * kTileElements, end = place + kTileElements; place < end; pack += kPackBytes) {
+      EightHalves both[4] = {};
+      for (int half = 0; half < 2; ++half, place += 64, weights += 64) {
+        uint64_t missing = 0;
+        for (int part = 0; part < 4; ++part) {  // a quarter of a row
+          const EightHalves first = load_halves(weights + 8 * part), second = load_halves(weights + 32 + 8 * part);
+          const Bytes high = (Bytes)((first & 0xff00) | second >> 8);
+          Bytes codes = {}, known = {};
+          for (uint8_t code = 0; code < 16; ++code) {
+            const Bytes found = (Bytes)(high == weights_.high_bytes[code]) & ~known;
+            codes |= found & code;
+            known |= found;
+          }
+          both[part] |= (EightHalves)codes << 4 * half;
+          store_halves(pack + 64 + 64 * half + 16 * part, (first & 0x00ff) | second << 8);
+          for (int i = 0; i < 16; ++i) missing |= uint64_t{known[i] == 0} << (16 * part + i);
+        }
+        add_exceptions(block, place, weights, missing);
+      }
+      memcpy(pack, both, sizeof both);
+    }
+  }
 #endif
 
  private:
@@ -136,7 +163,7 @@ RHIZOME_EXPORT int64_t rhizome_compress(const rhizome::PackedMatrix* weights, co
     const bf16* const from = source + begin * stride;
     for (int64_t step = 0; step < steps; ++step) {
       const int64_t block = output / kPanel * steps + step, count = std::min<int64_t>(32, inputs - step * 32);
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__ARM_NEON)
       if (end - begin == kTile && count == 32) {
         alignas(64) bf16 whole[kTileElements];
         pack_tile(from + step * 32, stride, whole);

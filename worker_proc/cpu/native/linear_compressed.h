@@ -16,6 +16,10 @@
 
 #include "linear.h"
 
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 namespace rhizome {
 
 inline constexpr int64_t kPackWeights = 128, kPackBytes = 192;
@@ -33,6 +37,13 @@ struct PackPlace {
 inline const uint8_t* compressed_block(const PackedMatrix& weights, int64_t block) {
   return reinterpret_cast<const uint8_t*>(weights.data) + block * kCompressedBlock;
 }
+
+#if defined(__ARM_NEON)
+typedef uint16_t EightHalves __attribute__((vector_size(16), aligned(1), may_alias));
+
+inline EightHalves load_halves(const void* from) { return *static_cast<const EightHalves*>(from); }
+inline void store_halves(void* to, EightHalves value) { *static_cast<EightHalves*>(to) = value; }
+#endif
 
 // What the code of a weight says, which is not the weight if it is an exception; `place` is its number in the block.
 inline bf16 coded(const PackedMatrix& weights, int64_t block, int place) {
@@ -76,7 +87,7 @@ inline void inflate_row(const PackedMatrix& weights, int64_t output, bf16* out) 
 }
 
 // Whether products know such weights.
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__ARM_NEON)
 inline constexpr bool kInflates = true;
 #else
 inline constexpr bool kInflates = false;
@@ -141,6 +152,30 @@ class Inflater {
   static void put(bf16* to, __m256i row) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), row); }
 
   const __m256i high_bytes_;  // by code, twice
+};
+#elif defined(__ARM_NEON)
+// Puts weights together from their codes.
+class Inflater {
+ public:
+  explicit Inflater(const PackedMatrix& weights) : high_bytes_(vld1q_u8(weights.high_bytes)) {}
+
+  // A pack to its four rows.
+  void inflate(const uint8_t* from, bf16* to) const {
+    for (int part = 0; part < 4; ++part) {  // a quarter of a row
+      const EightHalves both = load_halves(from + 16 * part);
+      for (int half = 0; half < 2; ++half) {
+        const EightHalves codes = (half == 0 ? both : both >> 4) & 0x0f0f;
+        const EightHalves low = load_halves(from + 64 + 64 * half + 16 * part);
+        const EightHalves high = (EightHalves)vqtbl1q_u8(high_bytes_, (uint8x16_t)codes);
+        bf16* const row = to + 64 * half + 8 * part;
+        store_halves(row, (low & 0x00ff) | (high & 0xff00));
+        store_halves(row + 32, high << 8 | low >> 8);
+      }
+    }
+  }
+
+ private:
+  const uint8x16_t high_bytes_;  // by code
 };
 #endif
 

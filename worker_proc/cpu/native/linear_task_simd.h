@@ -1,23 +1,14 @@
 // The products of a task in ordinary vector registers, without dot products of bfloat16.
 #pragma once
 
+#include "linear_plain.h"
 #include "linear_quantized_simd.h"
 #include "linear_simd.h"
 #include "linear_task_pieces.h"
 
 namespace rhizome {
 
-// `count` blocks from `block` on, of weights that are not stored as bfloat16, in the layout of linear.h.
-inline void make_plain(const PackedMatrix& weights, int64_t block, int64_t count, bf16* out) {
-  if (has_codes(weights.format)) return widen_codes(weights, block, count, out);
-#if defined(__AVX2__)
-  const uint8_t* from = compressed_block(weights, block);
-  const Inflater inflater(weights);
-  bf16* to = out;
-  for (int64_t pack = 0; pack < count * kBlockPacks; ++pack, from += kPackBytes, to += kPackWeights) inflater.inflate(from, to);
-  put_exceptions(weights, block, block + count, out);
-#endif
-}
+using TaskRows = WideRows;  // what `multiply` takes
 
 // One piece, for one pass of rows after the other.
 class SimdPiece {
