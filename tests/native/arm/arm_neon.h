@@ -13,6 +13,25 @@ typedef float float32x4_t __attribute__((vector_size(16)));
 typedef uint16_t bfloat16x4_t __attribute__((vector_size(8)));
 typedef uint16_t bfloat16x8_t __attribute__((vector_size(16)));
 
+// Each lane as wide again, and as float32.
+typedef int8_t int8x8_t __attribute__((vector_size(8)));
+typedef uint8_t uint8x8_t __attribute__((vector_size(8)));
+typedef int16_t int16x4_t __attribute__((vector_size(8)));
+typedef uint16_t uint16x4_t __attribute__((vector_size(8)));
+typedef int16_t int16x8_t __attribute__((vector_size(16)));
+typedef uint16_t uint16x8_t __attribute__((vector_size(16)));
+typedef int32_t int32x4_t __attribute__((vector_size(16)));
+typedef uint32_t uint32x4_t __attribute__((vector_size(16)));
+
+inline int16x8_t vmovl_s8(int8x8_t value) { return __builtin_convertvector(value, int16x8_t); }
+inline uint16x8_t vmovl_u8(uint8x8_t value) { return __builtin_convertvector(value, uint16x8_t); }
+inline int32x4_t vmovl_s16(int16x4_t value) { return __builtin_convertvector(value, int32x4_t); }
+inline uint32x4_t vmovl_u16(uint16x4_t value) { return __builtin_convertvector(value, uint32x4_t); }
+inline int16x4_t vget_low_s16(int16x8_t value) { return __builtin_shufflevector(value, value, 0, 1, 2, 3); }
+inline uint16x4_t vget_low_u16(uint16x8_t value) { return __builtin_shufflevector(value, value, 0, 1, 2, 3); }
+inline float32x4_t vcvtq_f32_s32(int32x4_t value) { return __builtin_convertvector(value, float32x4_t); }
+inline float32x4_t vcvtq_f32_u32(uint32x4_t value) { return __builtin_convertvector(value, float32x4_t); }
+
 inline uint8x16_t vld1q_u8(const uint8_t* from) {
   uint8x16_t value;
   std::memcpy(&value, from, 16);

@@ -4,6 +4,12 @@
 
 #if !defined(__AVX512BF16__)  // which AMX has too
 
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#include <cstring>
+
 #include "linear_quantized.h"
 #include "linear_simd.h"
 #include "registers.h"
@@ -14,7 +20,7 @@ namespace rhizome {
 // bfloat16 (half of it where the number is within 2^-16 of a power of two, to which it is rounded either way), so that is all
 // that is left of the number: three instructions, where bits take five.
 inline floats round_to_bf16(floats value) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__ARM_NEON)
   hold(value);  // compilers would add a product before it is rounded
   const floats far = value * 65536.0f;
   const floats rest = far - value;
@@ -32,6 +38,11 @@ inline floats fused(floats a, floats b, floats c) { return (floats)_mm512_fmadd_
 #elif defined(__AVX2__) && defined(__FMA__)
 inline constexpr bool kFuses = true;
 inline floats fused(floats a, floats b, floats c) { return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#elif defined(__aarch64__)
+inline constexpr bool kFuses = true;
+inline floats fused(floats a, floats b, floats c) {
+  return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
 #else
 inline constexpr bool kFuses = false;
 inline floats fused(floats a, floats b, floats c) { return a * b + c; }
@@ -46,6 +57,12 @@ inline floats numbers_of(const uint8_t* codes) {
 #elif defined(__AVX2__)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
   return (floats)_mm256_cvtepi32_ps(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#elif defined(__ARM_NEON)
+  typedef uint32_t TwoWords __attribute__((vector_size(8)));
+  TwoWords four = {};
+  std::memcpy(&four, codes, 4);
+  if constexpr (kSigned) return (floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)four))));
+  return (floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)four))));
 #else
   floats numbers;
   for (int i = 0; i < kLanes; ++i) numbers[i] = kSigned ? static_cast<int8_t>(codes[i]) : codes[i];

@@ -17,6 +17,8 @@ inline void hold([[maybe_unused]] Vector& x) {
   asm("" : "+m"(x));
 #elif defined(__AVX2__)
   asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
 #endif
 }
 
