@@ -146,6 +146,9 @@ __attribute__((noinline)) void simd_tiles(const SimdRows& rows, Numbers weights,
 #pragma GCC unroll 8
           for (int row = 0; row < kRows; ++row)
             for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride + i];
+#if defined(__aarch64__)
+          asm volatile("" : : : "memory");  // g++ 12 loads what comes next too soon otherwise, and lacks registers for sums
+#endif
         }
       }
     }
