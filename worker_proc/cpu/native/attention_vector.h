@@ -150,6 +150,7 @@ class VectorKernel {
   static constexpr int kTogether = 4;    // queries that go by K and V in pages together
   static constexpr int kMost = kMostSums > kHeldSums ? 6 : 4;  // the same, by what was widened before
   static constexpr int kColumns = kLanes * kMostSums / kMost;  // of V that so many queries go by
+  static_assert(kLanes * kMostSums % kMost == 0 && kColumns % kLanes == 0);
   static constexpr int kGap = 16;        // rows a power of two apart would share few sets of the L1 cache
   static constexpr int kRowsAhead = 32;  // of K and V that are fetched ahead
   static constexpr int kScoreStride = kAttentionBlock + 16;  // rows a cache line apart from a power of two share no sets

@@ -16,7 +16,11 @@
 namespace rhizome {
 
 // Rows that are multiplied together: of one tile, more sums fit beside a vector of weights and a number of x.
+#if defined(__aarch64__)
+inline constexpr int kSimdRows = 5;
+#else
 inline constexpr int kSimdRows = std::min(8, kMostSums * kLanes / kTile);
+#endif
 
 // So many rows are multiplied with both tiles of a panel at once: with one tile, a sum would wait for itself.
 inline constexpr int kBothTilesRows = kHeldSums * kLanes / (2 * kTile);
