@@ -1,6 +1,10 @@
-"""Native draws and scores on two threads, packed weights."""
+"""Native draws and scores on two threads, packed weights, tests of kernels for other processors."""
 
-from collections.abc import Iterator
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +14,7 @@ from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.sampling import NativeDraws
 
+ROOT = Path(__file__).parents[1]
 # whose products know weights in 12 bits
 _VECTORS = {"avx2", "asimd", "bf16"}  # x86, Arm, Arm as tests emulate it
 COMPRESSING = [level for level in cpu_features().levels() if level != "generic" or cpu_features().flags & _VECTORS]
@@ -37,3 +42,13 @@ def packed(level: Level, weight: Tensor, paired: bool = False) -> PackedMatrix:
         matrix.pack(weight[:cut], 0)
         matrix.pack(weight[cut:], cut)
     return matrix
+
+
+def tests_pass(option: str, level: Level, names: Sequence[str]) -> None:
+    """The tests of a level in the unit tests of these names pass, with an option that emulates its instructions."""
+    files = (f"tests/unit/test_{name}.py" for name in names)
+    command = [sys.executable, "-m", "pytest", "-q", option, "-p", "no:cacheprovider", "-k", level, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0 and passed is not None, done.stdout[-5000:] + done.stderr[-1000:]
+    assert int(passed[1]) >= 100  # of all files: nobody has renamed what -k looks for
