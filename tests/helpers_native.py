@@ -44,7 +44,7 @@ def packed(level: Level, weight: Tensor, paired: bool = False) -> PackedMatrix:
     return matrix
 
 
-def tests_pass(option: str, level: Level, names: Sequence[str]) -> None:
+def check_emulated(option: str, level: Level, names: Sequence[str]) -> None:
     """The tests of a level in the unit tests of these names pass, with an option that emulates its instructions."""
     files = (f"tests/unit/test_{name}.py" for name in names)
     command = [sys.executable, "-m", "pytest", "-q", option, "-p", "no:cacheprovider", "-k", level, *files]

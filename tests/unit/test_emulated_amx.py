@@ -3,7 +3,7 @@
 import pytest
 
 from tests.emulated_amx import AVX512
-from tests.helpers_native import tests_pass
+from tests.helpers_native import check_emulated
 from worker_proc.cpu.features import cpu_features
 
 FILES = (
@@ -18,4 +18,4 @@ pytestmark = [
 
 
 def test_the_kernels_for_amx_pass_their_tests() -> None:
-    tests_pass("--emulate-amx", "amx", FILES)
+    check_emulated("--emulate-amx", "amx", FILES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers_native import tests_pass
+from tests.helpers_native import check_emulated
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import cpu_features
 
@@ -10,4 +10,4 @@ from worker_proc.cpu.features import cpu_features
 @needs_compiler
 @pytest.mark.skipif(cpu_features().has("armbf16"), reason="the processor's own instructions are tested")
 def test_the_kernels_for_arm_pass_their_tests() -> None:
-    tests_pass("--emulate-arm", "armbf16", ("cpu_compressed", "cpu_decoder", "cpu_linear", "quantized_linear"))
+    check_emulated("--emulate-arm", "armbf16", ("cpu_compressed", "cpu_decoder", "cpu_linear", "quantized_linear"))
