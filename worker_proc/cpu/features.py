@@ -51,11 +51,9 @@ class CpuFeatures:
 
     def options(self, level: Level) -> tuple[str, ...]:
         """Compiler options for `level`: nothing above it, so that a forced level is what a lesser CPU would run."""
-        if level == "armbf16":
-            return (_OPTIONS["bf16"],)
         names = tuple(_OPTIONS)
-        first_above = {"generic": "avx512f", "avx512": "avx512_bf16", "avx512bf16": "amx_tile", "amx": "bf16"}
-        wanted = names[: names.index(first_above[level])]
+        first_above = {"generic": "avx512f", "avx512": "avx512_bf16", "avx512bf16": "amx_tile"}.get(level)
+        wanted = names[: names.index(first_above)] if first_above is not None else names
         return tuple(_OPTIONS[flag] for flag in wanted if flag in self.flags)
 
 

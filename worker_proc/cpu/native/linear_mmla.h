@@ -33,7 +33,7 @@ class PairedRows {
     static thread_local std::vector<uint32_t> memory;
     uint32_t* const data = room_in(memory, (rows + 1) / 2 * 2 * stride_);
     data_ = data;
-    const auto put_pairs = [&](int64_t task, int) {
+    parallel_for((rows + kAlone - 1) / kAlone, [&](int64_t task, int) {
       for (int64_t row = task * kAlone; row < std::min(rows, (task + 1) * kAlone); row += 2) {
         const bf16* const first = x + row * x_stride;
         uint32_t* to = data + row * stride_;
@@ -45,12 +45,7 @@ class PairedRows {
             std::memset(to + 2, 0, 8);
         }
       }
-    };
-    const int64_t tasks = (rows + kAlone - 1) / kAlone;
-    if (tasks == 1)
-      put_pairs(0, 0);
-    else
-      parallel_for(tasks, put_pairs);
+    });
   }
 
   const uint32_t* data() const { return data_; }
