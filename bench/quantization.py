@@ -32,7 +32,7 @@ from worker_proc.cpu.quantized import QuantizedMatrix
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import FP8, Scheme
 
 DEMO = Path(__file__).parents[1] / "demo_model"
 PAGE_SIZE = 16
@@ -50,6 +50,8 @@ PRECISIONS = (
     Precision("bfloat16, KV int8", None, True),
     Precision("int8", Scheme(8)),
     Precision("int8, KV int8", Scheme(8), True),
+    Precision("fp8", FP8),
+    Precision("fp8 g128", Scheme(8, 128, floating=True)),
     Precision("int4 g32", Scheme(4, 32)),
     Precision("int4 g64", Scheme(4, 64)),
     Precision("int4 g128", Scheme(4, 128)),

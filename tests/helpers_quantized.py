@@ -12,6 +12,7 @@ from torch import Tensor
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.weights import SINGLE_FILE
 
+_PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -34,7 +35,7 @@ def quantize_checkpoint(
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / SINGLE_FILE).items()}
     codes_of, plain = dict(weights), dict(weights)
     for name, tensor in weights.items():
-        if "_proj.weight" not in name:
+        if not name.endswith(_PROJECTIONS):
             continue
         outputs, inputs = tensor.shape
         groups, size = scheme.num_groups(inputs), scheme.group_size or inputs
@@ -48,16 +49,72 @@ def quantize_checkpoint(
         plain[name] = ((codes - spread[0]) * spread[1]).to(torch.bfloat16)
         del codes_of[name]
         codes_of |= _stored(name.removesuffix("weight"), method, scheme, codes, scales, zeros, changes)
+    return _write_both(source, directory, codes_of, plain, quantization_config(method, scheme) | changes)
+
+
+def store_bytes(
+    source: Path,
+    directory: Path,
+    config: dict[str, Any],
+    block: tuple[int | None, int | None],
+    scale: str,
+    *,
+    seed: int = 0,
+) -> tuple[Path, Path]:
+    """As `quantize_checkpoint`, with a byte for each weight, FP8 where `config` says so, and a scale named `scale` for
+    each `block` of outputs and inputs (None: all of them)."""
+    generator = torch.Generator().manual_seed(seed)
+    floating = config["quant_method"] == "fp8" or "float" in str(config["config_groups"])
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / SINGLE_FILE).items()}
+    codes_of, plain = dict(weights), dict(weights)
+    for name, tensor in weights.items():
+        if not name.endswith(_PROJECTIONS):
+            continue
+        counts = [-(-size // (cut or size)) for size, cut in zip(tensor.shape, block, strict=True)]
+        scales = tensor.float().std() * (0.5 + torch.rand(*counts, generator=generator)) / 50
+        codes: Tensor
+        if floating:
+            numbers = (torch.randn(tensor.shape, generator=generator) * 50).clamp(-448, 448)
+            codes = numbers.to(torch.float8_e4m3fn)
+        else:
+            codes = torch.randint(-128, 128, tensor.shape, generator=generator, dtype=torch.int8)
+        spread = scales
+        for dim, cut in enumerate(block):
+            spread = spread.repeat_interleave(cut or tensor.shape[dim], dim).narrow(dim, 0, tensor.shape[dim])
+        plain[name] = (codes.float() * spread).to(torch.bfloat16)
+        base = name.removesuffix("weight")
+        codes_of |= {name: codes, base + scale: scales.squeeze() if block == (None, None) else scales}
+        if config.get("activation_scheme") == "static":
+            codes_of[base + "input_scale"] = torch.tensor(0.1)
+    return _write_both(source, directory, codes_of, plain, config)
+
+
+def _write_both(
+    source: Path, directory: Path, codes: dict[str, Tensor], plain: dict[str, Tensor], config: dict[str, Any]
+) -> tuple[Path, Path]:
     paths = []
-    for kind, tensors in (("codes", codes_of), ("plain", plain)):
+    for kind, tensors in (("codes", codes), ("plain", plain)):
         path = directory / kind
         shutil.copytree(source, path)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / SINGLE_FILE)
         paths.append(path)
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = quantization_config(method, scheme) | changes
-    (paths[0] / "config.json").write_text(json.dumps(config))
+    whole = json.loads((source / "config.json").read_text()) | {"quantization_config": config}
+    (paths[0] / "config.json").write_text(json.dumps(whole))
     return paths[0], paths[1]
+
+
+def bytes_config(kind: str, **weights: Any) -> dict[str, Any]:
+    """That of compressed-tensors for `kind` ("float" or "int") with activations rounded; `weights` replace fields."""
+    numbers = {
+        "num_bits": 8, "type": kind, "symmetric": True, "dynamic": False, "actorder": None, "strategy": "channel",
+        "group_size": None, "block_structure": None,
+    }  # fmt: skip
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": numbers | weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group | {"output_activations": None}}, "kv_cache_scheme": None,
+    }  # fmt: skip
 
 
 def quantization_config(method: str, scheme: Scheme) -> dict[str, Any]:

@@ -229,6 +229,10 @@ CALLED __m512i ternarylogic_epi64(__m512i a, __m512i b, __m512i c, int table) {
   return out;
 }
 
+CALLED __m512 cvtph_ps(__m256i x) {
+  const __m256 halves[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+  return load<__m512>(halves);
+}
 EMULATED __m512 cvtepi32_ps(__m512i x) { return (__m512)__builtin_convertvector((Ints)x, Floats); }
 template <class From, class Register>
 CALLED __m512i widened(const Register& x) {
@@ -331,6 +335,7 @@ CALLED __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_cvtne2ps_pbh
 #undef _mm512_cvtneps_pbh
+#undef _mm512_cvtph_ps
 #undef _mm512_cvtss_f32
 #undef _mm512_div_ps
 #undef _mm512_dpbf16_ps
@@ -406,6 +411,7 @@ CALLED __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
 #define _mm512_cvtepu8_epi32 rhizome_emulated_avx512::cvtepu8_epi32
 #define _mm512_cvtne2ps_pbh rhizome_emulated_avx512::cvtne2ps_pbh
 #define _mm512_cvtneps_pbh rhizome_emulated_avx512::cvtneps_pbh
+#define _mm512_cvtph_ps rhizome_emulated_avx512::cvtph_ps
 #define _mm512_cvtss_f32 rhizome_emulated_avx512::cvtss_f32
 #define _mm512_div_ps rhizome_emulated_avx512::div_ps
 #define _mm512_dpbf16_ps rhizome_emulated_avx512::dpbf16_ps

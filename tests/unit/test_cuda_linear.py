@@ -23,7 +23,7 @@ from worker_proc.errors import ModelError
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import FP8, Scheme
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]  # see test_cuda_attention
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the largest number: outputs are rounded
@@ -116,7 +116,7 @@ PROMPTS = [prompt[:20] for prompt in make_prompts(VOCAB_SIZE)][:4]
 
 @pytest.mark.parametrize(("kind", "scheme", "int8"), [
     ("llama-gqa-untied", Scheme(4, 32), False), ("qwen3", Scheme(8), False),
-    ("qwen3", Scheme(4, 32), True), ("llama-gqa-untied", Scheme(8), True),
+    ("qwen3", Scheme(4, 32), True), ("llama-gqa-untied", Scheme(8), True), ("qwen3", FP8, False),
 ])  # fmt: skip
 def test_tokens_are_those_of_the_reference_decoder(kind: str, scheme: Scheme, int8: bool, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)

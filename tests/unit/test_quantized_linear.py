@@ -1,5 +1,7 @@
 """Products with quantized weights against torch, for every instruction set of this CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, quantize_rows
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import FP8, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -32,16 +34,25 @@ SCHEMES = [
     Scheme(4, 128),
     Scheme(4, 32, symmetric=False),
     Scheme(4, 128, symmetric=False),
+    FP8,
+    Scheme(8, 32, floating=True),
+    Scheme(8, 128, floating=True),
 ]
 schemes = st.sampled_from(SCHEMES)
+
+
+def without_nan(codes: Tensor) -> Tensor:
+    """Codes of FP8, with others for 0x7f and 0xff."""
+    return torch.where((codes & 127) == 127, codes - 60, codes)
 
 
 def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> QuantizedRows:
     """Any codes, scales of both signs, zeros that are codes or one beyond."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**scheme.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    codes = without_nan(codes) if scheme.floating else codes
     groups = scheme.num_groups(inputs)
-    scales = torch.randn(outputs, groups, generator=generator) / scheme.middle
+    scales = torch.randn(outputs, groups, generator=generator) / (2 ** (scheme.bits - 1))
     zeros = None
     if not scheme.symmetric:
         zeros = torch.randint(0, 2**scheme.bits + 1, (outputs, groups), generator=generator).float()
@@ -67,7 +78,8 @@ def widened(level: Level, rows: QuantizedRows, paired: bool = False) -> PackedMa
     """The bfloat16 matrix whose sums those of `rows` are, but for the scales of whole channels."""
     weight = rows.dequantize(torch.bfloat16)
     if rows.scheme.by_channel:
-        weight = (rows.codes.float() - 128).to(torch.bfloat16)
+        ones = replace(rows, scales=torch.ones_like(rows.scales))
+        weight = ones.dequantize(torch.bfloat16)
     return helpers_native.packed(level, weight, paired)
 
 
@@ -114,6 +126,7 @@ def test_weights_are_rounded_to_the_nearest_even_bfloat16(level: Level, scheme: 
     shape = (outputs, scheme.num_groups(inputs))
     scales = ((1 + mantissas.double() / 2**23) / 64).float()[:, None].expand(shape).clone()
     codes = torch.arange(outputs * inputs).view(outputs, inputs) * 37 % 2**scheme.bits
+    codes = without_nan(codes) if scheme.floating else codes
     zeros = None if scheme.symmetric else torch.arange(outputs * shape[1]).view(shape).float() % 2**scheme.bits
     weights = QuantizedRows(scheme, codes.to(torch.uint8), scales, zeros)
     matrix, found = packed(level, weights), torch.empty(inputs, outputs)
@@ -171,7 +184,18 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    scheme=st.sampled_from([Scheme(8), Scheme(8, 64), Scheme(4, 32), Scheme(4, 64), Scheme(4, 128), Scheme(4)]),
+    scheme=st.sampled_from(
+        [
+            Scheme(8),
+            Scheme(8, 64),
+            Scheme(4, 32),
+            Scheme(4, 64),
+            Scheme(4, 128),
+            Scheme(4),
+            FP8,
+            Scheme(8, 64, floating=True),
+        ]
+    ),
     outputs=SIZES,
     inputs=SIZES,
     scale=st.sampled_from([1e-6, 0.02, 1.0, 3e4]),
@@ -189,12 +213,15 @@ def test_codes_are_the_nearest(scheme: Scheme, outputs: int, inputs: int, scale:
     step = quantized.scales.abs().repeat_interleave(size, 1)[:, :inputs]
     # With 4 bits, the side that has 7 steps may lack up to one of them.
     limit = step * (0.5001 if scheme.bits == 8 else 1.0001)
+    if scheme.floating:  # steps double at every power of two from 2**-6 on, where they are 2**-9
+        at = rows.float().abs() / step.where(step != 0, 1)
+        limit = step * 0.5001 * 2.0 ** (at.clamp(2.0**-6, 448).log2().floor() - 3)
     assert bool(((back - rows.float()).abs() <= limit).all())
     for level in LEVELS:
         for source in (rows, rows.float(), rows.t().contiguous().t()):
             native = NativeQuantizer(load_library(level))(source, scheme)
             assert torch.equal(native.codes, quantized.codes) and torch.equal(native.scales, quantized.scales)
-    half = torch.where(quantized.codes == 2**scheme.bits - 1, limit, step * 0.5001)
+    half = torch.where(quantized.codes == 2**scheme.bits - 1, limit, limit if scheme.floating else step * 0.5001)
     assert bool(((back - rows.float()).abs() <= half).all())
 
 

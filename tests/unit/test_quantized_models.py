@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts, poison
-from tests.helpers_quantized import quantization_config, quantize_checkpoint
+from tests.helpers_quantized import bytes_config, quantization_config, quantize_checkpoint, store_bytes
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import CpuDecoder
@@ -31,7 +31,7 @@ from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import WeightLoader
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import FP8, Scheme
 from worker_proc.quantization.source import WeightSource
 from worker_proc.weights import SINGLE_FILE, Checkpoint
 
@@ -82,7 +82,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scheme", [INT8, INT4, Scheme(4, 128)], ids=str)
+@pytest.mark.parametrize("scheme", [INT8, INT4, Scheme(4, 128), FP8], ids=str)
 @pytest.mark.parametrize(("kind", "overrides"), KINDS, ids=IDS)
 def test_logits_are_those_of_dequantized_weights_in_torch(
     kind: str, overrides: dict[str, Any], scheme: Scheme, level: Level, tmp_path: Path
@@ -99,7 +99,7 @@ def test_logits_are_those_of_dequantized_weights_in_torch(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("scheme", [INT8, INT4, FP8], ids=str)
 def test_tokens_do_not_depend_on_pages_chunks_or_company(scheme: Scheme, level: Level, tmp_path: Path) -> None:
     native = load_native(make_checkpoint("qwen3", tmp_path), scheme, level)
     together = generate(native, PROMPTS, 16, page_size=16, int8=True)
@@ -151,7 +151,7 @@ def shard_weights(path: Path, rank: int, size: int, scheme: Scheme | None) -> li
     return [(dense(layer.qkv), dense(layer.o), dense(layer.down)) for layer in plan.finish().layers]
 
 
-@pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("scheme", [INT8, INT4, FP8], ids=str)
 def test_shards_have_the_codes_of_the_whole(scheme: Scheme, tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, intermediate_size=128)
     whole = shard_weights(path, 0, 1, scheme)
@@ -205,6 +205,67 @@ def test_stored_codes_are_what_they_stand_for(
     assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
 
 
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 32]}
+FP8_TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
+BYTES: list[tuple[str, dict[str, Any], tuple[int | None, int | None], str]] = [
+    ("blocks", FP8_BLOCKS, (48, 32), "weight_scale_inv"),
+    ("tensors", FP8_TENSORS, (None, None), "weight_scale"),
+    ("float-channel", bytes_config("float"), (1, None), "weight_scale"),
+    ("float-tensor", bytes_config("float", strategy="tensor"), (None, None), "weight_scale"),
+    ("float-block", bytes_config("float", strategy="block", block_structure=[16, 64]), (16, 64), "weight_scale"),
+    ("int-channel", bytes_config("int"), (1, None), "weight_scale"),
+    ("int-group", bytes_config("int", strategy="group", group_size=32), (1, 32), "weight_scale"),
+    ("naive", bytes_config("float") | {"format": "naive-quantized"}, (1, None), "weight_scale"),
+]
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [("llama-gqa-untied", {}), ("mixtral", {"num_experts_per_tok": 4})])
+@pytest.mark.parametrize(("name", "config", "block", "scale"), BYTES, ids=[case[0] for case in BYTES])
+def test_stored_bytes_are_what_they_stand_for(
+    name: str,
+    config: dict[str, Any],
+    block: tuple[int | None, int | None],
+    scale: str,
+    kind: str,
+    overrides: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    source = make_checkpoint(kind, tmp_path / "source", intermediate_size=128, **overrides)
+    codes, plain = store_bytes(source, tmp_path, config, block, scale)
+    assert describe(codes).quantization == config["quant_method"] and describe(codes).dtype == "bfloat16"
+    got, want = logits(load_native(codes, None)), logits(load_native(plain, None))
+    if block[1] is None:  # the scales multiply the sums: these weights are not rounded to bfloat16
+        assert error(got, want) < 0.02
+    else:
+        assert torch.equal(got, want)
+    assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
+
+
+def test_stored_bytes_are_checked(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source")
+    codes, _ = store_bytes(source, tmp_path, FP8_BLOCKS, (48, 32), "weight_scale_inv")
+    with pytest.raises(ModelError, match="quantization = 'fp8': the checkpoint is quantized already"):
+        load_native(codes, FP8)
+    weights, base = load_file(codes / SINGLE_FILE), "model.layers.0.mlp.up_proj."
+    broken = weights[base + "weight"].view(torch.uint8).clone()
+    broken[3, 5] = 0xFF
+    scales = weights[base + "weight_scale_inv"]
+    for change, message in (
+        ({base + "weight": broken.view(torch.float8_e4m3fn)}, "up_proj.weight = 'NaN': a weight is not a number"),
+        ({base + "weight_scale_inv": scales[:, :-1].contiguous()}, r"up_proj.weight_scale_inv = \[2, 1\]: .*\[2, 2\]"),
+        ({base + "weight_scale_inv": scales.double()}, r"up_proj.weight_scale_inv = 'F64': .*F32"),
+        ({base + "weight": weights[base + "weight"].to(torch.float8_e5m2)}, "up_proj.weight = .*not quantized"),
+        ({base + "extra": torch.zeros(3)}, r"up_proj.extra = \[3\]: unexpected tensor"),
+    ):
+        save_file(weights | change, codes / SINGLE_FILE)
+        with pytest.raises(ModelError, match=message):
+            load_native(codes, None)
+    del weights[base + "weight_scale_inv"]
+    save_file(weights, codes / SINGLE_FILE)
+    with pytest.raises(ModelError, match=r"up_proj.weight_scale = None: the checkpoint lacks"):
+        load_native(codes, None)
+
+
 def test_modules_that_are_stored_plain_stay_so(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source")
     codes, plain = quantize_checkpoint(source, tmp_path, "gptq", INT4)
@@ -245,7 +306,11 @@ def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
     ("method", "change", "field"),
     [
         ("gptq", {"quant_method": "bitsandbytes"}, "quant_method"),
-        ("gptq", {"quant_method": "fp8"}, "quant_method"),
+        ("gptq", {"quant_method": "fp8", "fmt": "e5m2"}, "fmt"),
+        ("gptq", {"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt"),
+        ("gptq", {"quant_method": "fp8", "weight_block_size": [128, 48]}, "weight_block_size"),
+        ("gptq", {"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size"),
+        ("gptq", {"quant_method": "fp8", "kv_cache_scheme": "static"}, "kv_cache_scheme"),
         ("gptq", {"bits": 3}, "bits"),
         ("gptq", {"bits": True}, "bits"),
         ("gptq", {"desc_act": True}, "desc_act"),
@@ -255,7 +320,8 @@ def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
         ("awq", {"version": "gemv"}, "version"),
         ("awq", {"bits": 8}, "bits"),
         ("awq", {"zero_point": False}, "zero_point"),
-        ("compressed-tensors", {"format": "float-quantized"}, "format"),
+        ("compressed-tensors", {"format": "nvfp4-pack-quantized"}, "format"),
+        ("compressed-tensors", {"format": "float-quantized"}, "num_bits"),
         ("compressed-tensors", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ("compressed-tensors", {"config_groups": {}}, "config_groups"),
     ],
@@ -286,6 +352,27 @@ def test_other_schemes_are_refused_by_name(change: dict[str, Any], field: str, t
     config = json.loads((path / "config.json").read_text())
     stored = quantization_config("compressed-tensors", INT4)
     stored["config_groups"]["group_0"]["weights"] |= change
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    with pytest.raises(ModelError) as caught:
+        describe(path)
+    assert caught.value.field == f"quantization_config: {field}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "field"),
+    [
+        ("float", {"type": "int"}, "type"),
+        ("float", {"symmetric": False}, "symmetric"),
+        ("float", {"strategy": "token"}, "strategy"),
+        ("int", {"num_bits": 4}, "num_bits"),
+        ("int", {"actorder": "weight"}, "actorder"),
+        ("float", {"strategy": "block", "block_structure": [128]}, "block_structure"),
+    ],
+)
+def test_other_bytes_are_refused_by_name(kind: str, change: dict[str, Any], field: str, tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    stored = bytes_config(kind, **change)
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
     with pytest.raises(ModelError) as caught:
         describe(path)

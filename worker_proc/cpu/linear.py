@@ -30,6 +30,8 @@ class Format(IntEnum):
     INT8 = 2
     INT4 = 3
     COMPRESSED = 4
+    FLOAT8_CHANNEL = 5
+    FLOAT8 = 6
 
 
 class Pairing(IntEnum):

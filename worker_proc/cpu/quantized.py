@@ -10,10 +10,11 @@ from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PANEL, Format, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.errors import ModelError
-from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.rows import QuantizedRows, quantize_rows
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
+_FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,7 @@ class QuantizedMatrix(PackedMatrix):
         shape = (-1, scheme.num_groups(padded), PANEL)
         self.scales = memory.take(sizes.scales, torch.float32).view(shape)
         self.zeros = memory.take(sizes.zeros, torch.float32).view(shape) if sizes.zeros else None
-        by_bits = Format.INT4 if scheme.bits == 4 else Format.INT8
-        self.struct.format = Format.INT8_CHANNEL if scheme.by_channel else by_bits
+        self.struct.format = _format(scheme)
         self.struct.group = group or padded
         self.struct.scales = self.scales.data_ptr()
         self.struct.zeros = self.zeros.data_ptr() if self.zeros is not None else None
@@ -77,13 +77,22 @@ class QuantizedMatrix(PackedMatrix):
         panel, place = (at // PANEL, at % PANEL) if pairing is Pairing.NONE else (at // half, at % half)
         if pairing is Pairing.UP:
             place = place + half
-        self._put(self.scales, rows.scales, panel, place)
+        scales = rows.scales * _FP8_SCALE if self.scheme.floating else rows.scales
+        self._put(self.scales, scales, panel, place)
         if self.zeros is not None and rows.zeros is not None:
             self._put(self.zeros, rows.zeros, panel, place)
 
     @staticmethod
     def _put(to: Tensor, values: Tensor, panel: Tensor, place: Tensor) -> None:
         to[panel, : values.shape[1], place] = values
+
+
+def _format(scheme: Scheme) -> Format:
+    if scheme.floating:
+        return Format.FLOAT8_CHANNEL if scheme.by_channel else Format.FLOAT8
+    if scheme.by_channel:
+        return Format.INT8_CHANNEL
+    return Format.INT4 if scheme.bits == 4 else Format.INT8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,8 @@ class NativeQuantizer:
     native: NativeLibrary
 
     def __call__(self, rows: Tensor, scheme: Scheme) -> QuantizedRows:
+        if scheme.floating:  # which torch rounds with vectors
+            return quantize_rows(rows, scheme)
         wide = rows.dtype != torch.bfloat16
         source = rows.float() if wide else rows
         source = source if source.stride(1) == 1 else source.contiguous()

@@ -1,9 +1,9 @@
-"""Products with quantized weights in Triton: codes become whole numbers in registers, right before they are multiplied.
+"""Products with quantized weights in Triton: codes become numbers in registers, right before they are multiplied.
 
 A weight is (code - zero) * scale. Codes come centred (worker_proc/cuda/quantized.py): they, and their differences from
-zeros, are whole numbers that bfloat16 and float16 hold exactly; scales multiply the sums, in float32. Outputs are the
-rows of the product's first operand, so that what was widened can stay in registers: Hopper's matrix units take the
-first operand from there. The second one is the batch, of 16 rows or more.
+zeros, are whole numbers that bfloat16 and float16 hold exactly, as they do FP8's; scales multiply the sums, in float32.
+Outputs are the rows of the product's first operand, so that what was widened can stay in registers: Hopper's matrix
+units take the first operand from there. The second one is the batch, of 16 rows or more.
 """
 
 import triton
@@ -14,15 +14,17 @@ import triton.language as tl
 def quantized_linear_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr,
     rows, inputs, outputs, tiles, each, x_row, codes_row,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BITS: tl.constexpr, FLOAT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (j, i, s): rows j * BLOCK_M .. of `x` `[rows, inputs]` times outputs i * BLOCK_N .., over part s of the
     inputs, `each` of `tiles` tiles of BLOCK_K, to `out[s]` `[rows, outputs]`.
 
     `codes` int8 `[outputs, tiles * BLOCK_K * BITS / 8]`; in 4 bits, the lower halves of a tile's bytes are its first
-    BLOCK_K / 2 inputs. `scales`, and `zeros` where `ZEROS`, float32 `[groups, outputs]`, one for every `GROUP` inputs,
-    a multiple of BLOCK_K, or for all of them where that is 0. `EVEN`: BLOCK_K divides `inputs`.
+    BLOCK_K / 2 inputs; FP8 (E4M3) where `FLOAT`. `scales`, and `zeros` where `ZEROS`, float32 `[groups, outputs]`, one
+    for every `GROUP` inputs, a multiple of BLOCK_K, or for all of them where that is 0. `EVEN`: BLOCK_K divides
+    `inputs`.
     """
     WIDTH: tl.constexpr = BLOCK_K * BITS // 8
     dtype = x_ptr.dtype.element_ty
@@ -49,6 +51,8 @@ def quantized_linear_kernel(
             product = tl.dot(_whole(low, zero, ZEROS, dtype), x, input_precision="ieee")
             x = _inputs(x_at + k + WIDTH, k + WIDTH + at, inputs, real_m, EVEN)
             product = tl.dot(_whole(codes >> 4, zero, ZEROS, dtype), x, product, input_precision="ieee")
+        elif FLOAT:
+            product = tl.dot(_float8(codes, dtype), x, input_precision="ieee")
         else:
             product = tl.dot(_whole(codes, zero, ZEROS, dtype), x, input_precision="ieee")
         if GROUP > 0:
@@ -56,6 +60,8 @@ def quantized_linear_kernel(
         sums += product
     if GROUP == 0:
         sums *= tl.load(scales_ptr + n, mask=real_n, other=0.0)[:, None]
+    if FLOAT:
+        sums *= 256.0
     if BIAS:
         sums += tl.load(bias_ptr + n, mask=real_n, other=0.0).to(tl.float32)[:, None]
     to = out_ptr + (part.to(tl.int64) * rows + m)[None, :] * outputs + n[:, None]
@@ -78,6 +84,14 @@ def _whole(codes, zero, ZEROS: tl.constexpr, dtype: tl.constexpr):
     if ZEROS:
         wide = (wide - zero).to(dtype)
     return wide
+
+
+@triton.jit
+def _float8(codes, dtype: tl.constexpr):
+    """2^-8 of what `codes` (int8) stand for in FP8: seven bits further to the left, they are float16 of that size. On
+    every GPU, also those without instructions for FP8."""
+    bits = (codes.to(tl.int16) << 7) & -0x4001
+    return bits.to(tl.float16, bitcast=True).to(dtype)
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])  # see attention_kernels.py

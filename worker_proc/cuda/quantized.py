@@ -55,7 +55,7 @@ class PackedWeight:
     scheme: Scheme
     inputs: int
     block: int  # inputs of a tile
-    codes: Tensor  # int8 [outputs, tiles * block * bits / 8]: codes less the middle one
+    codes: Tensor  # int8 [outputs, tiles * block * bits / 8]: codes less the middle one, FP8 as it is
     scales: Tensor  # float32 [groups, outputs]
     zeros: Tensor | None  # as `scales`, less the middle code
     dtype: torch.dtype
@@ -127,9 +127,9 @@ class PackedWeight:
         quantized_linear_kernel[triton.cdiv(rows, cut.block_m), triton.cdiv(outputs, cut.block_n), cut.splits](
             x, self.codes, self.scales, self.scales if self.zeros is None else self.zeros, added, to,
             rows, self.inputs, outputs, tiles, cut.each, x.stride(0), self.codes.stride(0),
-            self.scheme.bits, self.scheme.group_size or 0, self.zeros is not None, bias is not None and not split,
-            self.inputs % self.block == 0, cut.block_m, cut.block_n, self.block,
-            num_warps=cut.warps, num_stages=cut.stages,
+            self.scheme.bits, self.scheme.floating, self.scheme.group_size or 0,
+            self.zeros is not None, bias is not None and not split, self.inputs % self.block == 0,
+            cut.block_m, cut.block_n, self.block, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         if split:
             sum_parts_kernel[rows, triton.cdiv(outputs, _SUM_BLOCK)](

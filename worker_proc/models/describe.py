@@ -13,7 +13,8 @@ from worker_proc.weights import Checkpoint, read_json
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CODE_DTYPES = ("I64", "I32", "U8", "I8")  # quantized weights, and what belongs to them
+_CODE_DTYPES = ("I64", "I32", "U8", "I8", "F8_E4M3")  # quantized weights, and what belongs to them
+_SCALES = (".scales", "_scale", "_scale_inv")  # whose precision is not that of the model
 
 
 def describe(path: str | Path) -> ModelInfo:
@@ -105,6 +106,6 @@ def _eos_token_ids(directory: Path, config: Config) -> tuple[int, ...]:
 def _dtype(checkpoint: Checkpoint) -> str:
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
-        if entry.dtype not in _CODE_DTYPES:
+        if entry.dtype not in _CODE_DTYPES and not entry.name.endswith(_SCALES):
             sizes[_DTYPES.get(entry.dtype, "float32")] += entry.nbytes
     return sizes.most_common(1)[0][0] if sizes else "float32"

@@ -23,7 +23,9 @@ from worker_proc.weights import Checkpoint, TensorEntry
 Progress = Callable[[int, int], None]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CODE_DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8}  # of quantized weights
+_CODE_DTYPES = {  # of quantized weights
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.uint8
+}  # fmt: skip
 _PIECE_BYTES = 2**24  # that are read at once
 
 

@@ -57,7 +57,7 @@ def load_model(
         if quantization is not None and (native is None or dtype != torch.bfloat16):
             reason = f"{config['model_type']} runs through transformers, which is served with plain weights only, but "
             reason += "for bfloat16 with the native CPU kernels"
-            raise ModelError("quantization", f"int{quantization.bits}", reason)
+            raise ModelError("quantization", quantization.name, reason)
         # Importing transformers takes longer than loading a small model, and the native decoder needs none of it.
         from worker_proc.models.transformers_backend import load_transformers_model
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from worker_proc.quantization.scheme import Scheme
 
 _LEAST = 1e-30  # a group with smaller scales is all zeros
+_MOST_FP8 = 448  # what E4M3 holds at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,19 @@ class QuantizedRows:
         """`[R, K]`, computed in float32 and rounded to `dtype`."""
         inputs = self.codes.shape[1]
         size = self.scheme.group_size or inputs
-        zeros = self.zeros.repeat_interleave(size, 1)[:, :inputs] if self.zeros is not None else self.scheme.middle
         scales = self.scales.repeat_interleave(size, 1)[:, :inputs]
+        if self.scheme.floating:
+            return (self.codes.view(torch.float8_e4m3fn).float() * scales).to(dtype)
+        zeros = self.zeros.repeat_interleave(size, 1)[:, :inputs] if self.zeros is not None else self.scheme.middle
         return ((self.codes.float() - zeros) * scales).to(dtype)
 
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     """Round `rows` `[R, K]` to the nearest codes of a symmetric scheme.
 
-    With 8 bits the largest magnitude of a group becomes 127. With 4 bits the number of the largest magnitude becomes
-    code 0, 8 steps from zero on its side (the other side has 7), as in llama.cpp's Q4_0.
+    With 8 bits the largest magnitude of a group becomes 127, or 448 where the scheme is floating. With 4 bits the
+    number of the largest magnitude becomes code 0, 8 steps from zero on its side (the other side has 7), as in
+    llama.cpp's Q4_0.
     """
     if not scheme.symmetric:
         raise ValueError("rows are quantized symmetrically")
@@ -54,11 +58,15 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     if scheme.bits == 4:
         scales = torch.where(-low > high, -low, -high) / 8
     else:
-        scales = torch.maximum(-low, high) / 127
+        scales = torch.maximum(-low, high) / (_MOST_FP8 if scheme.floating else 127)
     scales = torch.where(scales.abs() < _LEAST, 0, scales)
     inverse = torch.where(scales == 0, 0, 1 / scales)
-    codes = (padded * inverse[:, :, None]).round_().add_(scheme.middle).clamp_(0, 2**scheme.bits - 1)
-    return QuantizedRows(scheme, codes.to(torch.uint8).view(count, -1)[:, :inputs], scales)
+    steps = padded * inverse[:, :, None]
+    if scheme.floating:
+        codes = steps.clamp_(-_MOST_FP8, _MOST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = steps.round_().add_(scheme.middle).clamp_(0, 2**scheme.bits - 1).to(torch.uint8)
+    return QuantizedRows(scheme, codes.view(count, -1)[:, :inputs], scales)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,24 +12,31 @@ GROUP_MULTIPLE = 32  # of inputs: what the native kernels widen at once
 class Scheme:
     """A weight is (code - zero) * scale, with codes 0 .. 2**bits - 1. `group_size` inputs of an output have a scale in
     common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is
-    one per scale."""
+    one per scale. Where `floating`, a code is a number of FP8 (E4M3, as torch.float8_e4m3fn has it) that the scale
+    multiplies: 8 bits, symmetric."""
 
     bits: int
     group_size: int | None = None
     symmetric: bool = True
+    floating: bool = False
 
     @property
     def middle(self) -> int:
         """The code of zero where the scheme is symmetric."""
-        return int(2 ** (self.bits - 1))
+        return 0 if self.floating else int(2 ** (self.bits - 1))
 
     @property
     def by_channel(self) -> bool:
         """8 bits with nothing but a scale per output: what multiplies the sums instead of the weights."""
         return self.bits == 8 and self.group_size is None and self.symmetric
 
+    @property
+    def name(self) -> str:
+        """That of launch.py's --quantization."""
+        return f"{'fp' if self.floating else 'int'}{self.bits}"
+
     def __str__(self) -> str:
-        return f"int{self.bits}" if self.group_size is None else f"int{self.bits}, groups of {self.group_size}"
+        return self.name if self.group_size is None else f"{self.name}, groups of {self.group_size}"
 
     def num_groups(self, inputs: int) -> int:
         return 1 if self.group_size is None else -(-inputs // self.group_size)
@@ -42,11 +49,12 @@ class Scheme:
             raise ModelError(name, list(cols), reason)
 
 
+FP8 = Scheme(8, floating=True)
 HEAD_SCHEME = Scheme(8)  # of the output head when weights are quantized while they are loaded
 
 
 def load_time_scheme(method: str, group_size: int | None) -> Scheme | None:
     """The scheme of launch.py's --quantization, None for "auto", which takes weights as they are stored."""
-    if method == "int8":
-        return Scheme(8)
+    if method in ("int8", "fp8"):
+        return Scheme(8, floating=method == "fp8")
     return Scheme(4, group_size or DEFAULT_GROUP_SIZE) if method == "int4" else None

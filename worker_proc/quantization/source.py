@@ -7,6 +7,7 @@ from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 from worker_proc.quantization.stored import is_stored, plan_read
+from worker_proc.quantization.stored_bytes import unread_names
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.target import Quantize, QuantizedTarget, QuantizingTarget
 
@@ -53,4 +54,5 @@ class WeightSource:
             self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols, self._quantize))
             return
         read = plan_read(self._stored, self._load.checkpoint, part, target)
-        self._load.add(read, [entry.name for entry in read.entries.values()])
+        names = [entry.name for entry in read.entries.values()]
+        self._load.add(read, [*names, *unread_names(self._load.checkpoint, part)])

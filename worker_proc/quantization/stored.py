@@ -1,9 +1,10 @@
-"""Reads projections that a checkpoint holds as codes: compressed-tensors (pack-quantized), GPTQ and AWQ.
+"""Reads projections that a checkpoint holds as codes: compressed-tensors, GPTQ, AWQ and FP8.
 
-All of them put 32 / bits codes into an int32, the first one in the lowest bits:
+What has a byte for each weight is in stored_bytes.py. The others put 32 / bits codes into an int32, the first one in
+the lowest bits:
 
-- compressed-tensors: `weight_packed` [out, in / n] along the inputs, `weight_scale` [out, groups], with zero points
-  `weight_zero_point` [out / n, groups] along the outputs, and `weight_shape`.
+- compressed-tensors (pack-quantized): `weight_packed` [out, in / n] along the inputs, `weight_scale` [out, groups],
+  with zero points `weight_zero_point` [out / n, groups] along the outputs, and `weight_shape`.
 - GPTQ: `qweight` [in / n, out] along the inputs, `qzeros` [groups, out / n] along the outputs, `scales` [groups, out],
   `g_idx` [in], the group of each input. Its first format stores zeros less one.
 - AWQ: `qweight` [in, out / n] and `qzeros` [groups, out / n] along the outputs, whose eight codes are in the order
@@ -19,14 +20,15 @@ from torch import Tensor
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import OpenFile, Part, read_tensor
 from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.stored_bytes import find_bytes, holds_bytes, unpack_bytes
 from worker_proc.quantization.stored_config import StoredQuantization
+from worker_proc.quantization.stored_entries import SCALE_DTYPES, find_entry, module_of
 from worker_proc.quantization.target import QuantizedTarget
 from worker_proc.weights import Checkpoint, TensorEntry
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the codes 0, 1, ... of an int32 are
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
-
-_SCALE_DTYPES, _CODE_DTYPES = ("F16", "BF16", "F32"), ("I32", "I64")
+_CODE_DTYPES = ("I32", "I64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +55,23 @@ class StoredRead:
 
 def is_stored(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> bool:
     """Whether the checkpoint holds this projection as codes."""
-    return f"{_module(part)}.{_MAIN[stored.method]}" in checkpoint.tensors
+    if stored.as_bytes is not None:
+        return holds_bytes(stored.as_bytes, checkpoint, part)
+    return f"{module_of(part)}.{_MAIN[stored.method]}" in checkpoint.tensors
 
 
 def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, target: QuantizedTarget) -> StoredRead:
     """Raises ModelError if a tensor is missing or has another shape than expected."""
+    if stored.as_bytes is not None:
+        entries = find_bytes(stored.as_bytes, checkpoint, part)
+        return StoredRead(entries["weight"], entries, stored, part, target)
     entries = {}
     for suffix, shape in _shapes(stored, part).items():
-        name = f"{_module(part)}.{suffix}"
-        entry = checkpoint.tensors.get(name)
-        if entry is None and suffix in ("g_idx", "weight_shape"):
+        name = f"{module_of(part)}.{suffix}"
+        if name not in checkpoint.tensors and suffix in ("g_idx", "weight_shape"):
             continue
-        if entry is None:
-            raise ModelError(name, None, "the checkpoint lacks this tensor")
-        if entry.shape != shape:
-            raise ModelError(name, list(entry.shape), f"shape in {entry.file.name} should be {list(shape)}")
-        allowed = _SCALE_DTYPES if "scale" in suffix else _CODE_DTYPES
-        if entry.dtype not in allowed:
-            raise ModelError(name, entry.dtype, f"type in {entry.file.name} should be {' or '.join(allowed)}")
-        entries[suffix] = entry
+        allowed = SCALE_DTYPES if "scale" in suffix else _CODE_DTYPES
+        entries[suffix] = find_entry(checkpoint, name, (shape,), allowed)
     return StoredRead(entries[_MAIN[stored.method]], entries, stored, part, target)
 
 
@@ -80,10 +80,12 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
     outputs, inputs = part.shape
     scheme, bits = stored.scheme, stored.scheme.bits
     zeros = None
+    if stored.as_bytes is not None:
+        return unpack_bytes(stored.as_bytes, scheme, part, tensors)
     if stored.method == "compressed-tensors":
         if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [outputs, inputs]:
             raise ModelError(
-                f"{_module(part)}.weight_shape", tensors["weight_shape"].tolist(), f"should be {part.shape}"
+                f"{module_of(part)}.weight_shape", tensors["weight_shape"].tolist(), f"should be {part.shape}"
             )
         codes = _unpack(tensors["weight_packed"], bits)[:, :inputs]
         scales = tensors["weight_scale"]
@@ -136,8 +138,4 @@ def _check_order(stored: StoredQuantization, part: Part, order: Tensor | None) -
     if order is not None and not torch.equal(
         order.int(), torch.arange(inputs).int() // (stored.scheme.group_size or inputs)
     ):
-        raise ModelError(f"{_module(part)}.g_idx", "...", "inputs in the order of activations are not supported")
-
-
-def _module(part: Part) -> str:
-    return part.name.removesuffix(".weight")
+        raise ModelError(f"{module_of(part)}.g_idx", "...", "inputs in the order of activations are not supported")

@@ -11,17 +11,32 @@ from typing import Any, Literal
 from worker_proc.errors import ModelError
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
-Method = Literal["compressed-tensors", "gptq", "awq"]
-METHODS: tuple[Method, ...] = ("compressed-tensors", "gptq", "awq")
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
+METHODS: tuple[Method, ...] = ("compressed-tensors", "gptq", "awq", "fp8")
+_COMPRESSED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Weights with a byte each, in safetensors' `dtype`. A `block` of outputs by inputs has one scale; None: all."""
+
+    dtype: Literal["F8_E4M3", "I8"]
+    block: tuple[int | None, int | None]
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(8, self.block[1], floating=self.dtype == "F8_E4M3")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """`zero_offset` is what stored zeros lack to the real ones (1 in GPTQ's first format)."""
+    """`zero_offset` is what stored zeros lack to the real ones (1 in GPTQ's first format); `as_bytes` says how weights
+    lie that are not packed into words."""
 
     method: Method
     scheme: Scheme
     zero_offset: int = 0
+    as_bytes: StoredBytes | None = None
 
 
 def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
@@ -39,6 +54,8 @@ def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
         return _awq(stored)
     if method == "compressed-tensors":
         return _compressed_tensors(stored)
+    if method == "fp8":
+        return _fp8(stored)
     raise ModelError("quantization_config: quant_method", method, f"only {', '.join(METHODS)} are supported")
 
 
@@ -64,19 +81,33 @@ def _awq(stored: Mapping[str, Any]) -> StoredQuantization:
     return StoredQuantization("awq", Scheme(bits, _group_size(stored), symmetric=False))
 
 
+def _fp8(stored: Mapping[str, Any]) -> StoredQuantization:
+    _require(stored, "fmt", ("e4m3", None), "only e4m3 is supported")
+    _require(stored, "activation_scheme", ("dynamic", "static", None), "must be dynamic or static")
+    _require(stored, "scale_fmt", ("float", None), "only float is supported")
+    _require(stored, "expert_dtype", ("fp8", None), "only fp8 is supported")
+    _require(stored, "kv_cache_scheme", (None,), "not supported")
+    in_blocks = stored.get("weight_block_size") is not None
+    layout = StoredBytes("F8_E4M3", _block(stored, "weight_block_size") if in_blocks else (None, None))
+    return StoredQuantization("fp8", layout.scheme, as_bytes=layout)
+
+
 def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
-    _require(stored, "format", ("pack-quantized",), "only pack-quantized is supported")
+    layout = _require(stored, "format", _COMPRESSED_FORMATS, f"only {', '.join(_COMPRESSED_FORMATS)} are supported")
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         _require(stored, key, (None, {}), "not supported")
     groups = stored.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(g, dict) for g in groups.values()):
         raise ModelError("quantization_config: config_groups", groups, "one group of modules is supported")
     (group,) = groups.values()
-    for key in ("input_activations", "output_activations"):
+    # those of the byte formats are rounded to what GPUs multiply; here nothing is
+    for key in ("input_activations", "output_activations") if layout == "pack-quantized" else ("output_activations",):
         _require(group, key, (None,), "only weights may be quantized")
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ModelError("quantization_config: weights", weights, "must be an object")
+    if layout != "pack-quantized":
+        return _compressed_bytes(layout, weights)
     bits = _require(weights, "num_bits", (4, 8), "only 4 and 8 bits are supported")
     _require(weights, "type", ("int", None), "only int is supported")
     _require(weights, "dynamic", (False, None), "weights have fixed scales")
@@ -84,6 +115,34 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     strategy = _require(weights, "strategy", ("group", "channel"), "only group and channel are supported")
     size = _group_size(weights) if strategy == "group" else None
     return StoredQuantization("compressed-tensors", Scheme(bits, size, bool(weights.get("symmetric", True))))
+
+
+def _compressed_bytes(layout: str, weights: Mapping[str, Any]) -> StoredQuantization:
+    _require(weights, "num_bits", (8,), "only 8 bits are supported")
+    kinds = {"float-quantized": ("float",), "int-quantized": ("int",)}.get(layout, ("float", "int"))
+    kind = _require(weights, "type", kinds, f"must be {' or '.join(kinds)} with {layout}")
+    _require(weights, "symmetric", (True, None), "only weights without zero points are supported")
+    _require(weights, "dynamic", (False, None), "weights have fixed scales")
+    _require(weights, "actorder", (None, False), "not supported")
+    strategies = ("tensor", "channel", "group", "block")
+    strategy = _require(weights, "strategy", strategies, f"must be one of {', '.join(strategies)}")
+    block: tuple[int | None, int | None] = (None, None) if strategy == "tensor" else (1, None)
+    if strategy == "group":
+        block = 1, _group_size(weights)
+    elif strategy == "block":
+        block = _block(weights, "block_structure")
+    as_bytes = StoredBytes("F8_E4M3" if kind == "float" else "I8", block)
+    return StoredQuantization("compressed-tensors", as_bytes.scheme, as_bytes=as_bytes)
+
+
+def _block(stored: Mapping[str, Any], key: str) -> tuple[int, int]:
+    """Outputs and inputs that have a scale in common."""
+    block = stored.get(key)
+    sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if not isinstance(block, list) or not sizes or block[1] % GROUP_MULTIPLE:
+        reason = f"must be two numbers, of outputs and of inputs, the second a multiple of {GROUP_MULTIPLE}"
+        raise ModelError(f"quantization_config: {key}", block, reason)
+    return block[0], block[1]
 
 
 def _require(stored: Mapping[str, Any], key: str, allowed: tuple[Any, ...], reason: str) -> Any:

@@ -32,6 +32,24 @@ inline uint16x4_t vget_low_u16(uint16x8_t value) { return __builtin_shufflevecto
 inline float32x4_t vcvtq_f32_s32(int32x4_t value) { return __builtin_convertvector(value, float32x4_t); }
 inline float32x4_t vcvtq_f32_u32(uint32x4_t value) { return __builtin_convertvector(value, float32x4_t); }
 
+typedef uint16_t float16x4_t __attribute__((vector_size(8)));
+inline float16x4_t vreinterpret_f16_s16(int16x4_t value) { return (float16x4_t)value; }
+inline int16x4_t vand_s16(int16x4_t a, int16x4_t b) { return a & b; }
+inline int16x4_t vshl_n_s16(int16x4_t value, int by) { return value << by; }
+inline int16x4_t vdup_n_s16(int16_t value) { return int16x4_t{value, value, value, value}; }
+
+// float16 as float32; not for infinities and NaN.
+inline float32x4_t vcvt_f32_f16(float16x4_t value) {
+  float32x4_t wide;
+  for (int i = 0; i < 4; ++i) {
+    const int exponent = value[i] >> 10 & 31, mantissa = value[i] & 1023;
+    float one = static_cast<float>(exponent == 0 ? mantissa : 1024 + mantissa) * 0x1p-24f;
+    for (int step = 1; step < exponent; ++step) one *= 2;
+    wide[i] = (value[i] & 0x8000) != 0 ? -one : one;
+  }
+  return wide;
+}
+
 inline uint8x16_t vld1q_u8(const uint8_t* from) {
   uint8x16_t value;
   std::memcpy(&value, from, 16);

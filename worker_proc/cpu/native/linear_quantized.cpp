@@ -85,6 +85,9 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
       return multiply_format<Format::kInt8Channel>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt8: return multiply_format<Format::kInt8>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt4: return multiply_format<Format::kInt4>(weights, x, row_begin, row_end, panel, then);
+    case Format::kFloat8Channel:
+      return multiply_format<Format::kFloat8Channel>(weights, x, row_begin, row_end, panel, then);
+    case Format::kFloat8: return multiply_format<Format::kFloat8>(weights, x, row_begin, row_end, panel, then);
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -111,6 +114,8 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
     case Format::kInt8Channel: return run(code_dots_of<Format::kInt8Channel, false>);
     case Format::kInt8: return run(zeros ? code_dots_of<Format::kInt8, true> : code_dots_of<Format::kInt8, false>);
     case Format::kInt4: return run(zeros ? code_dots_of<Format::kInt4, true> : code_dots_of<Format::kInt4, false>);
+    case Format::kFloat8Channel: return run(code_dots_of<Format::kFloat8Channel, false>);
+    case Format::kFloat8: return run(code_dots_of<Format::kFloat8, false>);
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -128,6 +133,8 @@ void with_codes(const PackedMatrix& weights, int64_t block, Take take) {
       return zeros ? take(CodePiece<Format::kInt8, true>(weights, block)) : take(CodePiece<Format::kInt8, false>(weights, block));
     case Format::kInt4:
       return zeros ? take(CodePiece<Format::kInt4, true>(weights, block)) : take(CodePiece<Format::kInt4, false>(weights, block));
+    case Format::kFloat8Channel: return take(CodePiece<Format::kFloat8Channel, false>(weights, block));
+    case Format::kFloat8: return take(CodePiece<Format::kFloat8, false>(weights, block));
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }

@@ -4,12 +4,16 @@
 //   kInt8Channel  weight = (code - 128) * scale, one scale per output. Differences of codes are whole numbers up to
 //                 128, which bfloat16 holds exactly; the scale multiplies the sums.
 //   kInt8, kInt4  weight = (code - zero) * scale, rounded to bfloat16, a scale (and a zero) per group of inputs.
+//   kFloat8Channel, kFloat8  the same, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
+//                 bfloat16 holds, or times a scale per group, rounded to bfloat16. Numbers are 2^-8 of those that codes
+//                 stand for (see float8.h), scales 2^8 times as large.
 //
 // So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
 // Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
 // the micro-kernel: see `place_of`.
 #pragma once
 
+#include "float8.h"
 #include "linear.h"
 #include "linear_task.h"
 
@@ -19,8 +23,10 @@ inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
 inline int64_t code_bytes(Format format, int64_t weights) { return format == Format::kInt4 ? weights / 2 : weights; }
+constexpr bool by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kFloat8Channel; }
+constexpr bool is_float8(Format format) { return format == Format::kFloat8Channel || format == Format::kFloat8; }
 inline int64_t groups(const PackedMatrix& weights) {
-  return weights.format == Format::kInt8Channel ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
+  return by_channel(weights.format) ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
 }
 inline float middle_code(Format format) { return format == Format::kInt4 ? 8.0f : 128.0f; }
 
@@ -58,10 +64,10 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #endif
 }
 
-// A code as it is stored, and the other way round: but for AMX, those of 8 bits without zeros are signed.
+// A code as it is stored, and the other way round: but for AMX, those of int8 without zeros are signed.
 inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
 #if !defined(__AMX_BF16__)
-  if (weights.format != Format::kInt4 && weights.zeros == nullptr) return code ^ 128;
+  if ((weights.format == Format::kInt8Channel || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
 #endif
   return code;
 }
@@ -74,7 +80,7 @@ inline const uint8_t* codes_at(const PackedMatrix& weights, int64_t panel, int64
 
 // What is left to do for the sums [rows, 32] of a panel.
 inline void scale_sums(const PackedMatrix& weights, int64_t panel, float* sums, int64_t rows) {
-  if (weights.format != Format::kInt8Channel) return;
+  if (!by_channel(weights.format)) return;
   for (int64_t row = 0; row < rows; ++row, sums += kPanel)
     for (int i = 0; i < kPanel; i += kLanes) store(sums + i, load(sums + i) * load(weights.scales + panel * kPanel + i));
 }
@@ -85,8 +91,9 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
   const CodePlace at = place_of(weights.format, place, input % 32);
   const int byte = stored(weights, codes_at(weights, panel, input / 32)[at.byte]) >> at.shift;
   const int code = weights.format == Format::kInt4 ? byte & 15 : byte;
-  const int64_t group = weights.format == Format::kInt8Channel ? 0 : input / weights.group;
+  const int64_t group = by_channel(weights.format) ? 0 : input / weights.group;
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
+  if (is_float8(weights.format)) return float8_number(byte) * weights.scales[scale];
   const float zero = weights.zeros != nullptr ? weights.zeros[scale] : middle_code(weights.format);
   return (static_cast<float>(code) - zero) * weights.scales[scale];
 }

@@ -35,23 +35,19 @@ class Widener {
       }
     } else {
       for (int output = 0; output < 32; ++output, out += 32) {
-        const uint8_t* const from = codes_ + 32 * output;
-        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
-        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(from + 16))));
-        const __m512 zero = _mm512_set1_ps(zeros_ != nullptr ? zeros_[output] : middle_code(kFormat));
-        low = _mm512_sub_ps(low, zero);
-        high = _mm512_sub_ps(high, zero);
-        if constexpr (kFormat == Format::kInt8) {
+        __m512 low, high;
+        numbers(codes_ + 32 * output, output, low, high);
+        if constexpr (!by_channel(kFormat)) {
           const __m512 scale = _mm512_set1_ps(scales_[output]);
           low = _mm512_mul_ps(low, scale);
           high = _mm512_mul_ps(high, scale);
         }
         _mm512_store_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
       }
-      if (kFormat == Format::kInt8 && left_ == 0) left_ = per_group_;
+      if (!by_channel(kFormat) && left_ == 0) left_ = per_group_;
     }
     codes_ += kBytes;
-    if (kFormat != Format::kInt8Channel && --left_ == 0) {
+    if (!by_channel(kFormat) && --left_ == 0) {
       scales_ += kPanel;
       if (zeros_ != nullptr) zeros_ += kPanel;
     }
@@ -59,6 +55,18 @@ class Widener {
 
  private:
   static constexpr int64_t kBytes = kFormat == Format::kInt4 ? 512 : 1024, kDistance = 2048;
+
+  // The 32 codes of an output as numbers, of int8 less the zero.
+  void numbers(const uint8_t* from, int output, __m512& low, __m512& high) const {
+    if constexpr (is_float8(kFormat)) {
+      low = float8_numbers(from), high = float8_numbers(from + 16);
+    } else {
+      const __m512 zero = _mm512_set1_ps(zeros_ != nullptr ? zeros_[output] : middle_code(kFormat));
+      low = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+      high = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(from + 16))));
+      low = _mm512_sub_ps(low, zero), high = _mm512_sub_ps(high, zero);
+    }
+  }
 
   // What the sixteen codes of each output stand for, twice: an index has five bits, of which the highest is not its own.
   void make_tables() {

@@ -22,12 +22,12 @@ class CodeScales {
         of_group_(std::max(weights.group / 32, 1)), left_(of_group_ - step % of_group_) {
     if (kZeros) zeros_ += scales_ - weights.scales;
     const int64_t group = step / of_group_ * kPanel;
-    if (kFormat != Format::kInt8Channel) scales_ += group, zeros_ += kZeros ? group : 0, enter();
+    if (!by_channel(kFormat)) scales_ += group, zeros_ += kZeros ? group : 0, enter();
   }
 
   // Goes on to the next block.
   void next() {
-    if (kFormat == Format::kInt8Channel || --left_ > 0) return;
+    if (by_channel(kFormat) || --left_ > 0) return;
     left_ = of_group_, scales_ += kPanel, zeros_ += kZeros ? kPanel : 0;
     enter();
   }
@@ -48,7 +48,7 @@ class CodeScales {
 
   __m512 weight(int half, __m512 codes) const {
     if constexpr (kZeros) codes = _mm512_sub_ps(codes, zero_[half]);
-    if constexpr (kFormat != Format::kInt8Channel) codes = _mm512_mul_ps(codes, scale_[half]);
+    if constexpr (!by_channel(kFormat)) codes = _mm512_mul_ps(codes, scale_[half]);
     return codes;
   }
 
@@ -57,7 +57,7 @@ class CodeScales {
   __m512 scale_[4], zero_[4];
 };
 
-// The codes of half of a block, pair of inputs by pair, less the middle one unless kZeros; int8: two bytes for each output.
+// The codes of half of a block, pair of inputs by pair, less the middle one unless kZeros; 8 bits: two bytes for each output.
 template <Format kFormat, bool kZeros>
 class CodePairs {
  public:
@@ -71,6 +71,7 @@ class CodePairs {
 
  private:
   static __m512 numbers(const uint8_t* from) {
+    if constexpr (is_float8(kFormat)) return (__m512)float8_numbers(from);
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm512_cvtepi32_ps(kZeros ? _mm512_cvtepu8_epi32(codes) : _mm512_cvtepi8_epi32(codes));
   }

@@ -88,7 +88,7 @@ class CodePiece {
 
     Numbers(const PackedMatrix& weights, int64_t block, int tile)
         : codes_(codes_at(weights, 0, block) + tile * kTileCodes) {
-      if constexpr (kFormat != Format::kInt8Channel) {
+      if constexpr (!by_channel(kFormat)) {
         const int64_t all = blocks(weights.inputs), panel = block / all, step = block % all;
         of_group_ = weights.group / 32, left_ = of_group_ - step % of_group_;
         const int64_t at = (panel * groups(weights) + step / of_group_) * kPanel + tile * kTile;
@@ -107,8 +107,13 @@ class CodePiece {
         if constexpr (kOneStep) return round_to_bf16(fused(number, scale_[place][v], offset_[v]));
         return round_to_bf16((number * kPlaces[place] + offset_[v]) * scale_[0][v]);
       } else {
-        const floats number = numbers_of<!kZeros>(codes_ + v / kOfTile * kTileCodes + input * kTile + v % kOfTile * kLanes);
-        if constexpr (kFormat == Format::kInt8Channel) return number;
+        const uint8_t* const codes = codes_ + v / kOfTile * kTileCodes + input * kTile + v % kOfTile * kLanes;
+        floats number;
+        if constexpr (is_float8(kFormat))
+          number = float8_numbers(codes);
+        else
+          number = numbers_of<!kZeros>(codes);
+        if constexpr (by_channel(kFormat)) return number;
         return round_to_bf16((kZeros ? number + offset_[v] : number) * scale_[0][v]);
       }
     }
@@ -117,7 +122,7 @@ class CodePiece {
 
     void next_block() {
       codes_ += kTileCodes;
-      if (kFormat == Format::kInt8Channel || --left_ > 0) return;
+      if (by_channel(kFormat) || --left_ > 0) return;
       left_ = of_group_, scales_ += kPanel, zeros_ += kZeros ? kPanel : 0;
       enter();
     }
@@ -176,7 +181,7 @@ class CodePiece {
 // Whether codes become numbers in registers, anew for every pass of so many rows. Otherwise a piece is widened before: where
 // that is dear and there are several passes, or so many rows that they leave no registers for it.
 inline bool widened_in_passing(Format format, int64_t rows) {
-  if (format == Format::kInt8Channel) return true;
+  if (by_channel(format)) return true;
   return rows <= (format == Format::kInt4 ? kSimdRows - 1 : kSimdRows);
 }
 
