@@ -12,13 +12,13 @@ from common.sampling_params import SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_native import COMPRESSING
 from tests.helpers_paged import generate, make_prompts
-from tests.helpers_quantized import quantize_checkpoint
+from tests.helpers_quantized import quantize_checkpoint, store_bytes
 from tests.integration.cluster import ROOT, Cluster, running
 from tests.integration.test_cluster import GREEDY, collect, crowd
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import FP8, Scheme
 
 NEW_TOKENS = 20
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -102,6 +102,20 @@ def test_a_gptq_checkpoint_over_two_ranks(tmp_path: Path) -> None:
     with running(codes, *FLAGS, "--dtype", "float32") as cluster:
         assert cluster.info["model"]["quantization"] == "gptq"
         assert answers(cluster) == in_process(codes, None)
+
+
+def test_an_fp8_checkpoint_over_two_ranks(tmp_path: Path) -> None:
+    """Blocks of outputs and inputs, as DeepSeek and Qwen publish them; then plain weights that become FP8."""
+    source = make_checkpoint("qwen3", tmp_path / "source", intermediate_size=128)
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    codes, plain = store_bytes(source, tmp_path, config, (32, 32), "weight_scale_inv")
+    del plain
+    with running(codes, *FLAGS, "--dtype", "float32") as cluster:
+        assert cluster.info["model"]["quantization"] == "fp8"
+        assert answers(cluster) == in_process(codes, None)
+    with running(source, *FLAGS, "--dtype", "float32", "-q", "fp8") as cluster:
+        assert cluster.info["model"]["quantization"] == "fp8"
+        assert answers(cluster) == in_process(source, FP8)
 
 
 @pytest.mark.skipif(not COMPRESSING, reason="compressed weights need vectors")

@@ -30,7 +30,7 @@ from worker_proc.models.registry import load_model
 from worker_proc.models.transformers_backend import TransformersModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.rows import quantize_rows
-from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
+from worker_proc.quantization.scheme import FP8, HEAD_SCHEME, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -90,7 +90,7 @@ def test_compressed_weights_have_the_bits_of_plain_ones(kind: str, level: Level,
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["gptneox", "olmoe"])
-@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32)], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32), FP8], ids=str)
 def test_weights_become_codes(scheme: Scheme, kind: str, level: Level, tmp_path: Path) -> None:
     """The logits are those of torch with the weights that the codes stand for."""
     every = {"num_experts_per_tok": 4} if kind == "olmoe" else {}  # else a rounding may choose another expert

@@ -225,6 +225,20 @@ def test_codes_are_the_nearest(scheme: Scheme, outputs: int, inputs: int, scale:
     assert bool(((back - rows.float()).abs() <= half).all())
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_fp8_is_rounded_to_nearest_even(level: Level) -> None:
+    """Numbers of FP8, those halfway between two, and their neighbours, with a scale of 1."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    around = [numbers, halfway, halfway.nextafter(torch.tensor(0.0)), halfway.nextafter(torch.tensor(999.0))]
+    row = torch.cat([*around, *(-some for some in around)])[None]
+    want, got = quantize_rows(row, FP8), NativeQuantizer(load_library(level))(row, FP8)
+    assert torch.equal(want.scales, torch.ones(1, 1)) and torch.equal(got.scales, want.scales)
+    assert torch.equal(got.codes, want.codes)
+    assert torch.equal(got.codes[0, :127], torch.arange(127, dtype=torch.uint8))
+    assert torch.equal(got.codes[0, 127:253] % 2, torch.zeros(126, dtype=torch.uint8)), "ties to even"
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_the_torch_matrix_holds_what_was_put_in(scheme: Scheme) -> None:
     rows = random_rows(10, 77, scheme, 3)

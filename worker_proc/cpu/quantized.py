@@ -10,7 +10,7 @@ from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PANEL, Format, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.errors import ModelError
-from worker_proc.quantization.rows import QuantizedRows, quantize_rows
+from worker_proc.quantization.rows import QuantizedRows
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
@@ -102,8 +102,6 @@ class NativeQuantizer:
     native: NativeLibrary
 
     def __call__(self, rows: Tensor, scheme: Scheme) -> QuantizedRows:
-        if scheme.floating:  # which torch rounds with vectors
-            return quantize_rows(rows, scheme)
         wide = rows.dtype != torch.bfloat16
         source = rows.float() if wide else rows
         source = source if source.stride(1) == 1 else source.contiguous()
@@ -112,7 +110,7 @@ class NativeQuantizer:
         scales = torch.empty(count, scheme.num_groups(inputs))
         self.native.functions.rhizome_quantize(
             source.data_ptr(), wide, source.stride(0), count, inputs, scheme.group_size or inputs, scheme.bits,
-            codes.data_ptr(), scales.data_ptr(),
+            scheme.floating, codes.data_ptr(), scales.data_ptr(),
         )  # fmt: skip
         return QuantizedRows(scheme, codes, scales)
 

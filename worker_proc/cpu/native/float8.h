@@ -25,6 +25,20 @@ inline float float8_number(int code) {
   return (code & 128) != 0 ? -magnitude : magnitude;
 }
 
+inline constexpr float kMostFloat8 = 448;
+
+// The nearest code, ties to even, the largest one for larger numbers.
+inline uint8_t float8_code(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const float magnitude = __builtin_fabsf(x) < kMostFloat8 ? __builtin_fabsf(x) : kMostFloat8;
+  uint32_t word;
+  std::memcpy(&word, &magnitude, sizeof word);
+  const uint32_t normal = ((word + 0x7ffff + (word >> 20 & 1)) >> 20) - (120 << 3);
+  const auto denormal = static_cast<uint32_t>(static_cast<int32_t>(__builtin_nearbyintf(magnitude * 512)));
+  return static_cast<uint8_t>((magnitude < 0x1p-6f ? denormal : normal) | (bits >> 24 & 128));
+}
+
 // kLanes codes.
 inline floats float8_numbers(const uint8_t* codes) {
 #if defined(__AVX512F__)

@@ -20,9 +20,12 @@ namespace {
 inline float number(float x) { return x; }
 inline float number(bf16 x) { return to_float(x); }
 
+// What codes a scheme has.
+enum class Codes { kInt4, kInt8, kFloat8 };
+
 // One group of `count` numbers; returns the scale.
 template <class Element>
-float quantize_group(const Element* x, int64_t count, int bits, uint8_t* codes) {
+float quantize_group(const Element* x, int64_t count, Codes kind, uint8_t* codes) {
   floats lows = {}, highs = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
@@ -33,10 +36,15 @@ float quantize_group(const Element* x, int64_t count, int bits, uint8_t* codes) 
   float low = 0, high = 0;
   for (; i < count; ++i) low = std::min(low, number(x[i])), high = std::max(high, number(x[i]));
   for (int lane = 0; lane < kLanes; ++lane) low = std::min(low, lows[lane]), high = std::max(high, highs[lane]);
-  float scale = bits == 4 ? (-low > high ? -low : -high) / 8 : std::max(-low, high) / 127;
+  const float largest = std::max(-low, high);
+  float scale = kind == Codes::kInt4 ? (-low > high ? -low : -high) / 8 : largest / (kind == Codes::kInt8 ? 127.0f : kMostFloat8);
   if (std::abs(scale) < 1e-30f) scale = 0;
   const float inverse = scale == 0 ? 0.0f : 1.0f / scale;
-  const int32_t middle = 1 << (bits - 1), last = (1 << bits) - 1;
+  if (kind == Codes::kFloat8) {
+    for (i = 0; i < count; ++i) codes[i] = float8_code(number(x[i]) * inverse);
+    return scale;
+  }
+  const int32_t middle = kind == Codes::kInt4 ? 8 : 128, last = 2 * middle - 1;
   for (i = 0; i < count; ++i) {
     const int32_t code = static_cast<int32_t>(__builtin_nearbyintf(number(x[i]) * inverse)) + middle;
     codes[i] = static_cast<uint8_t>(std::clamp(code, 0, last));
@@ -45,13 +53,13 @@ float quantize_group(const Element* x, int64_t count, int bits, uint8_t* codes) 
 }
 
 template <class Element>
-void quantize(const Element* source, int64_t stride, int64_t rows, int64_t inputs, int64_t group, int bits,
+void quantize(const Element* source, int64_t stride, int64_t rows, int64_t inputs, int64_t group, Codes kind,
               uint8_t* codes, float* scales) {
   const int64_t groups = (inputs + group - 1) / group;
   parallel_for(rows, [&](int64_t row, int) {
     for (int64_t i = 0; i < groups; ++i)
       scales[row * groups + i] = quantize_group(source + row * stride + i * group, std::min(group, inputs - i * group),
-                                                bits, codes + row * inputs + i * group);
+                                                kind, codes + row * inputs + i * group);
   });
 }
 
@@ -154,12 +162,13 @@ void widen_codes(const PackedMatrix& weights, int64_t block, int64_t count, bf16
 }  // namespace rhizome
 
 void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs, int64_t group,
-                      int bits, uint8_t* codes, float* scales) {
+                      int bits, int floating, uint8_t* codes, float* scales) {
   using namespace rhizome;
+  const Codes kind = floating ? Codes::kFloat8 : bits == 4 ? Codes::kInt4 : Codes::kInt8;
   if (wide)
-    quantize(static_cast<const float*>(source), stride, rows, inputs, group, bits, codes, scales);
+    quantize(static_cast<const float*>(source), stride, rows, inputs, group, kind, codes, scales);
   else
-    quantize(static_cast<const bf16*>(source), stride, rows, inputs, group, bits, codes, scales);
+    quantize(static_cast<const bf16*>(source), stride, rows, inputs, group, kind, codes, scales);
 }
 
 void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride, int64_t rows,

@@ -101,9 +101,9 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
 }  // namespace rhizome
 
 // Rows [rows, inputs] of bfloat16 (or float32 if `wide`), `stride` elements apart, to codes [rows, inputs] and scales
-// [rows, groups] of `group` inputs: what worker_proc/quantization/rows.py defines, to the last bit.
+// [rows, groups] of `group` inputs: what worker_proc/quantization/rows.py defines, to the last bit. FP8 if `floating`.
 RHIZOME_EXPORT void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs,
-                                     int64_t group, int bits, uint8_t* codes, float* scales);
+                                     int64_t group, int bits, int floating, uint8_t* codes, float* scales);
 
 // Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does.
 RHIZOME_EXPORT void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride,
