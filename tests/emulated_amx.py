@@ -26,10 +26,11 @@ def emulate_amx() -> None:
             "avx512bw": _name("RHIZOME_EMULATED_AVX512", "emulated_avx512.h"),
             "avx512dq": "-Wno-psabi",  # vectors that no register holds are passed in memory
             "avx512vl": "-Wno-psabi",
+            "avx512_vnni": "-DRHIZOME_EMULATED_VNNI",
             "avx512_bf16": "-DRHIZOME_EMULATED_BF16",
             "avx512_vbmi2": "-DRHIZOME_EMULATED_VBMI2",
         }
-    emulated = features.CpuFeatures(real.machine, real.flags | AVX512 | AMX)
+    emulated = features.CpuFeatures(real.machine, real.flags | AVX512 | AMX | {"avx512_vnni"})
     features._OPTIONS.update(options)
     features.cpu_features = lambda: emulated
 

@@ -1,6 +1,7 @@
 // What the kernels use of AVX512 in AVX2, with the same bits (but for `rcp14`, which processors compute differently), so that
 // their sets for AVX512 can be tested on processors without it. Included before everything else (`-include`). What the
-// processor would refuse ends the process. RHIZOME_EMULATED_BF16 and RHIZOME_EMULATED_VBMI2: those instructions too.
+// processor would refuse ends the process. RHIZOME_EMULATED_VNNI, RHIZOME_EMULATED_BF16 and RHIZOME_EMULATED_VBMI2: those
+// instructions too.
 //
 // Source: the operations of Intel's Intrinsics Guide.
 #pragma once
@@ -18,6 +19,9 @@
 #define __AVX512BW__ 1
 #define __AVX512DQ__ 1
 #define __AVX512VL__ 1
+#if defined(RHIZOME_EMULATED_VNNI)
+#define __AVX512VNNI__ 1
+#endif
 #if defined(RHIZOME_EMULATED_BF16)
 #define __AVX512BF16__ 1
 #endif
@@ -241,6 +245,26 @@ CALLED __m512i widened(const Register& x) {
   std::memcpy(numbers, &x, sizeof x);
   return (__m512i)each<Ints>([&](int i) { return static_cast<int32_t>(numbers[i]); });
 }
+template <class From>
+CALLED __m512i widened_to_halves(const __m256i& x) {
+  From numbers[32];
+  static_assert(sizeof numbers == sizeof x);
+  std::memcpy(numbers, &x, sizeof x);
+  Halves wide;
+  for (int i = 0; i < 32; ++i) wide[i] = static_cast<uint16_t>(static_cast<int16_t>(numbers[i]));
+  return (__m512i)wide;
+}
+EMULATED __m512i cvtepi8_epi16(__m256i x) { return widened_to_halves<int8_t>(x); }
+EMULATED __m512i cvtepu8_epi16(__m256i x) { return widened_to_halves<uint8_t>(x); }
+CALLED __m512i dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
+  __m256i halves[2];
+  for (int half = 0; half < 2; ++half)
+    halves[half] = _mm256_add_epi32(load<__m256i>(reinterpret_cast<const char*>(&sums) + 32 * half),
+                                    _mm256_madd_epi16(load<__m256i>(reinterpret_cast<const char*>(&a) + 32 * half),
+                                                      load<__m256i>(reinterpret_cast<const char*>(&b) + 32 * half)));
+  return load<__m512i>(halves);
+}
+EMULATED __m512i madd_epi16(__m512i a, __m512i b) { return dpwssd_epi32(__m512i{}, a, b); }
 EMULATED __m512i cvtepu8_epi32(__m128i x) { return widened<uint8_t>(x); }
 EMULATED __m512i cvtepi8_epi32(__m128i x) { return widened<int8_t>(x); }
 EMULATED __m512i cvtepu16_epi32(__m256i x) { return widened<uint16_t>(x); }
@@ -332,7 +356,11 @@ CALLED __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
 #undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepi8_epi32
 #undef _mm512_cvtepu16_epi32
+#undef _mm512_cvtepi8_epi16
+#undef _mm512_cvtepu8_epi16
 #undef _mm512_cvtepu8_epi32
+#undef _mm512_dpwssd_epi32
+#undef _mm512_madd_epi16
 #undef _mm512_cvtne2ps_pbh
 #undef _mm512_cvtneps_pbh
 #undef _mm512_cvtph_ps
@@ -408,6 +436,10 @@ CALLED __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
 #define _mm512_cvtepi32_ps rhizome_emulated_avx512::cvtepi32_ps
 #define _mm512_cvtepi8_epi32 rhizome_emulated_avx512::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 rhizome_emulated_avx512::cvtepu16_epi32
+#define _mm512_cvtepi8_epi16 rhizome_emulated_avx512::cvtepi8_epi16
+#define _mm512_cvtepu8_epi16 rhizome_emulated_avx512::cvtepu8_epi16
+#define _mm512_dpwssd_epi32 rhizome_emulated_avx512::dpwssd_epi32
+#define _mm512_madd_epi16 rhizome_emulated_avx512::madd_epi16
 #define _mm512_cvtepu8_epi32 rhizome_emulated_avx512::cvtepu8_epi32
 #define _mm512_cvtne2ps_pbh rhizome_emulated_avx512::cvtne2ps_pbh
 #define _mm512_cvtneps_pbh rhizome_emulated_avx512::cvtneps_pbh

@@ -135,6 +135,8 @@ def test_levels_follow_from_the_features_of_a_cpu() -> None:
     everything = CpuFeatures("x86_64", frozenset(amx | avx2))
     assert everything.options("generic") == ("-mavx2", "-mfma", "-mf16c")
     assert "-mavx512vl" in everything.options("avx512") and "-mavx512bf16" not in everything.options("avx512")
+    ice_lake = CpuFeatures("x86_64", frozenset((amx | avx2 | {"avx512_vnni"}) - {"avx512_bf16"}))
+    assert ice_lake.levels() == ("avx512", "generic") and ice_lake.options("avx512")[-1] == "-mavx512vnni"
     assert "-mavx512vbmi2" in everything.options("avx512bf16") and "-mamx-tile" not in everything.options("avx512bf16")
     assert "-mamx-bf16" in everything.options("amx")
     assert arm.options("generic") == ()

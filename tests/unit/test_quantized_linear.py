@@ -1,5 +1,6 @@
 """Products with quantized weights against torch, for every instruction set of this CPU."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,32 @@ def widened(level: Level, rows: QuantizedRows, paired: bool = False) -> PackedMa
     return helpers_native.packed(level, weight, paired)
 
 
+def integer_sums(rows: QuantizedRows, x: Tensor) -> Tensor:
+    """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for up to 256
+    inputs of a group, then in float32."""
+    inputs, size = x.shape[1], rows.scheme.group_size or x.shape[1]
+    _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
+    unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
+    fixed = (x.double() / unit).round()
+    scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
+    zeros = rows.zeros if rows.zeros is not None else torch.full_like(rows.scales, rows.scheme.middle)
+    total = torch.zeros(len(x), len(rows.codes))
+    edges = sorted({*range(0, inputs, 256), *range(0, inputs, size), inputs})
+    for begin, end in itertools.pairwise(edges):
+        group = begin // size
+        numbers = rows.codes[:, begin:end].double() - zeros[:, group, None]
+        whole = fixed[:, begin:end] @ numbers.t()
+        assert float(whole.abs().max()) < 2**31
+        product = whole.float() * scales[:, group]
+        total = product if begin == 0 else total + product
+    total = total * unit.float()
+    return total * rows.scales[:, 0] if rows.scheme.by_channel else total
+
+
+def in_integers(level: Level, scheme: Scheme) -> bool:
+    return load_library(level).integers and not scheme.floating
+
+
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
@@ -90,15 +117,19 @@ def random(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=80, deadline=None)
 @given(scheme=schemes, rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), seed=st.integers(0, 99))
-def test_sums_are_those_of_the_widened_weights_to_the_last_bit(
+def test_sums_are_what_is_promised_to_the_last_bit(
     level: Level, scheme: Scheme, rows: int, outputs: int, inputs: int, threads: int, seed: int
 ) -> None:
+    """Those of a matrix of the widened weights, or those in integers."""
     load_library(level).set_threads(threads)
     weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
-    matrix, plain = packed(level, weights), widened(level, weights)
-    want = plain.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
-    if scheme.by_channel:
-        want = want * weights.scales[:, 0]
+    matrix = packed(level, weights)
+    if in_integers(level, scheme):
+        want = integer_sums(weights, x)
+    else:
+        want = widened(level, weights).linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+        if scheme.by_channel:
+            want = want * weights.scales[:, 0]
     got = matrix.linear(x, Finish.STORE_FLOAT, torch.full((rows, outputs), torch.nan))
     assert torch.equal(got, want)
     exact = F.linear(x.double(), weights.dequantize(torch.float32).double())
@@ -116,7 +147,9 @@ def test_sums_are_those_of_the_widened_weights_to_the_last_bit(
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("scheme", [one for one in SCHEMES if not one.by_channel], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_are_rounded_to_the_nearest_even_bfloat16(level: Level, scheme: Scheme, rows: int) -> None:
+def test_weights_are_rounded_to_the_nearest_even_bfloat16_or_not_at_all(
+    level: Level, scheme: Scheme, rows: int
+) -> None:
     """Scales whose weights lie halfway between two bfloat16 or next to it, and just below and above powers of two."""
     inputs = 64
     low = torch.tensor([0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
@@ -133,7 +166,10 @@ def test_weights_are_rounded_to_the_nearest_even_bfloat16(level: Level, scheme: 
     for first in range(0, inputs, rows):  # rows that each take one input's weights
         x = torch.eye(inputs)[first : first + rows].to(torch.bfloat16)
         found[first : first + rows] = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(len(x), outputs))
-    assert torch.equal(found.t(), weights.dequantize(torch.bfloat16).float())
+    if in_integers(level, scheme):  # where nothing is rounded, as code and x are whole numbers times powers of two
+        assert torch.equal(found.t(), weights.dequantize(torch.float32))
+    else:
+        assert torch.equal(found.t(), weights.dequantize(torch.bfloat16).float())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -155,7 +191,8 @@ def test_gated_products_and_biases(
     bias = random(2 * channels, seed=seed + 2) if biased else torch.zeros(2 * channels)
     if biased:
         matrix.set_bias(bias)
-    precision = torch.float32 if scheme.by_channel else torch.bfloat16  # where scales multiply sums, nothing is rounded
+    rounded = not scheme.by_channel and not in_integers(level, scheme)  # where scales multiply sums, weights are not
+    precision = torch.bfloat16 if rounded else torch.float32
     gate, up = F.linear(x.double(), weights.dequantize(precision).double(), bias.double()).chunk(2, dim=1)
     finish = Finish.GELU_MUL if gelu else Finish.SILU_MUL
     got = matrix.linear(x, finish, torch.empty(rows, channels, dtype=torch.bfloat16))
@@ -180,6 +217,39 @@ def test_a_row_has_the_same_bits_in_any_batch(
         count = data.draw(st.integers(1, rows - first))
         part = matrix.linear(x[first : first + count], Finish.STORE_FLOAT, torch.empty(count, outputs))
         assert torch.equal(part, whole[first : first + count])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(scheme=schemes, rows=ROWS, outputs=SIZES, inputs=SIZES, spread=st.integers(0, 30), seed=st.integers(0, 99))
+def test_numbers_of_any_size_stand_beside_each_other(
+    level: Level, scheme: Scheme, rows: int, outputs: int, inputs: int, spread: int, seed: int
+) -> None:
+    """Inputs that differ by powers of two, as those of trained models do: the error is within that of rounding the
+    largest ones of a row to bfloat16."""
+    weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
+    generator = torch.Generator().manual_seed(seed + 2)
+    x = (x * 2.0 ** torch.randint(-spread, spread + 1, x.shape, generator=generator)).to(torch.bfloat16)
+    got = packed(level, weights).linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+    if in_integers(level, scheme):
+        assert torch.equal(got, integer_sums(weights, x))
+    dense = weights.dequantize(torch.float32).double()
+    exact, size = x.double() @ dense.t(), x.double().abs() @ dense.abs().t()
+    largest = x.double().abs().amax(dim=1, keepdim=True) * dense.abs().sum(dim=1)
+    assert bool(((got.double() - exact).abs() <= 2**-8 * size + 2**-14 * largest + 1e-30).all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32, symmetric=False)], ids=str)
+def test_what_is_not_finite_stays_in_its_row(level: Level, scheme: Scheme) -> None:
+    weights, x = random_rows(40, 96, scheme, 1), random(9, 96, seed=2)
+    matrix = packed(level, weights)
+    want = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(9, 40))
+    x[2, 50], x[5, 3], x[8] = torch.inf, torch.nan, 0
+    got = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(9, 40))
+    assert not bool(got[[2, 5]].isfinite().any()) and torch.equal(got[8], torch.zeros(40))
+    others = [0, 1, 3, 4, 6, 7]
+    assert torch.equal(got[others], want[others])
 
 
 @settings(max_examples=60, deadline=None)

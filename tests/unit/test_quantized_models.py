@@ -33,6 +33,7 @@ from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import FP8, Scheme
 from worker_proc.quantization.source import WeightSource
+from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import SINGLE_FILE, Checkpoint
 
 pytestmark = needs_compiler
@@ -79,6 +80,40 @@ def logits(model: LanguageModel, vocab_size: int = VOCAB_SIZE, int8: bool = Fals
 
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def shard_weights(path: Path, rank: int, size: int, scheme: Scheme | None) -> list[tuple[Tensor, ...]]:
+    """What the projections of a shard stand for, in the order in which they are packed."""
+    config = read_config(path)
+    spec = parse_spec(config)
+    loader = WeightLoader(Checkpoint.open(path), torch.bfloat16, torch.device("cpu"))
+    source = WeightSource(loader, scheme, parse_stored(config))
+    plan = PackedWeightPlan(spec, Shard.of(spec, rank, size), loader, load_library(LEVELS[0]), source)
+    loader.run()
+
+    def dense(matrix: PackedMatrix) -> Tensor:
+        return matrix.unpack(torch.arange(matrix.outputs))
+
+    return [
+        (
+            *(dense(matrix) for matrix in (layer.qkv, layer.o, layer.down, layer.up)),
+            *(dense(matrix) for expert in layer.experts for matrix in (expert.up, expert.down)),
+        )
+        for layer in plan.finish().layers
+    ]
+
+
+def check_same_model(codes: Path, plain: Path) -> None:
+    """Two checkpoints stand for the same weights, and are computed alike: bit by bit where the kernels promise it."""
+    for of_codes, of_plain in zip(shard_weights(codes, 0, 1, None), shard_weights(plain, 0, 1, None), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(of_codes, of_plain, strict=True))
+    got, want = logits(load_native(codes, None)), logits(load_native(plain, None))
+    stored = parse_stored(read_config(codes))
+    assert stored is not None
+    if stored.scheme.by_channel or (load_library(LEVELS[0]).integers and not stored.scheme.floating):
+        assert error(got, want) < 0.02  # these weights are not rounded to bfloat16
+    else:
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -136,27 +171,12 @@ def test_copies_of_pages_bring_their_scales(tmp_path: Path) -> None:
     assert error(after[0], k) < 0.01
 
 
-def shard_weights(path: Path, rank: int, size: int, scheme: Scheme | None) -> list[tuple[Tensor, ...]]:
-    """What the projections of a shard stand for."""
-    config = read_config(path)
-    spec = parse_spec(config)
-    loader = WeightLoader(Checkpoint.open(path), torch.bfloat16, torch.device("cpu"))
-    source = WeightSource(loader, scheme)
-    plan = PackedWeightPlan(spec, Shard.of(spec, rank, size), loader, load_library(LEVELS[0]), source)
-    loader.run()
-
-    def dense(matrix: PackedMatrix) -> Tensor:
-        return matrix.unpack(torch.arange(matrix.outputs))
-
-    return [(dense(layer.qkv), dense(layer.o), dense(layer.down)) for layer in plan.finish().layers]
-
-
 @pytest.mark.parametrize("scheme", [INT8, INT4, FP8], ids=str)
 def test_shards_have_the_codes_of_the_whole(scheme: Scheme, tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, intermediate_size=128)
     whole = shard_weights(path, 0, 1, scheme)
     halves = [shard_weights(path, rank, 2, scheme) for rank in range(2)]
-    for layer, (qkv, o, down) in enumerate(whole):
+    for layer, (qkv, o, down, _) in enumerate(whole):
         thirds = [torch.chunk(half[layer][0], 3) for half in halves]
         assert torch.equal(qkv, torch.cat([third[i] for i in range(3) for third in thirds]))
         assert torch.equal(o, torch.cat([half[layer][1] for half in halves], dim=1))
@@ -196,11 +216,7 @@ def test_stored_codes_are_what_they_stand_for(
     source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
     codes, plain = quantize_checkpoint(source, tmp_path, method, scheme, **changes)
     assert describe(codes).quantization == method and describe(codes).dtype == "bfloat16"
-    got, want = logits(load_native(codes, None)), logits(load_native(plain, None))
-    if scheme.by_channel:  # the scales multiply the sums: these weights are not rounded to bfloat16
-        assert error(got, want) < 0.02
-    else:
-        assert torch.equal(got, want)
+    check_same_model(codes, plain)
     # in float32, where only the plain weights are rounded to bfloat16
     assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
 
@@ -233,11 +249,7 @@ def test_stored_bytes_are_what_they_stand_for(
     source = make_checkpoint(kind, tmp_path / "source", intermediate_size=128, **overrides)
     codes, plain = store_bytes(source, tmp_path, config, block, scale)
     assert describe(codes).quantization == config["quant_method"] and describe(codes).dtype == "bfloat16"
-    got, want = logits(load_native(codes, None)), logits(load_native(plain, None))
-    if block[1] is None:  # the scales multiply the sums: these weights are not rounded to bfloat16
-        assert error(got, want) < 0.02
-    else:
-        assert torch.equal(got, want)
+    check_same_model(codes, plain)
     assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
 
 
@@ -273,7 +285,7 @@ def test_modules_that_are_stored_plain_stay_so(tmp_path: Path) -> None:
     base = "model.layers.1.mlp.down_proj."
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith(base)}
     save_file(weights | {base + "weight": originals[base + "weight"]}, codes / SINGLE_FILE)
-    assert torch.equal(logits(load_native(codes, None)), logits(load_native(plain, None)))
+    check_same_model(codes, plain)
     base = "model.layers.1.self_attn.k_proj."
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith(base)}
     save_file(weights | {base + "weight": originals[base + "weight"]}, codes / SINGLE_FILE)

@@ -26,6 +26,7 @@ _OPTIONS = {
     "avx512bw": "-mavx512bw",
     "avx512dq": "-mavx512dq",
     "avx512vl": "-mavx512vl",
+    "avx512_vnni": "-mavx512vnni",
     "avx512_bf16": "-mavx512bf16",
     "avx512_vbmi2": "-mavx512vbmi2",
     "amx_tile": "-mamx-tile",

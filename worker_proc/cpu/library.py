@@ -24,6 +24,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),
     "rhizome_compress": (_LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _LONG]),
     "rhizome_compresses": (_INT, []),
+    "rhizome_integers": (_INT, []),
     "rhizome_inflate": (None, [_POINTER, _POINTER]),
     "rhizome_quantize": (None, [_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER]),
     "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT]),
@@ -64,6 +65,11 @@ class NativeLibrary:
     def compresses(self) -> bool:
         """Whether products with weights in 12 bits are known (`worker_proc.cpu.compressed`)."""
         return bool(self.functions.rhizome_compresses())
+
+    @property
+    def integers(self) -> bool:
+        """Whether products with int8 and int4 codes are computed in integers (`native/linear_integers.h`)."""
+        return bool(self.functions.rhizome_integers())
 
     def set_threads(self, threads: int, cpus: list[int] | None = None) -> int:
         """Use `threads` threads, the caller's included; with `cpus`, each but the caller's is bound to its own. Returns

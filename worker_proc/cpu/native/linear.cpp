@@ -18,6 +18,7 @@
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "linear_task_mmla.h"
 #else
+#include "linear_task_integers.h"
 #include "linear_task_simd.h"
 #endif
 
@@ -56,6 +57,12 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
   chunk = (chunk + unit - 1) / unit * unit;
   const int64_t chunks = (all_panels + chunk - 1) / chunk;
+  [[maybe_unused]] const auto range_of = [&](int64_t task) {
+    const int64_t at = task / chunks, first = task % chunks * chunk;
+    // threads take tasks in turn
+    return Range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk),
+                 first + chunk * num_threads()};
+  };
 #if defined(__AMX_BF16__)
   if (has_codes(weights.format)) {
     const TurnedRows turned(x, x_stride, rows, blocks(weights.inputs));
@@ -81,15 +88,27 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   const bf16* const inputs = x;
   const int64_t stride = x_stride;
 #else
+#if defined(RHIZOME_INTEGERS)
+  if (in_integers(weights.format)) {
+    const FixedRows made(x, x_stride, rows, 32 * blocks(weights.inputs));
+    return parallel_for(groups * chunks, [&](int64_t task, int thread) {
+      const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
+        scale_rows(made, row, count, sums);
+        scale_sums(weights, panel, sums, count);
+        add_bias(weights, panel, sums, count);
+        then(panel, row, count, sums, thread);
+      };
+      multiply_integers(weights, made.data(), made.stride(), range_of(task), before, take);
+      finish_streams();
+    });
+  }
+#endif
   const TaskRows made(x, x_stride, rows, 32 * blocks(weights.inputs));
   const auto* const inputs = made.data();
   const int64_t stride = made.stride();
 #endif
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
-    const int64_t at = task / chunks, first = task % chunks * chunk;
-    // threads take tasks in turn
-    const Range range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk),
-                      first + chunk * num_threads()};
+    const Range range = range_of(task);
     const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
       scale_sums(weights, panel, sums, count);
       add_bias(weights, panel, sums, count);

@@ -134,17 +134,18 @@ namespace {
 // Calls take(CodePiece) for what `weights` are.
 template <class Take>
 void with_codes(const PackedMatrix& weights, int64_t block, Take take) {
-  const bool zeros = weights.zeros != nullptr;
+  [[maybe_unused]] const bool zeros = weights.zeros != nullptr;
   switch (weights.format) {
+#if !defined(RHIZOME_INTEGERS)
     case Format::kInt8Channel: return take(CodePiece<Format::kInt8Channel, false>(weights, block));
     case Format::kInt8:
       return zeros ? take(CodePiece<Format::kInt8, true>(weights, block)) : take(CodePiece<Format::kInt8, false>(weights, block));
     case Format::kInt4:
       return zeros ? take(CodePiece<Format::kInt4, true>(weights, block)) : take(CodePiece<Format::kInt4, false>(weights, block));
+#endif
     case Format::kFloat8Channel: return take(CodePiece<Format::kFloat8Channel, false>(weights, block));
     case Format::kFloat8: return take(CodePiece<Format::kFloat8, false>(weights, block));
-    case Format::kBFloat16:
-    case Format::kCompressed: return;
+    default: return;
   }
 }
 

@@ -17,13 +17,24 @@
 #include "linear.h"
 #include "linear_task.h"
 
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+#define RHIZOME_INTEGERS  // products of integer codes are computed in integers, see linear_integers.h
+#endif
+
 namespace rhizome {
 
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
-inline int64_t code_bytes(Format format, int64_t weights) { return format == Format::kInt4 ? weights / 2 : weights; }
+constexpr int64_t code_bytes(Format format, int64_t weights) { return format == Format::kInt4 ? weights / 2 : weights; }
 constexpr bool by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kFloat8Channel; }
+constexpr bool in_integers([[maybe_unused]] Format format) {
+#if defined(RHIZOME_INTEGERS)
+  return format == Format::kInt8Channel || format == Format::kInt8 || format == Format::kInt4;
+#else
+  return false;
+#endif
+}
 constexpr bool is_float8(Format format) { return format == Format::kFloat8Channel || format == Format::kFloat8; }
 inline int64_t groups(const PackedMatrix& weights) {
   return by_channel(weights.format) ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
@@ -40,7 +51,8 @@ struct CodePlace {
 // int4. For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
 // outputs, the two inputs of a pair; elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words of 32 bits
 // then, so that no code need leave its lane: of eight inputs, [tile][4][16 outputs], and with dot products of one input in
-// each of eight pairs, [tile][half of the pairs][half of the outputs][8][2].
+// each of eight pairs, [tile][half of the pairs][half of the outputs][8][2]. In integers (linear_integers.h), int8 lies as for
+// dot products, and int4 in words of 16 bits, of one input in each of four pairs, [tile][4][half of the outputs][8][2].
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #if defined(__AMX_BF16__)
   if (format == Format::kInt4)
@@ -48,7 +60,10 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
   return {output * 32 + input, 0};
 #else
   if (format == Format::kInt4) {
-#if defined(__AVX512BF16__)
+#if defined(RHIZOME_INTEGERS)
+    const int64_t pair = input / 2, row = output / kTile * 8 + pair / 4 * 2 + output % kTile / 8;
+    return {row * 32 + (output % 8 * 2 + input % 2) * 2 + pair % 4 / 2, static_cast<int>(pair % 2 * 4)};
+#elif defined(__AVX512BF16__)
     const int64_t pair = input / 2, row = output / kTile * 4 + pair / 8 * 2 + output % kTile / 8;
     return {row * 64 + (output % 8 * 2 + input % 2) * 4 + pair % 8 / 2, static_cast<int>(pair % 2 * 4)};
 #else
@@ -56,10 +71,11 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
     return {row * 64 + output % kTile * 4 + input % 8 / 2, static_cast<int>(input % 2 * 4)};
 #endif
   }
+  const CodePlace in_pairs{output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2 + input % 2, 0};
 #if defined(__AVX512BF16__)
-  return {output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2 + input % 2, 0};
+  return in_pairs;
 #else
-  return {output / kTile * kTileElements + input * kTile + output % kTile, 0};
+  return in_integers(format) ? in_pairs : CodePlace{output / kTile * kTileElements + input * kTile + output % kTile, 0};
 #endif
 #endif
 }
@@ -104,6 +120,9 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
 // [rows, groups] of `group` inputs: what worker_proc/quantization/rows.py defines, to the last bit. FP8 if `floating`.
 RHIZOME_EXPORT void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs,
                                      int64_t group, int bits, int floating, uint8_t* codes, float* scales);
+
+// Whether products of integer codes are computed in integers.
+RHIZOME_EXPORT int rhizome_integers();
 
 // Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does.
 RHIZOME_EXPORT void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride,

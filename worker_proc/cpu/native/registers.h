@@ -22,4 +22,14 @@ inline void hold([[maybe_unused]] Vector& x) {
 #endif
 }
 
+// The same, and nothing that is held so changes places.
+template <class Vector>
+inline void hold_in_order([[maybe_unused]] Vector& x) {
+#if defined(RHIZOME_EMULATED_AVX512)
+  asm volatile("" : "+m"(x));
+#elif defined(__AVX2__)
+  asm volatile("" : "+v"(x));
+#endif
+}
+
 }  // namespace rhizome

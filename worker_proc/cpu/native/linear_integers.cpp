@@ -1,0 +1,64 @@
+#include "linear_integers.h"
+
+namespace rhizome {
+
+#if defined(RHIZOME_INTEGERS)
+namespace {
+
+// Calls run(Codes(...)) with those of two vectors from `tile` on.
+template <class Run>
+void with_codes(const IntegerPlace& place, int tile, Run run) {
+  const PackedMatrix& weights = place.weights;
+  if (weights.format == Format::kInt4) return run(CodesInPassing<CodeKind::kNibbles>(place, tile));
+  if (weights.zeros != nullptr) return run(CodesInPassing<CodeKind::kUnsigned>(place, tile));
+  run(CodesInPassing<CodeKind::kSigned>(place, tile));
+}
+
+template <class Codes, int... kCounts>
+void run_tiles(const IntegerPlace& place, int tile, int count, const IntegerRows& rows, const Codes& codes,
+               LinesAhead& ahead, std::integer_sequence<int, kCounts...>) {
+  using Run = void (*)(const IntegerPlace&, int, const IntegerRows&, Codes, LinesAhead&);
+  static constexpr Run kRuns[] = {integer_tiles<kCounts + 1, Codes>...};
+  kRuns[count - 1](place, tile, rows, codes, ahead);
+}
+
+template <class Codes, int... kPairs>
+int16_t* put_pairs(const Codes& codes, int16_t* out, std::integer_sequence<int, kPairs...>) {
+  shorts* const to = reinterpret_cast<shorts*>(out);
+  ((to[2 * kPairs] = codes.template numbers<kPairs>(0), to[2 * kPairs + 1] = codes.template numbers<kPairs>(1)), ...);
+  return out + kFourPairs;
+}
+
+}  // namespace
+
+void integer_pass(const IntegerPlace& place, int count, const IntegerRows& rows, const int16_t* wide, LinesAhead& ahead) {
+  for (int tile = 0; tile < 2; tile += kIntegerTiles) {
+    const auto run = [&](const auto& codes) {
+      run_tiles(place, tile, count, rows, codes, ahead, std::make_integer_sequence<int, kIntegerRows>());
+    };
+    if (wide != nullptr)
+      run(WideCodes(wide + tile * place.now * kTileElements));
+    else
+      with_codes(place, tile, run);
+  }
+}
+
+void widen_integers(const IntegerPlace& place, int16_t* out) {
+  for (int tile = 0; tile < 2; tile += kIntegerTiles)
+    with_codes(place, tile, [&](auto codes) {
+      for (int64_t step = 0; step < place.now; ++step, codes.next_block())
+        for (int four = 0; four < 4; ++four, codes.next_four())
+          out = put_pairs(codes, out, std::make_integer_sequence<int, 4>());
+    });
+}
+#endif
+
+}  // namespace rhizome
+
+int rhizome_integers() {
+#if defined(RHIZOME_INTEGERS)
+  return 1;
+#else
+  return 0;
+#endif
+}

@@ -1,0 +1,280 @@
+// Products of integer codes without dot products of bfloat16, in integers: rows of x become fixed point numbers of 16 bits, of
+// which an instruction multiplies twice as many as of float32.
+//
+// A row of x is rounded to multiples of 2^-14 of the power of two at its largest number: numbers of bfloat16 down to 1/128 of
+// that are kept as they are, smaller ones are off by 2^-16 of the largest at most. A sum of up to 256 inputs is a whole
+// number below 2^31, so it is exact, in any order; then it is scaled and added in float32. Weights are not rounded to
+// bfloat16 as elsewhere.
+//
+// The integer products of rows with a power of two as scale are those of block floating point (Wilkinson, Rounding Errors in
+// Algebraic Processes, 1963); pairs of 16 bits into sums of 32 are PMADDWD's.
+#pragma once
+
+#include "linear_quantized.h"
+
+#if defined(RHIZOME_INTEGERS)
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "parallel.h"
+#include "registers.h"
+#include "room.h"
+
+namespace rhizome {
+
+inline constexpr int kIntegerRows = 6;        // that are multiplied together
+inline constexpr int kIntegerTurns = 1;       // calls of `ahead` per block of inputs
+inline constexpr int64_t kMostExact = 256;    // inputs whose products, below 2^15 * 2^8 each, have an exact sum
+
+// Rows of x in fixed point, each with the sums of its blocks of 32 inputs behind it.
+class FixedRows {
+ public:
+  FixedRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs)
+      : stride_(inputs + inputs / 16 + kGap), inputs_(inputs) {
+    static thread_local std::vector<int16_t> memory;
+    static thread_local std::vector<float> scales;
+    data_ = room_in(memory, rows * stride_);
+    scales_ = room_in(scales, rows);
+    const int64_t tasks = (rows + kAlone - 1) / kAlone;
+    const auto fix_some = [&](int64_t task, int) {
+      for (int64_t row = task * kAlone; row < std::min(rows, (task + 1) * kAlone); ++row)
+        scales_[row] = fix(x + row * x_stride, inputs, data_ + row * stride_);
+    };
+    if (tasks == 1)
+      fix_some(0, 0);
+    else
+      parallel_for(tasks, fix_some);
+  }
+
+  const int16_t* data() const { return data_; }
+  int64_t stride() const { return stride_; }
+  // What a row's numbers are to be multiplied with; NaN where one of them is not finite.
+  float scale(int64_t row) const { return scales_[row]; }
+
+ private:
+  static constexpr int64_t kGap = 32, kAlone = 8;  // see WideRows
+
+  static float fix(const bf16* x, int64_t inputs, int16_t* out) {
+    const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+    __m256i most = _mm256_setzero_si256();
+    for (int64_t i = 0; i < inputs; i += 16)
+      most = _mm256_max_epi16(most, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i)), magnitude));
+    alignas(32) uint16_t lanes[16];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), most);
+    const int largest = *std::max_element(lanes, lanes + 16);
+    const int exponent = std::max(largest >> 7, 15);  // biased by 127
+    const __m256 factor = _mm256_set1_ps(power_of_two(14 - (exponent - 127)));
+    const auto fixed = [&](const bf16* from) {
+      const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), factor));
+    };
+    int32_t* const sums = reinterpret_cast<int32_t*>(out + inputs);
+    for (int64_t block = 0; block < inputs / 32; ++block) {
+      __m256i sum = _mm256_setzero_si256();
+      for (int half = 0; half < 2; ++half, x += 16, out += 16) {
+        const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(fixed(x), fixed(x + 8)), 0xd8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), both);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(both, _mm256_set1_epi16(1)));
+      }
+      alignas(32) int32_t of_block[8];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(of_block), sum);
+      sums[block] = std::accumulate(of_block, of_block + 8, 0);
+    }
+    return largest >= 0x7f80 ? __builtin_nanf("") : power_of_two(exponent - 127 - 14);
+  }
+
+  static float power_of_two(int exponent) {
+    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+
+  int16_t* data_;
+  float* scales_;
+  int64_t stride_, inputs_;
+};
+
+// Sums [count, 32] of products of rows from `row` on.
+inline void scale_rows(const FixedRows& rows, int64_t row, int count, float* sums) {
+  for (int i = 0; i < count; ++i, sums += kPanel)
+    for (int v = 0; v < kPanel; v += kLanes) store(sums + v, load(sums + v) * splat(rows.scale(row + i)));
+}
+
+// What is multiplied: rows of x from a block of inputs on, and the sums of a panel, [rows][32].
+struct IntegerRows {
+  const int16_t* x;
+  int64_t x_stride;
+  float* sums;
+  bool adding;
+};
+
+// Vectors of numbers, of a pair of inputs each: two vectors are multiplied together, the halves of a tile or two tiles.
+typedef int16_t shorts __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
+typedef uint16_t codewords __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
+typedef int32_t pairs __attribute__((vector_size(4 * kLanes)));  // sums of pairs
+inline constexpr int kPairLanes = 2 * kLanes;
+inline constexpr int kIntegerTiles = 2 * kLanes / kTile;  // of two vectors
+
+inline constexpr int kFourPairs = 8 * kPairLanes;         // numbers of four pairs of inputs
+
+// Where a pass works: blocks [step, step + now) of a panel.
+struct IntegerPlace {
+  const PackedMatrix& weights;
+  int64_t panel, step, now;
+};
+
+enum class CodeKind { kSigned, kUnsigned, kNibbles };  // of 8 bits without and with zeros, of 4 bits
+
+// Codes from a block of a panel on, widened in registers. The numbers of pair kPair of four that begin here.
+template <CodeKind kKind>
+class CodesInPassing {
+  static constexpr int64_t kTileCodes = kKind == CodeKind::kNibbles ? kTileElements / 2 : kTileElements;
+
+ public:
+  CodesInPassing(const IntegerPlace& place, int tile)
+      : at_(codes_at(place.weights, place.panel, place.step) + tile * kTileCodes) {}
+
+  template <int kPair>
+  shorts numbers(int v) const {
+    if constexpr (kKind == CodeKind::kNibbles) {
+      const codewords four = *reinterpret_cast<const codewords*>(at_ + v * (kIntegerTiles == 2 ? kTileCodes : kPairLanes * 2));
+      const codewords shifted = kPair == 0 ? four : four >> (4 * kPair);
+      return (shorts)(kPair == 3 ? shifted : shifted & 15);
+    } else {
+      constexpr bool kWithSign = kKind == CodeKind::kSigned;
+      const uint8_t* const from = at_ + 2 * kTile * kPair + v * (kIntegerTiles == 2 ? kTileCodes : kPairLanes);
+#if defined(__AVX512F__)
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      return (shorts)(kWithSign ? _mm512_cvtepi8_epi16(bytes) : _mm512_cvtepu8_epi16(bytes));
+#else
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      return (shorts)(kWithSign ? _mm256_cvtepi8_epi16(bytes) : _mm256_cvtepu8_epi16(bytes));
+#endif
+    }
+  }
+  void next_four() { at_ += kTileCodes / 4; }
+  void next_block() { at_ += kTileCodes; }  // over the other tile
+
+ private:
+  const uint8_t* at_;
+};
+
+// Numbers that were widened before, in the order in which they are used.
+class WideCodes {
+ public:
+  explicit WideCodes(const int16_t* numbers) : at_(numbers) {}
+
+  template <int kPair>
+  shorts numbers(int v) const {
+    return *reinterpret_cast<const shorts*>(at_ + (2 * kPair + v) * kPairLanes);
+  }
+  void next_four() { at_ += kFourPairs; }
+  void next_block() {}
+
+ private:
+  const int16_t* at_;
+};
+
+// sums[v] += the products of pairs with those of codes[v], one pair for each sum.
+inline void add_pairs(pairs (&sums)[2], shorts both, shorts first, shorts second) {
+#if defined(__AVX512VNNI__)
+  sums[0] = (pairs)_mm512_dpwssd_epi32((__m512i)sums[0], (__m512i)both, (__m512i)first);
+  sums[1] = (pairs)_mm512_dpwssd_epi32((__m512i)sums[1], (__m512i)both, (__m512i)second);
+#else
+#if defined(__AVX512F__)
+  const __m512i a = _mm512_madd_epi16((__m512i)both, (__m512i)first), b = _mm512_madd_epi16((__m512i)both, (__m512i)second);
+#else
+  const __m256i a = _mm256_madd_epi16((__m256i)both, (__m256i)first), b = _mm256_madd_epi16((__m256i)both, (__m256i)second);
+#endif
+  sums[0] += (pairs)a, sums[1] += (pairs)b;
+#endif
+  hold_in_order(sums[0]), hold_in_order(sums[1]);  // compilers would add products to each other, and lack registers
+}
+
+template <int kPair, int kRows, class Codes>
+inline void add_products(pairs (&sums)[kRows][2], const int16_t* x, int64_t x_stride, const Codes& codes) {
+  const shorts first = codes.template numbers<kPair>(0), second = codes.template numbers<kPair>(1);
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    int32_t pair;
+    std::memcpy(&pair, x + row * x_stride + 2 * kPair, sizeof pair);
+    const shorts both = (shorts)(ints{} + pair);
+    add_pairs(sums[row], both, first, second);
+  }
+}
+
+// Adds what finish(row, v, sum) makes of the sums, or stores it.
+template <int kRows, class Finish>
+inline void put_sums(const pairs (&sums)[kRows][2], const IntegerRows& rows, int tile, bool adding, Finish finish) {
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      floats product = finish(row, v, sums[row][v]);
+      hold(product);  // compilers would add it before it is rounded
+      float* const to = rows.sums + row * kPanel + tile * kTile + v * kLanes;
+      store(to, adding ? load(to) + product : product);
+    }
+}
+
+// Sums of `count` blocks of a group become float32: less what zeros are worth, times scales. `x_sums` are those of the blocks
+// of x.
+template <int kRows>
+inline void take_sums(const IntegerPlace& place, int64_t group, int tile, const int32_t* x_sums, int64_t count,
+                      const pairs (&sums)[kRows][2], const IntegerRows& rows, bool adding) {
+  const PackedMatrix& weights = place.weights;
+  const int64_t at = (place.panel * groups(weights) + group) * kPanel + tile * kTile;
+  const auto single = [](pairs whole) { return __builtin_convertvector(whole, floats); };
+  if (by_channel(weights.format))
+    return put_sums(sums, rows, tile, adding, [&](int, int, pairs sum) { return single(sum); });
+  const floats scales[2] = {load(weights.scales + at), load(weights.scales + at + kLanes)};
+  if (weights.format != Format::kInt4 && weights.zeros == nullptr)
+    return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scales[v]; });
+  int32_t of_x[kRows];
+  for (int row = 0; row < kRows; ++row, x_sums += rows.x_stride / 2) of_x[row] = std::accumulate(x_sums, x_sums + count, 0);
+  if (weights.zeros == nullptr)
+    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - 8 * of_x[row]) * scales[v]; });
+  const auto zeros = [&](int v) { return __builtin_convertvector(load(weights.zeros + at + v * kLanes), pairs); };
+  put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x[row] * zeros(v)) * scales[v]; });
+}
+
+// kIntegerTiles tiles of 16 outputs for kRows rows.
+template <int kRows, class Codes>
+__attribute__((noinline)) void integer_tiles(const IntegerPlace& place, int tile, const IntegerRows& rows, Codes codes,
+                                             LinesAhead& outside) {
+  LinesAhead ahead = outside;  // in registers
+  const int64_t all = blocks(place.weights.inputs);
+  const int64_t of_group = by_channel(place.weights.format) ? all : place.weights.group / 32;
+  const int16_t* x = rows.x;
+  const int32_t* const x_sums = reinterpret_cast<const int32_t*>(x + 32 * (all - place.step));
+  for (int64_t step = place.step, end = step + place.now, count; step < end; step += count) {
+    const int64_t group = step / of_group;
+    count = std::min(end, (group + 1) * of_group) - step;
+    pairs sums[kRows][2] = {};
+    for (int64_t block = 0; block < count; ++block, codes.next_block()) {
+      ahead();
+      for (int four = 0; four < 4; ++four, x += 8, codes.next_four()) {
+        add_products<0>(sums, x, rows.x_stride, codes);
+        add_products<1>(sums, x, rows.x_stride, codes);
+        add_products<2>(sums, x, rows.x_stride, codes);
+        add_products<3>(sums, x, rows.x_stride, codes);
+      }
+    }
+    take_sums(place, group, tile, x_sums + step, count, sums, rows, rows.adding || step > place.step);
+  }
+  outside = ahead;
+}
+
+// For `count` rows, at most kIntegerRows. `wide` are the numbers of the codes, if they were widened before.
+void integer_pass(const IntegerPlace& place, int count, const IntegerRows& rows, const int16_t* wide, LinesAhead& ahead);
+
+// The numbers of the codes, as WideCodes takes them.
+void widen_integers(const IntegerPlace& place, int16_t* out);
+
+}  // namespace rhizome
+
+#endif
