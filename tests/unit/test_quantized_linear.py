@@ -84,26 +84,45 @@ def widened(level: Level, rows: QuantizedRows, paired: bool = False) -> PackedMa
     return helpers_native.packed(level, weight, paired)
 
 
+def segments(scheme: Scheme, inputs: int) -> list[tuple[int, int, int]]:
+    """Begin, end and group of what is added up before it is scaled: up to 256 inputs of a group."""
+    size = scheme.group_size or inputs
+    edges = sorted({*range(0, inputs, 256), *range(0, inputs, size), inputs})
+    return [(begin, end, begin // size) for begin, end in itertools.pairwise(edges)]
+
+
 def integer_sums(rows: QuantizedRows, x: Tensor) -> Tensor:
-    """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for up to 256
-    inputs of a group, then in float32."""
-    inputs, size = x.shape[1], rows.scheme.group_size or x.shape[1]
+    """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for a segment, then
+    in float32."""
     _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
     unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
     fixed = (x.double() / unit).round()
     scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
     zeros = rows.zeros if rows.zeros is not None else torch.full_like(rows.scales, rows.scheme.middle)
     total = torch.zeros(len(x), len(rows.codes))
-    edges = sorted({*range(0, inputs, 256), *range(0, inputs, size), inputs})
-    for begin, end in itertools.pairwise(edges):
-        group = begin // size
-        numbers = rows.codes[:, begin:end].double() - zeros[:, group, None]
-        whole = fixed[:, begin:end] @ numbers.t()
+    for begin, end, group in segments(rows.scheme, x.shape[1]):
+        whole = fixed[:, begin:end] @ (rows.codes[:, begin:end].double() - zeros[:, group, None]).t()
         assert float(whole.abs().max()) < 2**31
-        product = whole.float() * scales[:, group]
-        total = product if begin == 0 else total + product
+        total = total + whole.float() * scales[:, group]
     total = total * unit.float()
     return total * rows.scales[:, 0] if rows.scheme.by_channel else total
+
+
+def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
+    """Sums of FP8's numbers, as those of a bfloat16 matrix, times the scales of their groups."""
+    numbers = replace(rows, scales=torch.ones_like(rows.scales)).dequantize(torch.bfloat16)
+    total = torch.zeros(len(x), len(rows.codes))
+    for begin, end, group in segments(rows.scheme, x.shape[1]):
+        matrix = helpers_native.packed(level, numbers[:, begin:end].contiguous())
+        sums = matrix.linear(x[:, begin:end].contiguous(), Finish.STORE_FLOAT, torch.empty_like(total))
+        total = total + sums * rows.scales[:, group]
+    return total
+
+
+def rounds(level: Level, scheme: Scheme) -> bool:
+    """Whether the weights of this scheme are rounded to bfloat16 when they are widened."""
+    native = load_library(level)
+    return not (scheme.by_channel or (native.scales_sums if scheme.floating else native.integers))
 
 
 def in_integers(level: Level, scheme: Scheme) -> bool:
@@ -120,12 +139,14 @@ def random(*shape: int, seed: int) -> Tensor:
 def test_sums_are_what_is_promised_to_the_last_bit(
     level: Level, scheme: Scheme, rows: int, outputs: int, inputs: int, threads: int, seed: int
 ) -> None:
-    """Those of a matrix of the widened weights, or those in integers."""
+    """Those of a matrix of the widened weights, those of FP8's numbers, or those in integers."""
     load_library(level).set_threads(threads)
     weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
     matrix = packed(level, weights)
     if in_integers(level, scheme):
         want = integer_sums(weights, x)
+    elif not scheme.by_channel and not rounds(level, scheme):
+        want = scaled_sums(level, weights, x)
     else:
         want = widened(level, weights).linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
         if scheme.by_channel:
@@ -166,10 +187,8 @@ def test_weights_are_rounded_to_the_nearest_even_bfloat16_or_not_at_all(
     for first in range(0, inputs, rows):  # rows that each take one input's weights
         x = torch.eye(inputs)[first : first + rows].to(torch.bfloat16)
         found[first : first + rows] = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(len(x), outputs))
-    if in_integers(level, scheme):  # where nothing is rounded, as code and x are whole numbers times powers of two
-        assert torch.equal(found.t(), weights.dequantize(torch.float32))
-    else:
-        assert torch.equal(found.t(), weights.dequantize(torch.bfloat16).float())
+    precision = torch.bfloat16 if rounds(level, scheme) else torch.float32
+    assert torch.equal(found.t(), weights.dequantize(precision).float())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -191,8 +210,7 @@ def test_gated_products_and_biases(
     bias = random(2 * channels, seed=seed + 2) if biased else torch.zeros(2 * channels)
     if biased:
         matrix.set_bias(bias)
-    rounded = not scheme.by_channel and not in_integers(level, scheme)  # where scales multiply sums, weights are not
-    precision = torch.bfloat16 if rounded else torch.float32
+    precision = torch.bfloat16 if rounds(level, scheme) else torch.float32
     gate, up = F.linear(x.double(), weights.dequantize(precision).double(), bias.double()).chunk(2, dim=1)
     finish = Finish.GELU_MUL if gelu else Finish.SILU_MUL
     got = matrix.linear(x, finish, torch.empty(rows, channels, dtype=torch.bfloat16))

@@ -15,6 +15,7 @@ from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts, poison
 from tests.helpers_quantized import bytes_config, quantization_config, quantize_checkpoint, store_bytes
 from tests.unit.test_cpu_build import needs_compiler
+from tests.unit.test_quantized_linear import rounds
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
@@ -110,10 +111,10 @@ def check_same_model(codes: Path, plain: Path) -> None:
     got, want = logits(load_native(codes, None)), logits(load_native(plain, None))
     stored = parse_stored(read_config(codes))
     assert stored is not None
-    if stored.scheme.by_channel or (load_library(LEVELS[0]).integers and not stored.scheme.floating):
-        assert error(got, want) < 0.02  # these weights are not rounded to bfloat16
-    else:
+    if rounds(LEVELS[0], stored.scheme):
         assert torch.equal(got, want)
+    else:
+        assert error(got, want) < 0.02
 
 
 @pytest.mark.parametrize("level", LEVELS)

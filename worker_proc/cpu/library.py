@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_compress": (_LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _LONG]),
     "rhizome_compresses": (_INT, []),
     "rhizome_integers": (_INT, []),
+    "rhizome_scales_sums": (_INT, []),
     "rhizome_inflate": (None, [_POINTER, _POINTER]),
     "rhizome_quantize": (None, [_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER]),
     "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT]),
@@ -70,6 +71,11 @@ class NativeLibrary:
     def integers(self) -> bool:
         """Whether products with int8 and int4 codes are computed in integers (`native/linear_integers.h`)."""
         return bool(self.functions.rhizome_integers())
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether the scales of FP8 in groups multiply sums, instead of weights that are rounded to bfloat16."""
+        return bool(self.functions.rhizome_scales_sums())
 
     def set_threads(self, threads: int, cpus: list[int] | None = None) -> int:
         """Use `threads` threads, the caller's included; with `cpus`, each but the caller's is bound to its own. Returns

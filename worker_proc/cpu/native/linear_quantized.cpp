@@ -143,8 +143,12 @@ void with_codes(const PackedMatrix& weights, int64_t block, Take take) {
     case Format::kInt4:
       return zeros ? take(CodePiece<Format::kInt4, true>(weights, block)) : take(CodePiece<Format::kInt4, false>(weights, block));
 #endif
-    case Format::kFloat8Channel: return take(CodePiece<Format::kFloat8Channel, false>(weights, block));
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     case Format::kFloat8: return take(CodePiece<Format::kFloat8, false>(weights, block));
+#else
+    case Format::kFloat8:  // whose scales multiply sums, too
+#endif
+    case Format::kFloat8Channel: return take(CodePiece<Format::kFloat8Channel, false>(weights, block));
     default: return;
   }
 }
@@ -161,6 +165,14 @@ void widen_codes(const PackedMatrix& weights, int64_t block, int64_t count, bf16
 #endif
 
 }  // namespace rhizome
+
+int rhizome_scales_sums() {
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return 0;
+#else
+  return 1;
+#endif
+}
 
 void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs, int64_t group,
                       int bits, int floating, uint8_t* codes, float* scales) {

@@ -9,6 +9,8 @@
 //                 stand for (see float8.h), scales 2^8 times as large.
 //
 // So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
+// Without dot products of bfloat16, scales of groups multiply sums instead of weights, which are rounded to nothing: sums of
+// integers (linear_integers.h) on x86, of FP8 on all processors.
 // Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
 // the micro-kernel: see `place_of`.
 #pragma once
@@ -123,6 +125,9 @@ RHIZOME_EXPORT void rhizome_quantize(const void* source, int wide, int64_t strid
 
 // Whether products of integer codes are computed in integers.
 RHIZOME_EXPORT int rhizome_integers();
+
+// Whether the scales of groups of FP8 multiply sums.
+RHIZOME_EXPORT int rhizome_scales_sums();
 
 // Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does.
 RHIZOME_EXPORT void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride,

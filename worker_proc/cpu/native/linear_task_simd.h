@@ -28,17 +28,41 @@ class SimdPiece {
 
   // At most kBlockRows rows.
   void multiply(int count, const SimdRows& rows) {
-    for (int done = 0, now; done < count; done += now) {
-      now = simd_pass_rows(count - done);
-      const SimdRows some{rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding};
-      if (plain_ == nullptr)
-        code_pass(weights_, block_, now, some, steps_, ahead_);
-      else
-        simd_pass(now, some, PlainPiece(plain_), steps_, ahead_);
+    if (weights_.format != Format::kFloat8) return multiply_blocks(0, steps_, count, rows);
+    // scales multiply the sums of a group
+    alignas(64) float sums[kBlockRows * kPanel];
+    const int64_t all = blocks(weights_.inputs), panel = block_ / all, first = block_ % all, of_group = weights_.group / 32;
+    for (int64_t step = 0, now; step < steps_; step += now) {
+      const int64_t group = (first + step) / of_group;
+      now = std::min(steps_, (group + 1) * of_group - first) - step;
+      multiply_blocks(step, now, count, {rows.x + 32 * step, rows.x_stride, sums, false});
+      const float* const scales = weights_.scales + (panel * groups(weights_) + group) * kPanel;
+      add_scaled(sums, scales, count, rows.sums, rows.adding || step > 0);
     }
   }
 
  private:
+  // Blocks [begin, begin + steps) of the piece.
+  void multiply_blocks(int64_t begin, int64_t steps, int count, const SimdRows& rows) {
+    for (int done = 0, now; done < count; done += now) {
+      now = simd_pass_rows(count - done);
+      const SimdRows some{rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding};
+      if (plain_ == nullptr)
+        code_pass(weights_, block_ + begin, now, some, steps, ahead_);
+      else
+        simd_pass(now, some, PlainPiece(plain_ + begin * 2 * kTileElements), steps, ahead_);
+    }
+  }
+
+  static void add_scaled(const float* sums, const float* scales, int count, float* to, bool adding) {
+    for (int row = 0; row < count; ++row, sums += kPanel, to += kPanel)
+      for (int i = 0; i < kPanel; i += kLanes) {
+        floats product = load(sums + i) * load(scales + i);
+        hold(product);  // compilers would add it before it is rounded
+        store(to + i, adding ? load(to + i) + product : product);
+      }
+  }
+
   const PackedMatrix& weights_;
   const int64_t block_, steps_;
   const bf16* plain_ = nullptr;  // codes are widened in passing then
