@@ -14,37 +14,43 @@ void with_codes(const IntegerPlace& place, int tile, Run run) {
   run(CodesInPassing<CodeKind::kSigned>(place, tile));
 }
 
-template <class Codes, int... kCounts>
-void run_tiles(const IntegerPlace& place, int tile, int count, const IntegerRows& rows, const Codes& codes,
-               LinesAhead& ahead, std::integer_sequence<int, kCounts...>) {
-  using Run = void (*)(const IntegerPlace&, int, const IntegerRows&, Codes, LinesAhead&);
-  static constexpr Run kRuns[] = {integer_tiles<kCounts + 1, Codes>...};
-  kRuns[count - 1](place, tile, rows, codes, ahead);
+// One pass of kRows rows.
+template <int kRows>
+void pass_of(const IntegerPlace& place, const IntegerRows& rows, const int16_t* wide, LinesAhead& ahead) {
+  if (wide != nullptr) {
+    for (int tile = 0; tile < 2; tile += kWideTiles)
+      integer_tiles<kRows, kWideTiles>(place, tile, rows, WideCodes(wide + tile * place.now * kTileElements), ahead);
+    return;
+  }
+  for (int tile = 0; tile < 2; tile += kIntegerTiles<kRows>)
+    with_codes(place, tile, [&](const auto& codes) {
+      integer_tiles<kRows, kIntegerTiles<kRows>>(place, tile, rows, codes, ahead);
+    });
+}
+
+template <int... kCounts>
+void pass_in(const IntegerPlace& place, int count, const IntegerRows& rows, const int16_t* wide, LinesAhead& ahead,
+             std::integer_sequence<int, kCounts...>) {
+  using Pass = void (*)(const IntegerPlace&, const IntegerRows&, const int16_t*, LinesAhead&);
+  static constexpr Pass kPasses[] = {pass_of<kCounts + 1>...};
+  kPasses[count - 1](place, rows, wide, ahead);
 }
 
 template <class Codes, int... kPairs>
 int16_t* put_pairs(const Codes& codes, int16_t* out, std::integer_sequence<int, kPairs...>) {
   shorts* const to = reinterpret_cast<shorts*>(out);
   ((to[2 * kPairs] = codes.template numbers<kPairs>(0), to[2 * kPairs + 1] = codes.template numbers<kPairs>(1)), ...);
-  return out + kFourPairs;
+  return out + 8 * kPairLanes;
 }
 
 }  // namespace
 
 void integer_pass(const IntegerPlace& place, int count, const IntegerRows& rows, const int16_t* wide, LinesAhead& ahead) {
-  for (int tile = 0; tile < 2; tile += kIntegerTiles) {
-    const auto run = [&](const auto& codes) {
-      run_tiles(place, tile, count, rows, codes, ahead, std::make_integer_sequence<int, kIntegerRows>());
-    };
-    if (wide != nullptr)
-      run(WideCodes(wide + tile * place.now * kTileElements));
-    else
-      with_codes(place, tile, run);
-  }
+  pass_in(place, count, rows, wide, ahead, std::make_integer_sequence<int, kIntegerRows>());
 }
 
 void widen_integers(const IntegerPlace& place, int16_t* out) {
-  for (int tile = 0; tile < 2; tile += kIntegerTiles)
+  for (int tile = 0; tile < 2; tile += kWideTiles)
     with_codes(place, tile, [&](auto codes) {
       for (int64_t step = 0; step < place.now; ++step, codes.next_block())
         for (int four = 0; four < 4; ++four, codes.next_four())

@@ -26,14 +26,14 @@
 namespace rhizome {
 
 inline constexpr int kIntegerRows = 6;        // that are multiplied together
-inline constexpr int kIntegerTurns = 1;       // calls of `ahead` per block of inputs
+inline constexpr int kIntegerTurns = 2;       // calls of `ahead` per block of inputs
 inline constexpr int64_t kMostExact = 256;    // inputs whose products, below 2^15 * 2^8 each, have an exact sum
 
-// Rows of x in fixed point, each with the sums of its blocks of 32 inputs behind it.
+// Rows of x in fixed point. Behind a row are the sums of all its numbers before each block of 32, and of all of them.
 class FixedRows {
  public:
   FixedRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs)
-      : stride_(inputs + inputs / 16 + kGap), inputs_(inputs) {
+      : stride_(inputs + inputs / 16 + kGap) {
     static thread_local std::vector<int16_t> memory;
     static thread_local std::vector<float> scales;
     data_ = room_in(memory, rows * stride_);
@@ -72,6 +72,7 @@ class FixedRows {
       return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), factor));
     };
     int32_t* const sums = reinterpret_cast<int32_t*>(out + inputs);
+    sums[0] = 0;
     for (int64_t block = 0; block < inputs / 32; ++block) {
       __m256i sum = _mm256_setzero_si256();
       for (int half = 0; half < 2; ++half, x += 16, out += 16) {
@@ -81,7 +82,7 @@ class FixedRows {
       }
       alignas(32) int32_t of_block[8];
       _mm256_store_si256(reinterpret_cast<__m256i*>(of_block), sum);
-      sums[block] = std::accumulate(of_block, of_block + 8, 0);
+      sums[block + 1] = std::accumulate(of_block, of_block + 8, sums[block]);
     }
     return largest >= 0x7f80 ? __builtin_nanf("") : power_of_two(exponent - 127 - 14);
   }
@@ -95,7 +96,7 @@ class FixedRows {
 
   int16_t* data_;
   float* scales_;
-  int64_t stride_, inputs_;
+  int64_t stride_;
 };
 
 // Sums [count, 32] of products of rows from `row` on.
@@ -112,14 +113,17 @@ struct IntegerRows {
   bool adding;
 };
 
-// Vectors of numbers, of a pair of inputs each: two vectors are multiplied together, the halves of a tile or two tiles.
+// Vectors of numbers, those of a pair of inputs side by side.
 typedef int16_t shorts __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
 typedef uint16_t codewords __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
 typedef int32_t pairs __attribute__((vector_size(4 * kLanes)));  // sums of pairs
 inline constexpr int kPairLanes = 2 * kLanes;
-inline constexpr int kIntegerTiles = 2 * kLanes / kTile;  // of two vectors
+inline constexpr int kOfTile = kTile / kLanes;  // vectors of a pair
 
-inline constexpr int kFourPairs = 8 * kPairLanes;         // numbers of four pairs of inputs
+// Tiles that are multiplied together. One or two rows take both in any case, so that memory is read in its order.
+inline constexpr int kWideTiles = 2 / kOfTile;
+template <int kRows>
+inline constexpr int kIntegerTiles = kRows <= 2 ? 2 : kWideTiles;
 
 // Where a pass works: blocks [step, step + now) of a panel.
 struct IntegerPlace {
@@ -129,7 +133,7 @@ struct IntegerPlace {
 
 enum class CodeKind { kSigned, kUnsigned, kNibbles };  // of 8 bits without and with zeros, of 4 bits
 
-// Codes from a block of a panel on, widened in registers. The numbers of pair kPair of four that begin here.
+// Codes from a tile of a block of a panel on, widened in registers. The numbers of pair kPair of four that begin here.
 template <CodeKind kKind>
 class CodesInPassing {
   static constexpr int64_t kTileCodes = kKind == CodeKind::kNibbles ? kTileElements / 2 : kTileElements;
@@ -141,12 +145,12 @@ class CodesInPassing {
   template <int kPair>
   shorts numbers(int v) const {
     if constexpr (kKind == CodeKind::kNibbles) {
-      const codewords four = *reinterpret_cast<const codewords*>(at_ + v * (kIntegerTiles == 2 ? kTileCodes : kPairLanes * 2));
+      const codewords four = *reinterpret_cast<const codewords*>(place_of(v, 2 * kPairLanes));
       const codewords shifted = kPair == 0 ? four : four >> (4 * kPair);
       return (shorts)(kPair == 3 ? shifted : shifted & 15);
     } else {
       constexpr bool kWithSign = kKind == CodeKind::kSigned;
-      const uint8_t* const from = at_ + 2 * kTile * kPair + v * (kIntegerTiles == 2 ? kTileCodes : kPairLanes);
+      const uint8_t* const from = place_of(v, kPairLanes) + 2 * kTile * kPair;
 #if defined(__AVX512F__)
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
       return (shorts)(kWithSign ? _mm512_cvtepi8_epi16(bytes) : _mm512_cvtepu8_epi16(bytes));
@@ -160,10 +164,12 @@ class CodesInPassing {
   void next_block() { at_ += kTileCodes; }  // over the other tile
 
  private:
+  const uint8_t* place_of(int v, int bytes) const { return at_ + v / kOfTile * kTileCodes + v % kOfTile * bytes; }
+
   const uint8_t* at_;
 };
 
-// Numbers that were widened before, in the order in which they are used.
+// Numbers that were widened before, of kWideTiles tiles in the order in which they are used.
 class WideCodes {
  public:
   explicit WideCodes(const int16_t* numbers) : at_(numbers) {}
@@ -172,7 +178,7 @@ class WideCodes {
   shorts numbers(int v) const {
     return *reinterpret_cast<const shorts*>(at_ + (2 * kPair + v) * kPairLanes);
   }
-  void next_four() { at_ += kFourPairs; }
+  void next_four() { at_ += 8 * kPairLanes; }
   void next_block() {}
 
  private:
@@ -180,40 +186,48 @@ class WideCodes {
 };
 
 // sums[v] += the products of pairs with those of codes[v], one pair for each sum.
-inline void add_pairs(pairs (&sums)[2], shorts both, shorts first, shorts second) {
+template <int kVectors>
+inline void add_pairs(pairs (&sums)[kVectors], shorts both, const shorts (&codes)[kVectors]) {
 #if defined(__AVX512VNNI__)
-  sums[0] = (pairs)_mm512_dpwssd_epi32((__m512i)sums[0], (__m512i)both, (__m512i)first);
-  sums[1] = (pairs)_mm512_dpwssd_epi32((__m512i)sums[1], (__m512i)both, (__m512i)second);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) sums[v] = (pairs)_mm512_dpwssd_epi32((__m512i)sums[v], (__m512i)both, (__m512i)codes[v]);
 #else
+  pairs products[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
 #if defined(__AVX512F__)
-  const __m512i a = _mm512_madd_epi16((__m512i)both, (__m512i)first), b = _mm512_madd_epi16((__m512i)both, (__m512i)second);
+    products[v] = (pairs)_mm512_madd_epi16((__m512i)both, (__m512i)codes[v]);
 #else
-  const __m256i a = _mm256_madd_epi16((__m256i)both, (__m256i)first), b = _mm256_madd_epi16((__m256i)both, (__m256i)second);
+    products[v] = (pairs)_mm256_madd_epi16((__m256i)both, (__m256i)codes[v]);
 #endif
-  sums[0] += (pairs)a, sums[1] += (pairs)b;
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) sums[v] += products[v];
 #endif
-  hold_in_order(sums[0]), hold_in_order(sums[1]);  // compilers would add products to each other, and lack registers
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) hold_in_order(sums[v]);  // compilers would add products to each other
 }
 
-template <int kPair, int kRows, class Codes>
-inline void add_products(pairs (&sums)[kRows][2], const int16_t* x, int64_t x_stride, const Codes& codes) {
-  const shorts first = codes.template numbers<kPair>(0), second = codes.template numbers<kPair>(1);
+template <int kPair, int kRows, int kVectors, class Codes>
+inline void add_products(pairs (&sums)[kRows][kVectors], const int16_t* x, int64_t x_stride, const Codes& from) {
+  shorts codes[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) codes[v] = from.template numbers<kPair>(v);
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) {
     int32_t pair;
     std::memcpy(&pair, x + row * x_stride + 2 * kPair, sizeof pair);
-    const shorts both = (shorts)(ints{} + pair);
-    add_pairs(sums[row], both, first, second);
+    add_pairs(sums[row], (shorts)(ints{} + pair), codes);
   }
 }
 
 // Adds what finish(row, v, sum) makes of the sums, or stores it.
-template <int kRows, class Finish>
-inline void put_sums(const pairs (&sums)[kRows][2], const IntegerRows& rows, int tile, bool adding, Finish finish) {
+template <int kRows, int kVectors, class Finish>
+__attribute__((always_inline)) inline void put_sums(const pairs (&sums)[kRows][kVectors], const IntegerRows& rows, int tile, bool adding, Finish finish) {
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
       floats product = finish(row, v, sums[row][v]);
       hold(product);  // compilers would add it before it is rounded
       float* const to = rows.sums + row * kPanel + tile * kTile + v * kLanes;
@@ -221,29 +235,30 @@ inline void put_sums(const pairs (&sums)[kRows][2], const IntegerRows& rows, int
     }
 }
 
-// Sums of `count` blocks of a group become float32: less what zeros are worth, times scales. `x_sums` are those of the blocks
-// of x.
-template <int kRows>
-inline void take_sums(const IntegerPlace& place, int64_t group, int tile, const int32_t* x_sums, int64_t count,
-                      const pairs (&sums)[kRows][2], const IntegerRows& rows, bool adding) {
+// Sums of blocks [step, end) of a group become float32: less what zeros are worth, times scales. `x_sums` are those of x.
+template <int kRows, int kVectors>
+__attribute__((always_inline)) inline void take_sums(const IntegerPlace& place, int64_t group, int tile, const int32_t* x_sums, int64_t step, int64_t end,
+                      const pairs (&sums)[kRows][kVectors], const IntegerRows& rows, bool adding) {
   const PackedMatrix& weights = place.weights;
   const int64_t at = (place.panel * groups(weights) + group) * kPanel + tile * kTile;
   const auto single = [](pairs whole) { return __builtin_convertvector(whole, floats); };
   if (by_channel(weights.format))
     return put_sums(sums, rows, tile, adding, [&](int, int, pairs sum) { return single(sum); });
-  const floats scales[2] = {load(weights.scales + at), load(weights.scales + at + kLanes)};
+  const auto scale = [&](int v) { return load(weights.scales + at + v * kLanes); };
   if (weights.format != Format::kInt4 && weights.zeros == nullptr)
-    return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scales[v]; });
-  int32_t of_x[kRows];
-  for (int row = 0; row < kRows; ++row, x_sums += rows.x_stride / 2) of_x[row] = std::accumulate(x_sums, x_sums + count, 0);
+    return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scale(v); });
+  const auto of_x = [&](int row) {
+    const int32_t* const of_row = x_sums + row * (rows.x_stride / 2);
+    return of_row[end] - of_row[step];
+  };
   if (weights.zeros == nullptr)
-    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - 8 * of_x[row]) * scales[v]; });
+    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - 8 * of_x(row)) * scale(v); });
   const auto zeros = [&](int v) { return __builtin_convertvector(load(weights.zeros + at + v * kLanes), pairs); };
-  put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x[row] * zeros(v)) * scales[v]; });
+  put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x(row) * zeros(v)) * scale(v); });
 }
 
-// kIntegerTiles tiles of 16 outputs for kRows rows.
-template <int kRows, class Codes>
+// kTiles tiles of 16 outputs for kRows rows.
+template <int kRows, int kTiles, class Codes>
 __attribute__((noinline)) void integer_tiles(const IntegerPlace& place, int tile, const IntegerRows& rows, Codes codes,
                                              LinesAhead& outside) {
   LinesAhead ahead = outside;  // in registers
@@ -251,23 +266,29 @@ __attribute__((noinline)) void integer_tiles(const IntegerPlace& place, int tile
   const int64_t of_group = by_channel(place.weights.format) ? all : place.weights.group / 32;
   const int16_t* x = rows.x;
   const int32_t* const x_sums = reinterpret_cast<const int32_t*>(x + 32 * (all - place.step));
-  for (int64_t step = place.step, end = step + place.now, count; step < end; step += count) {
-    const int64_t group = step / of_group;
-    count = std::min(end, (group + 1) * of_group) - step;
-    pairs sums[kRows][2] = {};
-    for (int64_t block = 0; block < count; ++block, codes.next_block()) {
-      ahead();
+  int64_t step = place.step;
+  for (int64_t group = step / of_group; step < place.step + place.now; ++group) {
+    const int64_t first = step, end = std::min(place.step + place.now, (group + 1) * of_group);
+    pairs sums[kRows][kTiles * kOfTile];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+      for (int v = 0; v < kTiles * kOfTile; ++v) sums[row][v] = pairs{};  // {} would be a loop over bytes
+    for (; step < end; ++step, codes.next_block())
       for (int four = 0; four < 4; ++four, x += 8, codes.next_four()) {
+        if (four % (4 / kIntegerTurns) == 0) ahead();
         add_products<0>(sums, x, rows.x_stride, codes);
         add_products<1>(sums, x, rows.x_stride, codes);
         add_products<2>(sums, x, rows.x_stride, codes);
         add_products<3>(sums, x, rows.x_stride, codes);
       }
-    }
-    take_sums(place, group, tile, x_sums + step, count, sums, rows, rows.adding || step > place.step);
+    take_sums(place, group, tile, x_sums, first, end, sums, rows, rows.adding || first > place.step);
   }
   outside = ahead;
 }
+
+// How often `integer_tiles` is called for so many rows in a pass.
+inline int integer_runs(int rows) { return rows <= 2 ? 1 : 2 / kWideTiles; }
 
 // For `count` rows, at most kIntegerRows. `wide` are the numbers of the codes, if they were widened before.
 void integer_pass(const IntegerPlace& place, int count, const IntegerRows& rows, const int16_t* wide, LinesAhead& ahead);

@@ -14,7 +14,7 @@ class IntegerPiece {
   // `following` is the block with which the thread goes on after this piece.
   IntegerPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : place_{weights, piece.panel, piece.step, piece.now},
-        ahead_(piece_ahead(weights, following, piece.now, piece.now * kIntegerTurns * (2 / kIntegerTiles) * passes(rows))) {
+        ahead_(piece_ahead(weights, following, piece.now, piece.now * kIntegerTurns * passes(rows) * integer_runs(static_cast<int>(rows)))) {
     static_assert(kSteps * 32 <= kMostExact);
     if (passes(rows) <= kInPassing) return;
     alignas(64) static thread_local int16_t room[kSteps * kBlockWeights];
