@@ -384,6 +384,14 @@ def test_models_generate_the_reference_tokens(library: NativeLibrary, kind: str,
     assert generate(models[1], prompts, NEW_TOKENS, page_size=5) == want
 
 
+def test_a_step_keeps_what_it_computes_in(library: NativeLibrary) -> None:
+    step = make_step(Shape(), [(1, 600), (1, 30)])
+    started = NativeAttention(library).step(step.batch, step.cache, step.shape.heads)  # which nobody else holds
+    needed = library.functions.rhizome_attention_workspace(started.struct)
+    begin = started.struct.workspace - started.workspace.data_ptr()
+    assert needed > 0 and 0 <= begin <= started.workspace.numel() - needed
+
+
 def test_refuses_what_it_cannot_compute(library: NativeLibrary) -> None:
     step = make_step(Shape(), [(1, 3)])
     native = NativeAttention(library)

@@ -87,6 +87,7 @@ class NativeAttention:
         needed = int(self._functions.rhizome_attention_workspace(struct)) + _ALIGNMENT
         if self._workspace.numel() < needed:
             self._workspace = HugePages(needed).take(needed, torch.uint8)
+        step.workspace = self._workspace
         struct.workspace = -(-self._workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         return step
 
@@ -137,6 +138,7 @@ class AttentionStep:
         self.batch = batch
         self.kv_lens = kv_lens  # int32 [B]; like the others, memory that the struct points to
         self.plan = torch.empty(0, dtype=torch.int32)
+        self.workspace = torch.empty(0, dtype=torch.uint8)
         self._functions = functions
         self._cache = cache
         self._keep = keep
