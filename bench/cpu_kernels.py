@@ -2,6 +2,7 @@
 
     python -m bench.cpu_kernels                    # the reference shape, all threads
     python -m bench.cpu_kernels --level avx512bf16 --threads 1
+    python -m bench.cpu_kernels --quantization int4 --group-size 128
 
 Weights are streamed from more memory than the caches hold: `copies` of each matrix are used in turn.
 """
@@ -17,7 +18,10 @@ import torch
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
+from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
+from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
+from worker_proc.quantization.scheme import Scheme
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # outputs, inputs, paired: the projections of the reference shape
@@ -42,22 +46,38 @@ def seconds(run: Callable[[], object], least: float = _SECONDS) -> float:
     return statistics.median(times)
 
 
-def matrices(native: NativeLibrary, outputs: int, inputs: int, paired: bool) -> list[PackedMatrix]:
-    size = PackedMatrix.packed_size(outputs, inputs, paired=paired)
-    copies = max(1, _MEMORY // (2 * size))
-    memory = HugePages(copies * (2 * size + 64))
-    made = []
+def matrices(
+    native: NativeLibrary, outputs: int, inputs: int, paired: bool, scheme: Scheme | None = None
+) -> list[PackedMatrix]:
+    """Equal ones of random weights, in codes where there is a scheme."""
+    form = MatrixForm(outputs, inputs, scheme, paired=paired)
+    copies = max(1, _MEMORY // form.room())
+    memory = HugePages(copies * form.room())
     weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+    made = []
     for _ in range(copies):
-        matrix = PackedMatrix(native, memory.take(size, torch.bfloat16), outputs, inputs, paired=paired)
+        matrix = form.make(native, memory)
         if paired:
             gate, up = weight.chunk(2)
-            matrix.pack(gate, 0, Pairing.GATE)
-            matrix.pack(up, 0, Pairing.UP)
+            fill(matrix, gate, Pairing.GATE)
+            fill(matrix, up, Pairing.UP)
         else:
-            matrix.pack(weight, 0)
+            fill(matrix, weight, Pairing.NONE)
         made.append(matrix)
     return made
+
+
+def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
+    if isinstance(matrix, QuantizedMatrix):
+        matrix.pack_rows(NativeQuantizer(matrix.native)(weight, matrix.scheme), 0, pairing)
+    else:
+        matrix.pack(weight, 0, pairing)
+
+
+def weight_bytes(matrix: PackedMatrix) -> int:
+    """What a product reads of it."""
+    scales = matrix.scales.nbytes if isinstance(matrix, QuantizedMatrix) else 0
+    return matrix.memory.nbytes + scales
 
 
 def limits(native: NativeLibrary) -> tuple[float, float]:
@@ -75,20 +95,27 @@ def limits(native: NativeLibrary) -> tuple[float, float]:
 @click.option("--threads", type=int, default=num_cpus())
 @click.option("--rows", default=",".join(map(str, _ROWS)), help="Batch sizes, separated by commas.")
 @click.option("--shapes", default=",".join(_SHAPES), help="Of the projections of the reference shape.")
-def main(level: Level, threads: int, rows: str, shapes: str) -> None:
+@click.option("--quantization", type=click.Choice(["int8", "int4", "fp8"]), default=None, help="Weights in codes.")
+@click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
+def main(level: Level, threads: int, rows: str, shapes: str, quantization: str | None, group_size: int | None) -> None:
+    scheme = None
+    if quantization is not None:
+        scheme = Scheme(4 if quantization == "int4" else 8, group_size, floating=quantization == "fp8")
     native = load_library(level)
     native.set_threads(threads)
     bandwidth, rate = limits(native)
-    print(f"{level}, {threads} threads: {bandwidth / 1e9:.1f} GB/s read, {rate / 1e9:.0f} GFLOP/s")
+    print(
+        f"{level}, {threads} threads, {scheme or 'bfloat16'}: {bandwidth / 1e9:.1f} GB/s read, {rate / 1e9:.0f} GFLOP/s"
+    )
     print("shape     rows        ms    GB/s  GFLOP/s  of the floor")
     for name in shapes.split(","):
         outputs, inputs, paired = _SHAPES[name]
-        stack = matrices(native, outputs, inputs, paired)
+        stack = matrices(native, outputs, inputs, paired, scheme)
         for count in map(int, rows.split(",")):
             if name == "head" and count > 256:
                 continue
             took = seconds(product(stack, count))
-            size, operations = 2 * outputs * inputs, 2 * outputs * inputs * count
+            size, operations = weight_bytes(stack[0]), 2 * outputs * inputs * count
             floor = max(size / bandwidth, operations / rate)
             print(
                 f"{name:8} {count:5} {took * 1e3:9.3f} {size / took / 1e9:7.1f} {operations / took / 1e9:8.0f}"
