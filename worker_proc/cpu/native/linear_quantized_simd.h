@@ -1,5 +1,6 @@
 // Quantized weights for vector registers without dot products of bfloat16: codes become float32 in registers, right before
-// they are multiplied, rounded to bfloat16 as the formats say.
+// they are multiplied, rounded to bfloat16 as the formats say. FP8 on any processor, integers where linear_integers.h does
+// not compute them: on Arm, and on x86 without AVX2.
 #pragma once
 
 #if !defined(__AVX512BF16__)  // which AMX has too
@@ -20,7 +21,7 @@ namespace rhizome {
 // bfloat16 (half of it where the number is within 2^-16 of a power of two, to which it is rounded either way), so that is all
 // that is left of the number: three instructions, where bits take five.
 inline floats round_to_bf16(floats value) {
-#if defined(__AVX2__) || defined(__ARM_NEON)
+#if defined(__ARM_NEON)
   hold(value);  // compilers would add a product before it is rounded
   const floats far = value * 65536.0f;
   const floats rest = far - value;
@@ -32,13 +33,7 @@ inline floats round_to_bf16(floats value) {
 }
 
 // a * b + c, rounded once; where the CPU cannot, as kFuses says, not to be called.
-#if defined(__AVX512F__)
-inline constexpr bool kFuses = true;
-inline floats fused(floats a, floats b, floats c) { return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-#elif defined(__AVX2__) && defined(__FMA__)
-inline constexpr bool kFuses = true;
-inline floats fused(floats a, floats b, floats c) { return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
 inline constexpr bool kFuses = true;
 inline floats fused(floats a, floats b, floats c) {
   return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -51,13 +46,7 @@ inline floats fused(floats a, floats b, floats c) { return a * b + c; }
 // kLanes codes of 8 bits.
 template <bool kSigned>
 inline floats numbers_of(const uint8_t* codes) {
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-  return (floats)_mm512_cvtepi32_ps(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-  return (floats)_mm256_cvtepi32_ps(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-#elif defined(__ARM_NEON)
+#if defined(__ARM_NEON)
   typedef uint32_t TwoWords __attribute__((vector_size(8)));
   TwoWords four = {};
   std::memcpy(&four, codes, 4);
