@@ -74,12 +74,6 @@ def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
         matrix.pack(weight, 0, pairing)
 
 
-def weight_bytes(matrix: PackedMatrix) -> int:
-    """What a product reads of it."""
-    scales = matrix.scales.nbytes if isinstance(matrix, QuantizedMatrix) else 0
-    return matrix.memory.nbytes + scales
-
-
 def limits(native: NativeLibrary) -> tuple[float, float]:
     """Bytes per second that all threads read together, and floating-point operations per second."""
     block = HugePages(2**29).take(2**29, torch.uint8)
@@ -115,7 +109,7 @@ def main(level: Level, threads: int, rows: str, shapes: str, quantization: str |
             if name == "head" and count > 256:
                 continue
             took = seconds(product(stack, count))
-            size, operations = weight_bytes(stack[0]), 2 * outputs * inputs * count
+            size, operations = stack[0].nbytes, 2 * outputs * inputs * count
             floor = max(size / bandwidth, operations / rate)
             print(
                 f"{name:8} {count:5} {took * 1e3:9.3f} {size / took / 1e9:7.1f} {operations / took / 1e9:8.0f}"

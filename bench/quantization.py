@@ -28,7 +28,6 @@ from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import cpu_features
 from worker_proc.cpu.library import load_library, num_cpus
-from worker_proc.cpu.quantized import QuantizedMatrix
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
@@ -173,11 +172,7 @@ def weight_bytes(model: CpuDecoder) -> int:
     matrices = [model.weights.head]
     for layer in model.weights.layers:
         matrices += [layer.qkv, layer.o, layer.up, layer.down]
-    total = sum(matrix.memory.nbytes for matrix in matrices)
-    for matrix in matrices:
-        if isinstance(matrix, QuantizedMatrix):
-            total += matrix.scales.nbytes + (matrix.zeros.nbytes if matrix.zeros is not None else 0)
-    return total
+    return sum(matrix.nbytes for matrix in matrices)
 
 
 def decode_seconds(model: CpuDecoder, batch: int, context: int, steps: int, int8_kv: bool) -> float:

@@ -74,21 +74,12 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     many = few | {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
     for rows, cut in (("few", few), ("many", many)):
         if rows == "few" or numbers != "fp32":  # which is cut smaller
-            yield (
-                f"linear int4 {rows} rows",
-                linear.quantized_linear_kernel,
-                cut | {"BITS": 4, "FLOAT": False, "GROUP": 128},
-            )
-            yield (
-                f"linear int8 {rows} rows",
-                linear.quantized_linear_kernel,
-                cut | {"BITS": 8, "FLOAT": False, "GROUP": 0},
-            )
-            yield (
-                f"linear fp8 {rows} rows",
-                linear.quantized_linear_kernel,
-                cut | {"BITS": 8, "FLOAT": True, "GROUP": 0},
-            )
+            for name, codes_of in (
+                ("int4", {"BITS": 4, "FLOAT": False, "GROUP": 128}),
+                ("int8", {"BITS": 8, "FLOAT": False, "GROUP": 0}),
+                ("fp8", {"BITS": 8, "FLOAT": True, "GROUP": 0}),
+            ):
+                yield f"linear {name} {rows} rows", linear.quantized_linear_kernel, cut | codes_of
     zeros = few | {"BITS": 4, "FLOAT": False, "GROUP": 32, "BLOCK_K": 32, "BLOCK_M": 64, "ZEROS": True, "BIAS": True}
     yield "linear int4 groups of 32", linear.quantized_linear_kernel, zeros
     yield "linear, parts", linear.sum_parts_kernel, {"BIAS": False, "BLOCK": 1024}

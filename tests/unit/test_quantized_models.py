@@ -254,6 +254,12 @@ def test_stored_bytes_are_what_they_stand_for(
     assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
 
 
+def check_refused(codes: Path, weights: dict[str, Tensor], message: str) -> None:
+    save_file(weights, codes / SINGLE_FILE)
+    with pytest.raises(ModelError, match=message):
+        load_native(codes, None)
+
+
 def test_stored_bytes_are_checked(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source")
     codes, _ = store_bytes(source, tmp_path, FP8_BLOCKS, (48, 32), "weight_scale_inv")
@@ -270,13 +276,9 @@ def test_stored_bytes_are_checked(tmp_path: Path) -> None:
         ({base + "weight": weights[base + "weight"].to(torch.float8_e5m2)}, "up_proj.weight = .*not quantized"),
         ({base + "extra": torch.zeros(3)}, r"up_proj.extra = \[3\]: unexpected tensor"),
     ):
-        save_file(weights | change, codes / SINGLE_FILE)
-        with pytest.raises(ModelError, match=message):
-            load_native(codes, None)
+        check_refused(codes, weights | change, message)
     del weights[base + "weight_scale_inv"]
-    save_file(weights, codes / SINGLE_FILE)
-    with pytest.raises(ModelError, match=r"up_proj.weight_scale = None: the checkpoint lacks"):
-        load_native(codes, None)
+    check_refused(codes, weights, r"up_proj.weight_scale = None: the checkpoint lacks")
 
 
 def test_modules_that_are_stored_plain_stay_so(tmp_path: Path) -> None:
@@ -306,13 +308,19 @@ def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
         ({base + "qzeros": weights[base + "qzeros"].double()}, r"up_proj.qzeros = 'F64': .*I32"),
         ({base + "extra": torch.zeros(3)}, r"up_proj.extra = \[3\]: unexpected tensor"),
     ):
-        save_file(weights | change, codes / SINGLE_FILE)
-        with pytest.raises(ModelError, match=message):
-            load_native(codes, None)
+        check_refused(codes, weights | change, message)
     del weights[base + "qzeros"]
-    save_file(weights, codes / SINGLE_FILE)
-    with pytest.raises(ModelError, match=r"up_proj.qzeros = None: the checkpoint lacks"):
-        load_native(codes, None)
+    check_refused(codes, weights, r"up_proj.qzeros = None: the checkpoint lacks")
+
+
+def check_field(directory: Path, stored: dict[str, Any], field: str) -> None:
+    """What a checkpoint says of its codes is refused for this field."""
+    path = make_checkpoint("llama", directory)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    with pytest.raises(ModelError) as caught:
+        describe(path)
+    assert caught.value.field == f"quantization_config: {field}"
 
 
 @pytest.mark.parametrize(
@@ -340,13 +348,7 @@ def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
     ],
 )
 def test_other_formats_are_refused_by_name(method: str, change: dict[str, Any], field: str, tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = quantization_config(method, INT4) | change
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError) as caught:
-        describe(path)
-    assert caught.value.field == f"quantization_config: {field}"
+    check_field(tmp_path, quantization_config(method, INT4) | change, field)
 
 
 @pytest.mark.parametrize(
@@ -361,14 +363,9 @@ def test_other_formats_are_refused_by_name(method: str, change: dict[str, Any], 
     ],
 )
 def test_other_schemes_are_refused_by_name(change: dict[str, Any], field: str, tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path)
-    config = json.loads((path / "config.json").read_text())
     stored = quantization_config("compressed-tensors", INT4)
     stored["config_groups"]["group_0"]["weights"] |= change
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    with pytest.raises(ModelError) as caught:
-        describe(path)
-    assert caught.value.field == f"quantization_config: {field}"
+    check_field(tmp_path, stored, field)
 
 
 @pytest.mark.parametrize(
@@ -383,13 +380,7 @@ def test_other_schemes_are_refused_by_name(change: dict[str, Any], field: str, t
     ],
 )
 def test_other_bytes_are_refused_by_name(kind: str, change: dict[str, Any], field: str, tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    stored = bytes_config(kind, **change)
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    with pytest.raises(ModelError) as caught:
-        describe(path)
-    assert caught.value.field == f"quantization_config: {field}"
+    check_field(tmp_path, bytes_config(kind, **change), field)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "vaultgemma"])

@@ -76,6 +76,11 @@ class PackedMatrix:
         self.bias: Tensor | None = None
         self.struct = MatrixStruct(data=memory.data_ptr(), inputs=inputs, outputs=outputs)
 
+    @property
+    def nbytes(self) -> int:
+        """What a product reads."""
+        return self.memory.nbytes
+
     @staticmethod
     def packed_size(outputs: int, inputs: int, *, paired: bool = False) -> int:
         """Elements that the packed form takes: full panels of 32 outputs, 16 of each kind if `paired`."""

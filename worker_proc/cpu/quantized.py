@@ -66,6 +66,11 @@ class QuantizedMatrix(PackedMatrix):
         self.struct.scales = self.scales.data_ptr()
         self.struct.zeros = self.zeros.data_ptr() if self.zeros is not None else None
 
+    @property
+    def nbytes(self) -> int:
+        """What a product reads."""
+        return self.memory.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
     def pack_rows(self, rows: QuantizedRows, first: int, pairing: Pairing = Pairing.NONE) -> None:
         """Put `rows` in place, the first one as output `first` (of its kind)."""
         codes = rows.codes if rows.codes.stride(1) == 1 else rows.codes.contiguous()

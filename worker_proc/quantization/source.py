@@ -7,7 +7,6 @@ from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 from worker_proc.quantization.stored import is_stored, plan_read
-from worker_proc.quantization.stored_bytes import unread_names
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.target import Quantize, QuantizedTarget, QuantizingTarget
 
@@ -55,4 +54,4 @@ class WeightSource:
             return
         read = plan_read(self._stored, self._load.checkpoint, part, target)
         names = [entry.name for entry in read.entries.values()]
-        self._load.add(read, [*names, *unread_names(self._load.checkpoint, part)])
+        self._load.add(read, [*names, *read.unread])

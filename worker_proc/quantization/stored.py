@@ -20,7 +20,7 @@ from torch import Tensor
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import OpenFile, Part, read_tensor
 from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.stored_bytes import find_bytes, holds_bytes, unpack_bytes
+from worker_proc.quantization.stored_bytes import find_bytes, holds_bytes, unpack_bytes, unread_names
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.stored_entries import SCALE_DTYPES, find_entry, module_of
 from worker_proc.quantization.target import QuantizedTarget
@@ -40,6 +40,7 @@ class StoredRead:
     stored: StoredQuantization
     part: Part
     target: QuantizedTarget
+    unread: tuple[str, ...] = ()  # names of tensors that belong to it, too
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +65,7 @@ def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, ta
     """Raises ModelError if a tensor is missing or has another shape than expected."""
     if stored.as_bytes is not None:
         entries = find_bytes(stored.as_bytes, checkpoint, part)
-        return StoredRead(entries["weight"], entries, stored, part, target)
+        return StoredRead(entries["weight"], entries, stored, part, target, unread_names(checkpoint, part))
     entries = {}
     for suffix, shape in _shapes(stored, part).items():
         name = f"{module_of(part)}.{suffix}"
@@ -77,11 +78,11 @@ def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, ta
 
 def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
     """The whole projection. `tensors` are named by their suffixes."""
+    if stored.as_bytes is not None:
+        return unpack_bytes(stored.as_bytes, part, tensors)
     outputs, inputs = part.shape
     scheme, bits = stored.scheme, stored.scheme.bits
     zeros = None
-    if stored.as_bytes is not None:
-        return unpack_bytes(stored.as_bytes, scheme, part, tensors)
     if stored.method == "compressed-tensors":
         if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [outputs, inputs]:
             raise ModelError(

@@ -12,7 +12,6 @@ from torch import Tensor
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part
 from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.stored_config import StoredBytes
 from worker_proc.quantization.stored_entries import SCALE_DTYPES, find_entry, module_of
 from worker_proc.weights import Checkpoint, TensorEntry
@@ -30,34 +29,32 @@ def holds_bytes(stored: StoredBytes, checkpoint: Checkpoint, part: Part) -> bool
 def find_bytes(stored: StoredBytes, checkpoint: Checkpoint, part: Part) -> dict[str, TensorEntry]:
     """The tensors to read as `unpack_bytes` wants them. Raises ModelError for one that is missing or of another shape
     than expected."""
-    module, (outputs, inputs) = module_of(part), part.shape
-    blocks = [-(-size // (block or size)) for size, block in zip(part.shape, stored.block, strict=True)]
-    shapes: tuple[tuple[int, ...], ...] = ((blocks[0], blocks[1]),)
+    module, blocks = module_of(part), stored.blocks(part.shape)
+    shapes: tuple[tuple[int, ...], ...] = (blocks,)
     if blocks[1] == 1:
         shapes += ((blocks[0],), ()) if blocks[0] == 1 else ((blocks[0],),)
     names = [f"{module}.{suffix}" for suffix in _SCALES]
     scale = names[1] if names[1] in checkpoint.tensors else names[0]
     return {
-        "weight": find_entry(checkpoint, f"{module}.weight", ((outputs, inputs),), (stored.dtype,)),
+        "weight": find_entry(checkpoint, f"{module}.weight", (part.shape,), (stored.dtype,)),
         "scale": find_entry(checkpoint, scale, shapes, SCALE_DTYPES),
     }
 
 
-def unread_names(checkpoint: Checkpoint, part: Part) -> list[str]:
-    """Tensors of a projection that are known, but not needed."""
-    names = [f"{module_of(part)}.{suffix}" for suffix in _UNREAD]
-    return [name for name in names if name in checkpoint.tensors]
+def unread_names(checkpoint: Checkpoint, part: Part) -> tuple[str, ...]:
+    """Tensors of such a projection that are known, but not needed."""
+    names = (f"{module_of(part)}.{suffix}" for suffix in _UNREAD)
+    return tuple(name for name in names if name in checkpoint.tensors)
 
 
-def unpack_bytes(stored: StoredBytes, scheme: Scheme, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
+def unpack_bytes(stored: StoredBytes, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
     """The whole projection. Raises ModelError for FP8 that is not a number."""
-    outputs, inputs = part.shape
+    scheme, outputs = stored.scheme, part.shape[0]
     codes = tensors["weight"].view(torch.uint8)
     if not scheme.floating:
         codes = codes ^ 128  # two's complement
     elif bool(((codes & 127) == 127).any()):
         raise ModelError(f"{module_of(part)}.weight", "NaN", "a weight is not a number")
-    rows, cols = stored.block
-    scales = tensors["scale"].float().reshape(-(-outputs // (rows or outputs)), -(-inputs // (cols or inputs)))
-    scales = scales.repeat_interleave(rows or outputs, 0)[:outputs]
+    scales = tensors["scale"].float().reshape(stored.blocks(part.shape))
+    scales = scales.repeat_interleave(stored.block[0] or outputs, 0)[:outputs]
     return QuantizedRows(scheme, codes, scales.contiguous())

@@ -27,6 +27,10 @@ class StoredBytes:
     def scheme(self) -> Scheme:
         return Scheme(8, self.block[1], floating=self.dtype == "F8_E4M3")
 
+    def blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of outputs and of inputs in a matrix, the last ones perhaps smaller."""
+        return tuple(-(-size // (block or size)) for size, block in zip(shape, self.block, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:

@@ -63,6 +63,11 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     return Range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk),
                  first + chunk * num_threads()};
   };
+  const auto finish = [&](int64_t panel, int64_t row, int count, float* sums, int thread) {
+    scale_sums(weights, panel, sums, count);
+    add_bias(weights, panel, sums, count);
+    then(panel, row, count, sums, thread);
+  };
 #if defined(__AMX_BF16__)
   if (has_codes(weights.format)) {
     const TurnedRows turned(x, x_stride, rows, blocks(weights.inputs));
@@ -70,11 +75,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
       const int64_t at = task / chunks, first = task % chunks * chunk, row_end = std::min(rows, (at + 1) * group);
       configure_turned_tiles(turned.columns());
       for (int64_t panel = first; panel < std::min(all_panels, first + chunk); ++panel) {
-        auto take = [&](int64_t row, int count, float* sums) {
-          scale_sums(weights, panel, sums, count);
-          add_bias(weights, panel, sums, count);
-          then(panel, row, count, sums, thread);
-        };
+        auto take = [&](int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
         multiply_codes(weights, turned, at * group, row_end, panel, &take,
                        [](void* context, int64_t row, int count, float* sums) {
                          (*static_cast<decltype(take)*>(context))(row, count, sums);
@@ -94,9 +95,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     return parallel_for(groups * chunks, [&](int64_t task, int thread) {
       const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
         scale_rows(made, row, count, sums);
-        scale_sums(weights, panel, sums, count);
-        add_bias(weights, panel, sums, count);
-        then(panel, row, count, sums, thread);
+        finish(panel, row, count, sums, thread);
       };
       multiply_integers(weights, made.data(), made.stride(), range_of(task), before, take);
       finish_streams();
@@ -109,11 +108,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
 #endif
   parallel_for(groups * chunks, [&](int64_t task, int thread) {
     const Range range = range_of(task);
-    const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
-      scale_sums(weights, panel, sums, count);
-      add_bias(weights, panel, sums, count);
-      then(panel, row, count, sums, thread);
-    };
+    const auto take = [&](int64_t panel, int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
 #if defined(__AMX_BF16__)
     if (weights.format == Format::kCompressed)
       multiply_compressed(weights, inputs, stride, range, before, take);

@@ -43,10 +43,7 @@ class FixedRows {
       for (int64_t row = task * kAlone; row < std::min(rows, (task + 1) * kAlone); ++row)
         scales_[row] = fix(x + row * x_stride, inputs, data_ + row * stride_);
     };
-    if (tasks == 1)
-      fix_some(0, 0);
-    else
-      parallel_for(tasks, fix_some);
+    parallel_for(tasks, fix_some);
   }
 
   const int16_t* data() const { return data_; }
