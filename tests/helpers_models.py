@@ -132,7 +132,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
-    "gpt-oss": {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "sliding_window": 12,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
     "bloom": {"model_type": "bloom"},
     "mamba": {"model_type": "mamba"},
 }
@@ -168,8 +175,8 @@ def make_model(config: Any, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 

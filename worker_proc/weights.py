@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,13 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+
+    def of_stack(self, which: tuple[int, int] | None) -> "TensorEntry":
+        """One of the equal parts of it along the first dimension: which, of how many. None: all of it."""
+        if which is None:
+            return self
+        size = self.nbytes // which[1]
+        return replace(self, shape=self.shape[1:], begin=self.begin + which[0] * size, nbytes=size)
 
 
 class Checkpoint:

@@ -45,6 +45,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     int8: bool = False
+    sinks: float | None = None  # what is added to random ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,12 @@ class Step:
             scale=self.shape.k_dim**-0.5,
             window=self.shape.window,
             softcap=self.shape.softcap,
+            sinks=self.sinks(),
         )
+
+    def sinks(self) -> Tensor | None:
+        level, heads = self.shape.sinks, self.shape.heads
+        return None if level is None else torch.linspace(-3, 3, heads) + level
 
     def alone(self, row: int) -> "Step":
         """The same step with one of its rows only."""
@@ -201,6 +207,7 @@ olds = st.sampled_from(EDGES) | st.integers(0, 700)
     int8=st.booleans(),
     window=st.sampled_from([None, None, 1, 31, 100, 256, 300]),
     softcap=st.sampled_from([None, None, 2.0]),
+    sinks=st.sampled_from([None, None, 0.0, -200.0, 30.0, 200.0]),
     shared=st.sampled_from([0, 40, 256, 513]),
     seed=st.integers(0, 1000),
 )
@@ -215,12 +222,13 @@ def test_equals_the_reference(
     int8: bool,
     window: int | None,
     softcap: float | None,
+    sinks: float | None,
     shared: int,
     seed: int,
 ) -> None:
     lengths = [(new, old + new) for new, old in chunks] + [(1, old + 1) for old in decodes]
     if lengths:
-        shape = Shape(*heads, *dims, page_size, dtype, window, softcap, int8)
+        shape = Shape(*heads, *dims, page_size, dtype, window, softcap, int8, sinks)
         check(library, make_step(shape, lengths, shared=shared, seed=seed))
 
 
@@ -247,7 +255,7 @@ def test_a_rows_bits_depend_on_that_row_alone(
 ) -> None:
     """Nor on sharing, nor on the number of threads."""
     lengths = [(1, total) for total in (520, 515, 700, 1000, 1, 300, 257)] + [(40, 552), (300, 900), (2, 600)]
-    shape = Shape(heads=14, kv_heads=2, k_dim=128, v_dim=128, dtype=dtype, window=window, int8=int8)
+    shape = Shape(heads=14, kv_heads=2, k_dim=128, v_dim=128, dtype=dtype, window=window, int8=int8, sinks=2.0)
     step = make_step(shape, lengths, shared=512)
     together = step.run(CpuAttention(library))
     assert torch.equal(together, step.run(CpuAttention(library, share=False)))
@@ -264,7 +272,9 @@ def test_a_rows_bits_depend_on_that_row_alone(
 
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [Shape(), Shape(14, 2, 96, 80), Shape(1, 1, page_size=5), Shape(4, 1, window=300)])
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape(14, 2, 96, 80), Shape(1, 1, page_size=5), Shape(4, 1, window=300, sinks=1.0)]
+)
 def test_a_tokens_bits_do_not_depend_on_chunks(
     library: NativeLibrary, shape: Shape, dtype: torch.dtype, int8: bool
 ) -> None:

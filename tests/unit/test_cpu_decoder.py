@@ -61,6 +61,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"num_experts_per_tok": 4}),
     ("qwen3-moe", {"num_experts_per_tok": 7}),
     ("qwen3-moe", {"num_experts_per_tok": 7, "hidden_size": 72, "moe_intermediate_size": 50, "head_dim": 20}),
+    ("gpt-oss", {"num_experts_per_tok": 5}),
+    ("gpt-oss", {"num_experts_per_tok": 5, "hidden_size": 72, "intermediate_size": 50, "head_dim": 20}),
 ]
 IDS = [f"{kind}{'-' + '-'.join(overrides) if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -146,7 +148,7 @@ def test_logits_are_those_of_the_torch_decoder(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_tokens_go_through_the_experts_of_the_torch_decoder(kind: str, level: Level, tmp_path: Path) -> None:
     """Of twenty first tokens of texts: few are near a choice, and two may be so near that rounding decides."""
     path = make_checkpoint(kind, tmp_path, num_hidden_layers=1)
@@ -227,7 +229,7 @@ def test_a_step_may_ask_for_no_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "kind", ["qwen3", "mistral-sliding", "gemma2", "gemma3", "granite", "phi3", "smollm3", "qwen3-moe"]
+    "kind", ["qwen3", "mistral-sliding", "gemma2", "gemma3", "granite", "phi3", "smollm3", "qwen3-moe", "gpt-oss"]
 )
 def test_tokens_do_not_depend_on_pages_chunks_or_company(kind: str, level: Level, tmp_path: Path) -> None:
     native = load_native(make_checkpoint(kind, tmp_path), level)
@@ -248,6 +250,11 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("gpt-oss", tmp_path_factory.mktemp("gpt_oss"))
+
+
+@pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("gemma3", tmp_path_factory.mktemp("gemma"))
 
@@ -256,10 +263,10 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_logits_have_the_same_bits_in_any_batch(
-    level: Level, qwen: Path, gemma: Path, mixture: Path, data: st.DataObject
+    level: Level, qwen: Path, gemma: Path, mixture: Path, gpt_oss: Path, data: st.DataObject
 ) -> None:
     """A prompt in one chunk beside others, and the same prompt in random chunks alone, with other thread counts."""
-    native = load_native(data.draw(st.sampled_from((qwen, gemma, mixture))), level)
+    native = load_native(data.draw(st.sampled_from((qwen, gemma, mixture, gpt_oss))), level)
     prompts = [data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)) for _ in range(3)]
     cuts = sorted(data.draw(st.sets(st.integers(1, 39), max_size=3)))
     rows = [Row(prompt, list(range(6 * i, 6 * i + 6))) for i, prompt in enumerate(prompts)]
@@ -285,10 +292,10 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_logits_have_the_same_bits_whichever_are_wanted(
-    level: Level, qwen: Path, windowed: Path, gemma: Path, mixture: Path, data: st.DataObject
+    level: Level, qwen: Path, windowed: Path, gemma: Path, mixture: Path, gpt_oss: Path, data: st.DataObject
 ) -> None:
     """The last layer computes what the wanted logits need: any tokens, in any order, more than once, or none."""
-    native = load_native(data.draw(st.sampled_from((qwen, windowed, gemma, mixture))), level)
+    native = load_native(data.draw(st.sampled_from((qwen, windowed, gemma, mixture, gpt_oss))), level)
     rows, lengths = [], []
     for i in range(data.draw(st.integers(1, 4))):
         length = data.draw(st.integers(1, 40))
@@ -310,7 +317,19 @@ def test_logits_have_the_same_bits_whichever_are_wanted(
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa", "gemma2", "gemma3", "granite", "phi3", "mixtral"]
+    "kind",
+    [
+        "llama-gqa-untied",
+        "qwen3",
+        "llama-bias",
+        "llama-mqa",
+        "gemma2",
+        "gemma3",
+        "granite",
+        "phi3",
+        "mixtral",
+        "gpt-oss",
+    ],
 )
 def test_two_ranks_compute_what_one_computes(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path / "model")

@@ -1,7 +1,5 @@
 """Packed matrix products against torch, for every instruction set of this CPU."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,10 +12,13 @@ from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Finish
+from worker_proc.models.layers import gated
+from worker_proc.models.spec import CLAMPED_SWIGLU
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 300, 640]))
+GATES = {Finish.SILU_MUL: "silu", Finish.GELU_MUL: "gelu_pytorch_tanh", Finish.CLAMPED_MUL: CLAMPED_SWIGLU}
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
 
 
@@ -60,9 +61,16 @@ def test_products_equal_torch(
 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=40, deadline=None)
-@given(rows=ROWS, channels=SIZES, inputs=SIZES, biased=st.booleans(), gelu=st.booleans(), seed=st.integers(0, 99))
+@given(
+    rows=ROWS,
+    channels=SIZES,
+    inputs=SIZES,
+    biased=st.booleans(),
+    finish=st.sampled_from(tuple(GATES)),
+    seed=st.integers(0, 99),
+)
 def test_gated_products_equal_torch(
-    level: Level, rows: int, channels: int, inputs: int, biased: bool, gelu: bool, seed: int
+    level: Level, rows: int, channels: int, inputs: int, biased: bool, finish: Finish, seed: int
 ) -> None:
     weight, x = random(2 * channels, inputs, seed=seed) / 4, random(rows, inputs, seed=seed + 1)
     bias = random(2 * channels, seed=seed + 2) if biased else None
@@ -70,22 +78,19 @@ def test_gated_products_equal_torch(
     if bias is not None:
         matrix.set_bias(bias)
     gate, up = exact(x, weight, bias).chunk(2, dim=1)
-    finish = Finish.GELU_MUL if gelu else Finish.SILU_MUL
     got = matrix.linear(x, finish, torch.empty(rows, channels, dtype=torch.bfloat16))
-    gated = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
-    torch.testing.assert_close(got.double(), gated * up, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(got.double(), gated(GATES[finish])(gate, up), rtol=2**-8, atol=1e-3)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("finish", [Finish.SILU_MUL, Finish.GELU_MUL])
+@pytest.mark.parametrize("finish", GATES)
 def test_gates_of_any_size_are_finite(level: Level, finish: Finish) -> None:
     """Two inputs: the first one is the gate, the second one the factor."""
     matrix = packed(level, torch.eye(2, dtype=torch.bfloat16).repeat_interleave(16, 0), paired=True)
     gates = torch.tensor([0.0, 1e-30, 1.0, 20.0, 300.0, 1e6, 1e15, 1e30]).to(torch.bfloat16)
     x = torch.cat([torch.stack([sign * gates, torch.ones_like(gates)], dim=1) for sign in (1, -1)])
     got = matrix.linear(x, finish, torch.empty(len(x), 16, dtype=torch.bfloat16)).double()
-    activation = F.silu if finish is Finish.SILU_MUL else partial(F.gelu, approximate="tanh")
-    want = activation(x[:, :1].double()).expand(-1, 16)
+    want = gated(GATES[finish])(x[:, :1].double(), x[:, 1:].double()).expand(-1, 16)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6)
 
 
@@ -109,7 +114,7 @@ def test_a_row_has_the_same_bits_in_any_batch(level: Level, data: st.DataObject,
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [512, 513, 700])
 @pytest.mark.parametrize("outputs", [32, 64, 100, 352])  # one panel, whole lines, a rest, many panels
-@pytest.mark.parametrize("finish", [Finish.STORE, Finish.SILU_MUL, Finish.GELU_MUL])
+@pytest.mark.parametrize("finish", [Finish.STORE, *GATES])
 def test_results_of_many_rows_have_the_bits_of_those_of_few(
     level: Level, rows: int, outputs: int, finish: Finish
 ) -> None:

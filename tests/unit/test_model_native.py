@@ -38,6 +38,7 @@ NATIVE = [
     "smollm3",
     "mixtral",
     "qwen3-moe",
+    "gpt-oss",
     "gpt2",
 ]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -79,6 +80,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 7, "attention_bias": True}),
     ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 4, "head_dim": 24}),
     ("qwen3-moe", {"norm_topk_prob": True, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9}),
+    ("gpt-oss", {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False, "sliding_window": 5,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "num_key_value_heads": 1}),
     ("llama-rope-yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32,
                                           "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False,
                                           "mscale": 0.7, "mscale_all_dim": 1.1}}),

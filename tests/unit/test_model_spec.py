@@ -29,6 +29,7 @@ LLAMA = {
 }
 GEMMA3 = LLAMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
 QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}
+GPT_OSS = LLAMA | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2}
 PHI3 = LLAMA | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
 GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
@@ -118,6 +119,12 @@ def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
         (PHI3, {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
         (LLAMA | {"model_type": "mixtral", "architectures": None, "num_key_value_heads": 2},
          {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act"),
+        (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        (GPT_OSS, {"swiglu_limit": None}, "swiglu_limit"),
+        (GPT_OSS, {"sliding_window": None}, "sliding_window"),
+        (GPT_OSS, {"layer_types": ["full_attention"]}, "layer_types"),
+        (GPT_OSS, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
         (QWEN3_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers"),
         (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size"),

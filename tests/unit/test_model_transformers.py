@@ -11,10 +11,10 @@ from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.errors import ModelError
-from worker_proc.models.describe import context_limit, describe
+from worker_proc.models.describe import context_limit, describe, read_config
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import load_model
-from worker_proc.models.transformers_backend import PagedStep, paged_attention
+from worker_proc.models.transformers_backend import PagedStep, load_transformers_model, paged_attention
 from worker_proc.parallel import TensorParallel
 
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -43,12 +43,22 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "field"),
-    [("gpt-oss", "s_aux"), ("bloom", "model_type"), ("mamba", "model_type")],
+    [("bloom", "model_type"), ("mamba", "model_type")],
 )
 def test_models_that_cannot_be_right_are_refused_by_name(kind: str, field: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load(make_checkpoint(kind, tmp_path))
     assert caught.value.field == field
+
+
+def test_sinks_of_attention_are_passed_on(tmp_path: Path) -> None:
+    """gpt-oss is native, but others ask for the same."""
+    path = make_checkpoint("gpt-oss", tmp_path)
+    model = load_transformers_model(
+        path, read_config(path), dtype=torch.float32, device=torch.device("cpu"), tp=TensorParallel(),
+        attention=ReferenceAttention(),
+    )  # fmt: skip
+    assert generate(model, PROMPTS, NEW_TOKENS, page_size=16, chunk=9) == greedy(path, PROMPTS, NEW_TOKENS)
 
 
 def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
@@ -90,7 +100,6 @@ def test_the_trial_run_at_load_catches_a_wrong_result(tmp_path: Path) -> None:
         ("attention_mask", torch.zeros(1, 1, 2, 2)),
         ("head_mask", torch.ones(4)),
         ("position_bias", torch.ones(1, 4, 2, 2)),
-        ("s_aux", torch.ones(4)),
         ("is_causal", False),
         ("dropout", 0.1),
         ("a_new_argument", 3),

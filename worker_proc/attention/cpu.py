@@ -31,10 +31,11 @@ class CpuAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         step = self._step
         if step is None or step.batch is not batch or step.struct.num_heads != q.shape[1]:
             step = self._step = self._native.step(batch, cache, q.shape[1])
         step.write(layer, k, v)
-        return step.attend(layer, q, scale=scale, window=window, softcap=softcap)
+        return step.attend(layer, q, scale=scale, window=window, softcap=softcap, sinks=sinks)

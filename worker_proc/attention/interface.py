@@ -67,10 +67,12 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the cache, then let `q` `[T, Hq, Dk]` attend causally to
         its own row; returns `[T, Hq, Dv]`. Query head h reads KV head `h // (Hq // Hkv)`.
 
         `window` w: a query at position p sees keys at positions > p - w. `softcap` c: scores become c * tanh(s / c).
+        `sinks` float32 `[Hq]`: one more score of every query, which takes part in the softmax and has no value.
         """
         ...

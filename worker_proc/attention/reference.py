@@ -23,8 +23,21 @@ class _Keys:
     mask: Tensor | None  # bool, broadcastable to [R, Hkv, queries, L]; None when everything is visible
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """What becomes of products of queries and keys before and in the softmax."""
+
+    scale: float
+    softcap: float | None  # Gemma 2
+    sinks: Tensor | None  # gpt-oss
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
 class ReferenceAttention:
-    """Grouped-query attention with optional sliding window and soft cap, softmax in float32.
+    """Grouped-query attention with optional sliding window, soft cap and sinks, softmax in float32.
 
     Decode rows are one batched computation; prefill rows are computed one by one. Index tensors are the same for all
     layers of a step with the same window, so they are kept until another batch arrives.
@@ -47,12 +60,14 @@ class ReferenceAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         if batch is not self._batch:
             self._batch, self._decode, self._prefill = batch, {}, {}
         cache.write(layer, k, v, batch.slot_mapping)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        how = _Scores(scale, softcap, sinks)
         start = 0
         for row in range(batch.num_prefill_rows):
             stop = start + batch.q_lens[row]
@@ -61,12 +76,12 @@ class ReferenceAttention:
             if kv_len == batch.q_lens[row] and (window is None or window >= kv_len) and not cache.spec.int8:
                 # A whole prompt in one chunk: its keys are at hand, and the plain causal kernel needs no mask.
                 now = slice(start, stop)
-                result = _causal(queries, k[now].transpose(0, 1)[None], v[now].transpose(0, 1)[None], scale, softcap)
+                result = _causal(queries, k[now].transpose(0, 1)[None], v[now].transpose(0, 1)[None], how)
             else:
                 if (row, window) not in self._prefill:
                     self._prefill[row, window] = _prefill_keys(batch, row, cache.page_size, window)
                 keys = self._prefill[row, window]
-                result = _attend(queries, *_read(cache, layer, keys), keys.mask, scale, softcap)
+                result = _attend(queries, *_read(cache, layer, keys), keys.mask, how)
             out[start:stop] = result[0].transpose(0, 1)
             start = stop
         if batch.num_prefill_rows < len(batch.q_lens):
@@ -75,7 +90,8 @@ class ReferenceAttention:
             keys = self._decode[window]
             # The query heads of one KV head stand in for several query tokens: K and V need not be repeated.
             queries = q[start:].view(len(batch.q_lens) - batch.num_prefill_rows, k.shape[1], -1, q.shape[2])
-            out[start:] = _attend(queries, *_read(cache, layer, keys), keys.mask, scale, softcap).flatten(1, 2)
+            result = _attend(queries, *_read(cache, layer, keys), keys.mask, how, tokens=False)
+            out[start:] = result.flatten(1, 2)
         return out
 
 
@@ -113,31 +129,31 @@ def _prefill_keys(batch: ForwardBatch, row: int, page_size: int, window: int | N
     return _Keys(slots[None], mask)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, how: _Scores) -> Tensor:
     """As `_attend` for queries and keys of the same N tokens, each query seeing the keys up to its own."""
-    if softcap is None:
+    if how.plain:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=grouped)
     tokens = torch.arange(q.shape[2], device=q.device)
-    return _attend_softcap(q, k, v, tokens <= tokens[:, None], scale, softcap)
+    return _attend(q, k, v, tokens <= tokens[:, None], how)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """`q` `[R, Hq, N, Dk]`, `k` `[R, Hkv, L, Dk]`, `v` `[R, Hkv, L, Dv]` to `[R, Hq, N, Dv]`."""
-    if softcap is not None:
-        return _attend_softcap(q, k, v, mask, scale, softcap)
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-
-
-def _attend_softcap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """As `_attend`, with scores squashed to (-softcap, softcap) before the mask (Gemma 2)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _Scores, *, tokens: bool = True) -> Tensor:
+    """`q` `[R, H, N, Dk]`, `k` `[R, Hkv, L, Dk]`, `v` `[R, Hkv, L, Dv]` to `[R, H, N, Dv]`: queries of N `tokens` and
+    all heads, or of one token, with the N heads of a KV head in their place."""
+    if how.plain:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale, enable_gqa=grouped)
     rows, heads, queries, dim = q.shape
     kv_heads = k.shape[1]
-    grouped = q.float().reshape(rows, kv_heads, heads // kv_heads * queries, dim)
-    scores = torch.matmul(grouped, k.float().transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
-    scores = scores.view(rows, heads, queries, -1)
+    grouped_queries = q.float().reshape(rows, kv_heads, heads // kv_heads * queries, dim)
+    scores = torch.matmul(grouped_queries, k.float().transpose(2, 3)).mul_(how.scale).view(rows, heads, queries, -1)
+    if how.softcap is not None:
+        scores.div_(how.softcap).tanh_().mul_(how.softcap)
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
-    weights = scores.softmax(-1).view(rows, kv_heads, heads // kv_heads * queries, -1)
+    if how.sinks is not None:
+        sinks = how.sinks.view(1, heads, 1, 1) if tokens else how.sinks.view(1, heads, queries, 1)
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(rows, heads, queries, 1)), dim=3)
+    weights = scores.softmax(-1)[..., : k.shape[2]].reshape(rows, kv_heads, heads // kv_heads * queries, -1)
     return torch.matmul(weights, v.float()).view(rows, heads, queries, -1).to(q.dtype)

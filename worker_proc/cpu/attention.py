@@ -44,7 +44,7 @@ class LayerStruct(ctypes.Structure):
         ("softcap", c_float),
         ("window", c_int32),
         ("reserved", c_int32),
-        *((name, c_void_p) for name in ("k_scales", "v_scales")),
+        *((name, c_void_p) for name in ("k_scales", "v_scales", "sinks")),
     )
 
 
@@ -161,13 +161,24 @@ class AttentionStep:
         )  # fmt: skip
 
     def attend(
-        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`q` `[T, Hq, Dk]` to `[T, Hq, Dv]`, see `AttentionBackend.forward`. Raises ValueError for another dtype than
-        the cache's, and for a scale or soft cap that is not positive."""
+        the cache's, for a scale or soft cap that is not positive, and for sinks of other heads."""
         if not scale > 0 or (softcap is not None and not softcap > 0):
             raise ValueError(f"attention: scale {scale} and softcap {softcap} must be positive")
         q = self._ready(q)
+        if sinks is not None:
+            if sinks.shape != (q.shape[1],):
+                raise ValueError(f"attention: {q.shape[1]} query heads need as many sinks, not {list(sinks.shape)}")
+            sinks = sinks.float().contiguous()
         k_scales, v_scales = self._scales(layer)
         out = q.new_empty(q.shape[0], q.shape[1], self.struct.v_dim)
         self._functions.rhizome_attention(
@@ -184,6 +195,7 @@ class AttentionStep:
                 window=window or 0,
                 k_scales=k_scales,
                 v_scales=v_scales,
+                sinks=sinks.data_ptr() if sinks is not None else None,
             ),
         )
         return out

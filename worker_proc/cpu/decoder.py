@@ -10,14 +10,14 @@ from torch import Tensor
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.attention import AttentionStep, NativeAttention
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.linear import MatrixStruct, side_by_side
+from worker_proc.cpu.linear import Finish, MatrixStruct, side_by_side
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.weights import PackedWeights
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.layers import cap, embedding_scale
 from worker_proc.models.rope import inverse_frequencies
-from worker_proc.models.spec import DecoderSpec
+from worker_proc.models.spec import CLAMPED_SWIGLU, DecoderSpec
 from worker_proc.parallel import TensorParallel
 
 
@@ -28,7 +28,7 @@ class _LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down", "router")),
         *((name, c_void_p) for name in ("expert_gate_ups", "expert_downs")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales")),
+        *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales", "sinks")),
         ("scale", c_float),
         *((name, c_int32) for name in ("window", "rope", "reserved")),
     )
@@ -43,7 +43,7 @@ class _ModelStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("embedding", "norm", "inverse_frequencies", "attention_factors")),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
-        *((name, c_int32) for name in ("gelu", "inner", "experts", "experts_each", "renormalizes")),
+        *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
         *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
     )
 
@@ -63,8 +63,11 @@ class _StepStruct(ctypes.Structure):
 OPERATIONS: Final = ("embed", "norm", "qkv", "rotate", "attention", "o", "gate_up", "down", "head")
 
 
-_SILU = ("silu", "swish")
-_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the tanh form
+_GATES = {
+    **dict.fromkeys(("silu", "swish"), Finish.SILU_MUL),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), Finish.GELU_MUL),  # the tanh form
+    CLAMPED_SWIGLU: Finish.CLAMPED_MUL,
+}
 _STAGE = [ctypes.POINTER(_ModelStruct), ctypes.POINTER(_StepStruct)]
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_decoder_workspace": (c_int64, [ctypes.POINTER(_ModelStruct), c_int64]),
@@ -80,7 +83,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 
 def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     """Whether `CpuDecoder` computes this model: families with RMSNorm, gated MLPs and rotations, in bfloat16."""
-    gated = spec.gated_mlp and spec.activation in _SILU + _GELU
+    gated = spec.gated_mlp and spec.activation in _GATES
     rotations = {rope.dim for rope in spec.ropes if rope is not None}
     return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1
 
@@ -148,6 +151,7 @@ class CpuDecoder:
                 mlp_norm=_pointer(layer.mlp_norm),
                 q_norm=_pointer(layer.q_norm),
                 k_norm=_pointer(layer.k_norm),
+                sinks=_pointer(layer.sinks),
                 scale=spec.scales[index],
                 window=spec.windows[index] or 0,
                 rope=ropes.index(spec.ropes[index]),
@@ -170,7 +174,7 @@ class CpuDecoder:
             head_dim=spec.head_dim,
             ropes=len(ropes),
             rotated=rotated,
-            gelu=int(spec.activation in _GELU),
+            gate=_GATES[spec.activation],
             inner=shard.channels[1] - shard.channels[0],
             experts=mixture.experts if mixture is not None else 0,
             experts_each=each,

@@ -20,6 +20,7 @@ class Finish(IntEnum):
     ADD = 2
     SILU_MUL = 3
     GELU_MUL = 4
+    CLAMPED_MUL = 5
 
 
 class Format(IntEnum):

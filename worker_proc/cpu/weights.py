@@ -47,6 +47,7 @@ class PackedLayer:
     mlp_norm: Tensor | None  # of what the MLP adds
     router: PackedMatrix | None
     experts: tuple[PackedMlp, ...]  # of a mixture, the first one too
+    sinks: Tensor | None  # float32 [query heads of the rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,9 @@ class PackedWeightPlan:
             up=mlps[0].up,
             down=mlps[0].down,
             mlp_norm=self._optional_norm(parts.mlp_norm),
-            router=self._matrix(parts.router.weight, None, compress=False) if parts.router is not None else None,
+            router=self._linear(parts.router, compress=False, plain=True) if parts.router is not None else None,
             experts=mlps if mixed else (),
+            sinks=self.load.tensor(parts.sinks, dtype=torch.float32) if parts.sinks is not None else None,
         )
 
     def _norm(self, parts: NormParts) -> Tensor:
@@ -171,8 +173,11 @@ class PackedWeightPlan:
     def _optional_norm(self, parts: NormParts | None) -> Tensor | None:
         return self._norm(parts) if parts is not None else None
 
-    def _linear(self, parts: LinearParts, paired: bool = False, *, compress: bool = True) -> PackedMatrix:
-        matrix = self._matrix(parts.weight, self.source.scheme(parts.weight), paired, compress=compress)
+    def _linear(
+        self, parts: LinearParts, paired: bool = False, *, compress: bool = True, plain: bool = False
+    ) -> PackedMatrix:
+        scheme = None if plain else self.source.scheme(parts.weight)
+        matrix = self._matrix(parts.weight, scheme, paired, compress=compress)
         if parts.bias:
             bias = self.load.tensor(*parts.bias)
             if parts.adds_bias:

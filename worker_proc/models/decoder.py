@@ -8,7 +8,7 @@ from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
-from worker_proc.models.layers import ACTIVATION_FUNCTIONS, Linear, Norm, cap, embedding_scale, look_up
+from worker_proc.models.layers import ACTIVATION_FUNCTIONS, Linear, Norm, cap, embedding_scale, gated, look_up
 from worker_proc.models.rope import Rope, rotate
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
@@ -38,7 +38,10 @@ class Decoder:
         device = weights.norm.weight.device
         self.ropes = {rope: Rope(rope, device) for rope in spec.ropes if rope is not None}
         self.embedding_scale = embedding_scale(spec, self.dtype)
-        self.activation = ACTIVATION_FUNCTIONS[spec.activation]
+        if spec.gated_mlp:
+            self.gate = gated(spec.activation)
+        else:
+            self.activation = ACTIVATION_FUNCTIONS[spec.activation]
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -110,6 +113,7 @@ class Decoder:
             scale=self.spec.scales[index],
             window=self.spec.windows[index],
             softcap=self.spec.softcap,
+            sinks=layer.sinks,
         )
         return self.tp.all_reduce(layer.o(out.reshape(tokens, -1)))
 
@@ -120,8 +124,7 @@ class Decoder:
     def _inner(self, into: Linear, out_of: Linear, x: Tensor) -> Tensor:
         up = into(x)
         if self.spec.gated_mlp:
-            gate, up = up.chunk(2, dim=-1)
-            return out_of(self.activation(gate) * up)
+            return out_of(self.gate(*up.chunk(2, dim=-1)))
         return out_of(self.activation(up))
 
     def _mixture(self, layer: LayerWeights, x: Tensor) -> Tensor:

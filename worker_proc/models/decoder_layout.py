@@ -84,6 +84,7 @@ class LayerParts:
     router: LinearParts | None  # of a mixture, on every rank
     mlps: tuple[MlpParts, ...]  # one, or the experts of a mixture
     mlp_norm: NormParts | None
+    sinks: Part | None = None  # of attention, one number for each query head
 
 
 class DecoderLayout:
@@ -138,6 +139,7 @@ class DecoderLayout:
             router=router,
             mlps=mlps,
             mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
+            sinks=Part(attention + "sinks", (spec.num_heads,), shard.heads) if spec.sinks else None,
         )
 
     def _mlps(self, base: str) -> tuple[LinearParts | None, tuple[MlpParts, ...]]:
@@ -147,8 +149,27 @@ class DecoderLayout:
             return None, (self._mlp(mlp),)
         if self.spec.layout == "mixtral":
             mlp = base + "block_sparse_moe."
-        router = LinearParts((Part(mlp + "gate.weight", (mixture.experts, self.spec.hidden_size)),))
+        gate = mlp + ("router" if self.spec.layout == "gpt_oss" else "gate")
+        bias = (Part(gate + ".bias", (mixture.experts,)),) if mixture.router_bias else ()
+        router = LinearParts((Part(gate + ".weight", (mixture.experts, self.spec.hidden_size)),), bias)
+        if self.spec.layout == "gpt_oss":
+            return router, tuple(self._stacked(mlp + "experts.", expert) for expert in range(mixture.experts))
         return router, tuple(self._mlp(f"{mlp}experts.{expert}.") for expert in range(mixture.experts))
+
+    def _stacked(self, base: str, expert: int) -> MlpParts:
+        """An expert of gpt-oss: those of a layer are one tensor, `[in, out]` each where they are plain, and gates and
+        ups lie by turns."""
+        assert self.spec.mixture is not None
+        hidden, inner, channels = self.spec.hidden_size, self.spec.intermediate_size, self.shard.channels
+        stack = expert, self.spec.mixture.experts
+        up, down = base + "gate_up_proj", base + "down_proj"
+        turns = [(which, 2) for which in (0, 1)]
+        weights = tuple(Part(up, (inner, hidden), channels, None, True, stack, turn) for turn in turns)
+        biases = tuple(Part(up + "_bias", (inner,), channels, stack=stack, turn=turn) for turn in turns)
+        down_weight = Part(down, (hidden, inner), None, channels, True, stack)
+        down_bias = Part(down + "_bias", (hidden,), stack=stack)
+        first = self.shard.rank == 0
+        return MlpParts(LinearParts(weights, biases), LinearParts((down_weight,), (down_bias,), adds_bias=first))
 
     def _mlp(self, base: str) -> MlpParts:
         spec, channels, inner = self.spec, self.shard.channels, self.spec.intermediate_size

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
@@ -36,6 +37,7 @@ class LayerWeights:
     mlp_norm: Norm | None = None  # of what the MLP adds
     router: Linear | None = None  # [experts, hidden]
     experts: tuple[MlpWeights, ...] = ()  # of a mixture, the first one too
+    sinks: Tensor | None = None  # float32 [Hq], see `AttentionBackend`
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,14 @@ class DecoderWeightPlan:
             up=mlps[0].up,
             down=mlps[0].down,
             mlp_norm=self._optional_norm(parts.mlp_norm),
-            router=Linear(self.load.tensor(*parts.router.weight), None) if parts.router is not None else None,
+            router=self._router(parts.router) if parts.router is not None else None,
             experts=mlps if parts.router is not None else (),
+            sinks=self.load.tensor(parts.sinks, dtype=torch.float32) if parts.sinks is not None else None,
         )
+
+    def _router(self, parts: LinearParts) -> Linear:
+        """Never in codes."""
+        return Linear(self.load.tensor(*parts.weight), self.load.tensor(*parts.bias) if parts.bias else None)
 
     def _linear(self, parts: LinearParts) -> Linear:
         scheme = self.source.scheme(parts.weight)

@@ -20,7 +20,7 @@ from worker_proc.models.config_fields import (
     positive_int,
 )
 from worker_proc.models.rope_spec import parse_rope
-from worker_proc.models.spec import DecoderSpec, MixtureSpec
+from worker_proc.models.spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec, MixtureSpec
 from worker_proc.quantization.stored_config import parse_stored
 
 
@@ -189,6 +189,30 @@ def _parse_qwen3_moe(config: Config) -> DecoderSpec:
     return replace(spec, qk_norm=True, windows=(window,) * spec.num_layers, mixture=mixture)
 
 
+def _parse_gpt_oss(config: Config) -> DecoderSpec:
+    """Sinks in the softmax of every head, every other layer with a window, experts with biases and clamped gates."""
+    for key, only in (("hidden_act", "silu"), ("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if config[key] != only:
+            raise ModelError(key, config[key], f"only {only} is supported")
+    if not config.get("rope_scaling") and not config.get("rope_parameters"):
+        config = {**config, "rope_scaling": _GPT_OSS_ROPE}
+    spec, window = _parse_llama(config), optional_int(config, "sliding_window")
+    slides = [layer % 2 == 0 for layer in range(spec.num_layers)]
+    if config.get("layer_types") is not None:
+        slides = [kind == "sliding_attention" for kind in _layer_types(config, spec.num_layers)]
+    if window is None and any(slides):
+        raise ModelError("sliding_window", None, "must be given where layers slide")
+    return replace(
+        spec,
+        layout="gpt_oss",
+        activation=CLAMPED_SWIGLU,
+        mlp_bias=True,
+        windows=tuple(window if slide else None for slide in slides),
+        mixture=MixtureSpec(*_experts(config), renormalizes=True, router_bias=True),
+        sinks=True,
+    )
+
+
 def _experts(config: Config) -> tuple[int, int]:
     """How many experts there are, under either name, and how many a token goes through."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
@@ -305,6 +329,14 @@ class Family:
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _GEMMA = {"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA2 = _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096}
 
@@ -351,6 +383,24 @@ FAMILIES = {
             "num_experts_per_tok": 8,
         },
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _parse_gpt_oss,
+        {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "hidden_act": "silu",
+            "swiglu_alpha": SWIGLU_ALPHA,
+            "swiglu_limit": SWIGLU_LIMIT,
+        },
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         _parse_phi3,
@@ -374,7 +424,7 @@ FAMILIES = {
     ),
 }
 
-_MAY_HAVE_BIAS = ("llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
+_MAY_HAVE_BIAS = ("gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 _HAVE_WINDOWS = ("mistral", "qwen2", "qwen3")  # and others, whose own parsers say which
 _CARRY_A_COPY = ("phi3",)  # of what transformers has for them; as always, none of it is run

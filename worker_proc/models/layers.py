@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_proc.models.spec import DecoderSpec
+from worker_proc.models.spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec
 from worker_proc.quantization.target import QuantizedMatrix
 
 Table = Tensor | QuantizedMatrix  # a matrix [rows, columns]
@@ -84,3 +84,16 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
+
+
+def gated(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What makes gates and ups of a gated MLP one: `act(gate) * up`, or gpt-oss's clamped form of it."""
+    if activation == CLAMPED_SWIGLU:
+        return _clamped_swiglu
+    function = ACTIVATION_FUNCTIONS[activation]
+    return lambda gate, up: function(gate) * up
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)

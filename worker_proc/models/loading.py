@@ -32,17 +32,36 @@ _PIECE_BYTES = 2**24  # that are read at once
 @dataclass(frozen=True, slots=True)
 class Part:
     """A block of a stored matrix or vector: rows (and columns) `start..stop` of the tensor in its logical layout,
-    `[out, in]` for a projection. `transposed` says that the file stores `[in, out]` (GPT-2's Conv1D)."""
+    `[out, in]` for a projection. `transposed` says that the file stores `[in, out]` (GPT-2's Conv1D). The tensor may be
+    a `stack` of several matrices, and may hold the rows of one by turns with those of others."""
 
     name: str
-    shape: tuple[int, ...]  # logical shape of the whole tensor, over all ranks
+    shape: tuple[int, ...]  # logical shape of the whole tensor, over all ranks; of one matrix of a stack
     rows: tuple[int, int] | None = None
     cols: tuple[int, int] | None = None
     transposed: bool = False
+    stack: tuple[int, int] | None = None  # which matrix, of how many
+    turn: tuple[int, int] = (0, 1)  # which rows, of how many by turns
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        return self.shape[::-1] if self.transposed else self.shape
+        shape = self.matrix_shape
+        return shape if self.stack is None else (self.stack[1], *shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """As stored, of one matrix of a stack, with all rows that lie there by turns."""
+        shape = (self.shape[0] * self.turn[1], *self.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+    def stored_slices(self) -> tuple[slice, ...]:
+        """What of the stored matrix (or vector) this is."""
+        first, step = self.turn
+        start, stop = self.rows or (0, self.shape[0])
+        slices = [slice(first + start * step, first + (stop - 1) * step + 1, step)]
+        if len(self.shape) > 1:
+            slices.append(slice(*(self.cols or (0, self.shape[1]))))
+        return tuple(slices[::-1] if self.transposed else slices)
 
     def local_shape(self) -> tuple[int, ...]:
         start, stop = self.rows or (0, self.shape[0])
@@ -109,15 +128,16 @@ class WeightLoader:
         self._reads: list[Read] = []
         self._used: set[str] = set()
 
-    def tensor(self, *parts: Part, rows: int | None = None) -> Tensor:
-        """A tensor that will hold `parts` stacked along the first dimension, zero-padded to `rows` if given.
+    def tensor(self, *parts: Part, rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor that will hold `parts` stacked along the first dimension, zero-padded to `rows` if given; in
+        `dtype`, or that of the model.
 
         Raises ModelError if a tensor is missing or has another shape than expected.
         """
         shapes = [part.local_shape() for part in parts]
         filled = sum(shape[0] for shape in shapes)
         full = (filled if rows is None else rows, *shapes[0][1:])
-        target = torch.empty(full, dtype=self.dtype, device=self.device)
+        target = torch.empty(full, dtype=dtype or self.dtype, device=self.device)
         target[filled:].zero_()
         start = 0
         for part, shape in zip(parts, shapes, strict=True):
@@ -133,7 +153,7 @@ class WeightLoader:
             raise ModelError(part.name, list(entry.shape), f"shape in {entry.file.name} should be {expected}")
         self._used.add(entry.name)
         if part.local_shape()[0]:
-            self._reads.append(_PartRead(entry, part, target))
+            self._reads.append(_PartRead(entry.of_stack(part.stack), part, target))
 
     def add(self, read: Read, names: Iterable[str]) -> None:
         """Plan another kind of read, which uses the tensors `names`."""
@@ -205,11 +225,10 @@ def _pieces(file: FileIO, read: _PartRead) -> Iterator[tuple[int, Tensor]]:
     """The rows of a part in pieces that are worth one read each, with the number of the first of them."""
     part = read.part
     if part.transposed:  # a row is a column of the file: all of it at once
-        stored = replace(part, shape=part.stored_shape, rows=part.cols, cols=part.rows, transposed=False)
-        yield 0, _slice(file, read.entry, stored).t()
+        yield 0, _slice(file, read.entry, part).t()
         return
     begin, end = part.rows or (0, part.shape[0])
-    row_bytes = max(1, math.prod(part.shape[1:])) * _DTYPES[read.entry.dtype].itemsize
+    row_bytes = max(1, math.prod(part.shape[1:])) * part.turn[1] * _DTYPES[read.entry.dtype].itemsize
     at_once = max(1, _PIECE_BYTES // row_bytes)
     for first in range(begin, end, at_once):
         rows = (first, min(end, first + at_once))
@@ -217,12 +236,12 @@ def _pieces(file: FileIO, read: _PartRead) -> Iterator[tuple[int, Tensor]]:
 
 
 def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
-    """A part in the order of the file. Whole rows are read, then the columns are cut out."""
-    begin, end = part.rows or (0, part.shape[0])
-    rows = torch.empty((end - begin, *part.shape[1:]), dtype=_DTYPES[entry.dtype])
-    row_bytes = rows.nbytes // max(1, end - begin)
-    _fill(rows, file, entry.begin + begin * row_bytes)
-    return rows if part.cols is None else rows[:, slice(*part.cols)]
+    """A part in the order of the file. Whole rows are read, then what is wanted of them is cut out."""
+    rows, *columns = part.stored_slices()
+    read = torch.empty((rows.stop - rows.start, *part.matrix_shape[1:]), dtype=_DTYPES[entry.dtype])
+    row_bytes = read.nbytes // max(1, len(read))
+    _fill(read, file, entry.begin + rows.start * row_bytes)
+    return read[(slice(None, None, rows.step), *columns)]
 
 
 def _fill(tensor: Tensor, file: FileIO, begin: int) -> None:

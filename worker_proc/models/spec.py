@@ -1,9 +1,15 @@
 """What the native decoder needs to know about a model. Needs no torch; `families` parses it from config.json."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from worker_proc.models.rope_spec import RopeSpec
+
+CLAMPED_SWIGLU: Final = (
+    "clamped_swiglu"  # an activation of gated MLPs: gate * sigmoid(alpha * gate) * (up + 1), clamped
+)
+SWIGLU_ALPHA: Final = 1.702  # as in every gpt-oss that is published; the native kernels know no other numbers
+SWIGLU_LIMIT: Final = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +19,14 @@ class MixtureSpec:
     experts: int
     each: int
     renormalizes: bool  # shares of the chosen ones add up to 1
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A pre-norm decoder-only transformer."""
 
-    layout: Literal["llama", "phi3", "mixtral", "gpt2"]  # tensor names and their storage order
+    layout: Literal["llama", "phi3", "mixtral", "gpt_oss", "gpt2"]  # tensor names and their storage order
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of an expert, where there are several
@@ -30,7 +37,7 @@ class DecoderSpec:
     context_length: int
     norm: Literal["rms", "layer"]
     norm_eps: float
-    activation: str
+    activation: str  # see `layers.ACTIVATION_FUNCTIONS` and, for gated MLPs, `layers.gated`
     gated_mlp: bool  # down(act(gate(x)) * up(x)) rather than down(act(up(x)))
     qkv_bias: bool
     o_bias: bool
@@ -41,6 +48,7 @@ class DecoderSpec:
     ropes: tuple[RopeSpec | None, ...]  # per layer; None: queries and keys are not rotated
     scales: tuple[float, ...]  # of attention scores, per layer
     windows: tuple[int | None, ...]  # sliding window in tokens, per layer
+    sinks: bool = False  # each query head has a logit that takes part in its softmax, without a value (gpt-oss)
     softcap: float | None = None  # attention scores become softcap * tanh(score / softcap) (Gemma 2)
     logit_softcap: float | None = None  # the same for logits
     norm_offset: float = 0.0  # is added to stored norm weights (Gemma: 1)
@@ -53,10 +61,10 @@ class DecoderSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing beyond Llama's: the same rotation of whole heads in all layers, no caps, scales, output norms or
-        experts."""
+        """Nothing beyond Llama's: the same rotation of whole heads in all layers, no caps, scales, output norms, sinks
+        or experts."""
         rotation = set(self.ropes)
         whole = len(rotation) == 1 and all(rope is not None and rope.dim == self.head_dim for rope in rotation)
         scaled = (self.embedding_scale, self.residual_scale, self.logit_scale) != (1.0, 1.0, 1.0)
-        others = self.softcap or self.logit_softcap or self.norm_offset or self.output_norms or self.mixture
-        return whole and not scaled and not others
+        others = (self.softcap, self.logit_softcap, self.norm_offset, self.output_norms, self.mixture, self.sinks)
+        return whole and not scaled and not any(others)

@@ -73,6 +73,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     rhizome_step: PagedStep | None = None,
     **others: Any,
@@ -105,6 +106,7 @@ def paged_attention(
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks=s_aux.float() if s_aux is not None else None,
     )
     return out[None], None
 

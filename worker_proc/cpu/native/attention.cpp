@@ -1,6 +1,7 @@
 // Shares the work of a layer's attention out over threads and puts the partial results together.
 #include "attention.h"
 
+#include <cmath>
 #include <vector>
 
 #include "attention_amx.h"
@@ -127,7 +128,9 @@ class Attention {
     }
   }
 
-  void write(int row, int token, int head, const float* sums, float sum) const {
+  // The result of a query: `sums` are its values' by the weights, in all `sum`, of scores above `shift`.
+  void write(int row, int token, int head, const float* sums, float sum, float shift) const {
+    if (layer_.sinks != nullptr) sum += std::exp2(layer_.sinks[head] * kLog2E - finite(shift));
     auto* out = static_cast<Element*>(layer_.out) + (batch_.q_starts[row] + token) * layer_.out_stride +
                 int64_t{head} * batch_.v_dim;
     const float factor = 1 / sum;
@@ -214,7 +217,7 @@ class Attention {
           kernel.extend(tile, queries(thread, 0), std::max(begin, tile.first[0]), end, scores_, total, now, empty);
         }
         for (int i = 0; i < tile.count; ++i)
-          write(task.row, 0, head * group_ + first + i, total.out + i * v_stride_, total.sum[i]);
+          write(task.row, 0, head * group_ + first + i, total.out + i * v_stride_, total.sum[i], total.shift[i]);
       }
     }
   }
@@ -260,7 +263,7 @@ class Attention {
     for (int n = 0; n < num_tiles; ++n) {
       const State total = state(thread, n);
       for (int i = 0; i < tiles[n].count; ++i) {
-        write(task.row, token, task.kv_head * group_ + head, total.out + i * v_stride_, total.sum[i]);
+        write(task.row, token, task.kv_head * group_ + head, total.out + i * v_stride_, total.sum[i], total.shift[i]);
         if (++head == group_) {
           head = 0;
           ++token;

@@ -54,6 +54,7 @@ struct AttentionLayer {
   int32_t reserved;     // 0
   const float* k_scales;  // [pages, num_kv_heads, page_size] where pages hold int8
   const float* v_scales;
+  const float* sinks;     // [num_heads]: one more score of every query, without a value; null: none
 };
 
 }  // namespace rhizome

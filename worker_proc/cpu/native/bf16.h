@@ -217,4 +217,12 @@ inline floats silu(floats x) { return times_sigmoid(x, x); }
 // The tanh form of GELU: x / 2 * (1 + tanh(t / 2)).
 inline floats gelu(floats x) { return times_sigmoid(x, 1.59576912f * (x + 0.044715f * (x * x * x))); }
 
+// gate * sigmoid(1.702 gate) * (up + 1), clamped (gpt-oss). NaN stays, as comparisons with it are false.
+inline floats clamped_swiglu(floats gate, floats up) {
+  const floats most = splat(7.0f);
+  gate = select(gate > most, most, gate);
+  up = select(up > most, most, select(up < -most, -most, up));
+  return times_sigmoid(gate, 1.702f * gate) * (up + 1.0f);
+}
+
 }  // namespace rhizome

@@ -248,7 +248,8 @@ void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& b
             const AttentionBatch& batch, int64_t tokens) {
   const AttentionLayer attention{buffers.qkv,      buffers.qkv_stride,      layer.k_pages, layer.v_pages,
                                  buffers.attended, buffers.attended_stride, layer.scale,   model.softcap,
-                                 layer.window,     0,                       layer.k_scales, layer.v_scales};
+                                 layer.window,     0,                       layer.k_scales, layer.v_scales,
+                                 layer.sinks};
   {
     const Stopwatch time(step.op_ns, kAttend);
     rhizome_attention(&batch, &attention);
@@ -311,7 +312,7 @@ void mixture(const DecoderModel& model, const DecoderStep& step, const Buffers& 
   choose_experts(model, buffers, tokens);
   rhizome_experts(layer.expert_gate_ups, layer.expert_downs, model.experts, buffers.normed, buffers.normed_stride, tokens,
                   buffers.chosen, buffers.shares, model.experts_each,
-                  static_cast<int>(model.gelu ? Finish::kGeluMul : Finish::kSiluMul), buffers.partial);
+                  model.gate, buffers.partial);
 }
 
 void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
@@ -322,7 +323,7 @@ void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers
   {
     const Stopwatch time(step.op_ns, kGateUp);
     linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,
-           model.gelu ? Finish::kGeluMul : Finish::kSiluMul);
+           static_cast<Finish>(model.gate));
   }
   const Stopwatch time(step.op_ns, kDown);
   add(model, layer.down, buffers.inner, buffers.inner_stride, tokens, buffers);

@@ -31,6 +31,7 @@ struct DecoderLayer {
   void* v_pages;
   float* k_scales;  // where the pages hold int8, see attention.h
   float* v_scales;
+  const float* sinks;  // [heads], see attention.h, or null
   float scale;
   int32_t window;  // 0: none
   int32_t rope;    // which of the model's rotations
@@ -55,7 +56,7 @@ struct DecoderModel {
   int32_t head_dim;
   int32_t ropes;
   int32_t rotated;            // the first numbers of a head, which are rotated: even
-  int32_t gelu;               // 1: GELU instead of SiLU in the MLP
+  int32_t gate;               // of the MLP: the Finish that makes gates and ups one
   int32_t inner;              // channels of the MLP, or of an expert
   int32_t experts;            // 0: no mixture
   int32_t experts_each;       // that a token goes through

@@ -149,17 +149,18 @@ inline void put_panel(const float* sums, bf16* out) {
   for (int i = 0; i < kPanel; i += 2 * kLanes) store_pair<kPast>(out + i, load(sums + i), load(sums + i + kLanes));
 }
 
-inline floats gated(const float* sums, bool with_gelu) {
-  const floats gate = load(sums);
-  return (with_gelu ? gelu(gate) : silu(gate)) * load(sums + kTile);
+inline floats gated(const float* sums, Finish how) {
+  const floats gate = load(sums), up = load(sums + kTile);
+  if (how == Finish::kClampedMul) return clamped_swiglu(gate, up);
+  return (how == Finish::kGeluMul ? gelu(gate) : silu(gate)) * up;
 }
 
-inline void put_gated(const float* sums, int count, bf16* out, bool with_gelu) {
+inline void put_gated(const float* sums, int count, bf16* out, Finish how) {
   for (int i = 0; i < count; i += kLanes) {
     if (count - i >= kLanes)
-      store(out + i, gated(sums + i, with_gelu));
+      store(out + i, gated(sums + i, how));
     else
-      store_some(out + i, gated(sums + i, with_gelu), count - i);
+      store_some(out + i, gated(sums + i, how), count - i);
   }
 }
 
@@ -167,13 +168,13 @@ inline void put_gated(const float* sums, int count, bf16* out, bool with_gelu) {
 // cache lines.
 template <bool kPast>
 inline void put_gated_pairs(const float* held, const float* sums, int count, bf16* out, int64_t out_stride,
-                            bool with_gelu) {
+                            Finish how) {
   static_assert(kLanes <= kTile);
   for (; count > 0; --count, held += kTile, sums += kPanel, out += out_stride) {
     if constexpr (kLanes == kTile) {
-      store_pair<kPast>(out, load(held), gated(sums, with_gelu));
+      store_pair<kPast>(out, load(held), gated(sums, how));
     } else {
-      for (int i = 0; i < kTile; i += kLanes) store(out + i, load(held + i)), store(out + kTile + i, gated(sums + i, with_gelu));
+      for (int i = 0; i < kTile; i += kLanes) store(out + i, load(held + i)), store(out + kTile + i, gated(sums + i, how));
     }
   }
 }
@@ -187,7 +188,6 @@ struct Best {
 
 void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride,
             Finish finish) {
-  const bool with_gelu = finish == Finish::kGeluMul;
   // Calls put(sums of a row, how many of them there are, where they go) for all rows of all panels of `width` outputs.
   auto run = [&]<class Element>(Element* to, int width, int64_t outputs, auto put) {
     const auto before = [&](int64_t panel, int64_t row, int count) {
@@ -226,11 +226,11 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
       float* const first = held + row % kGroupRows * kTile;
       bf16* const place = to + row * out_stride + panel / 2 * kPanel;
       if (panel % 2 == 0)
-        for (int i = 0; i < count * kTile; i += kLanes) store(first + i, gated(sums + i / kTile * kPanel + i % kTile, with_gelu));
+        for (int i = 0; i < count * kTile; i += kLanes) store(first + i, gated(sums + i / kTile * kPanel + i % kTile, finish));
       else if (past)
-        put_gated_pairs<true>(first, sums, count, place, out_stride, with_gelu);
+        put_gated_pairs<true>(first, sums, count, place, out_stride, finish);
       else
-        put_gated_pairs<false>(first, sums, count, place, out_stride, with_gelu);
+        put_gated_pairs<false>(first, sums, count, place, out_stride, finish);
     }, 2);
   };
   bf16* const half = static_cast<bf16*>(out);
@@ -245,8 +245,9 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
       return run(single, kPanel, weights.outputs, [](auto... row) { put<float, true>(row...); });
     case Finish::kSiluMul:
     case Finish::kGeluMul:
+    case Finish::kClampedMul:
       if (weights.outputs % (2 * kPanel) == 0) return pairs(half);
-      return run(half, kTile, weights.outputs / 2, [=](auto... row) { put_gated(row..., with_gelu); });
+      return run(half, kTile, weights.outputs / 2, [=](auto... row) { put_gated(row..., finish); });
   }
 }
 

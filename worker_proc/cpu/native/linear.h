@@ -52,6 +52,7 @@ enum class Finish : int32_t {
   kAdd,         // out float32 [rows, outputs] += s
   kSiluMul,     // out bfloat16 [rows, outputs / 2] = silu(gate) * up; a panel is 16 gates and their 16 ups
   kGeluMul,     // the same with GELU's tanh form
+  kClampedMul,  // the same with gpt-oss's form: gate * sigmoid(1.702 gate) * (up + 1), gates up to 7, ups within 7
 };
 
 // x bfloat16 [rows, inputs] with `x_stride` elements between rows; where `inputs` is no multiple of 32, the row goes on
