@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import FP4_NUMBERS, Scheme
 from worker_proc.weights import SINGLE_FILE
 
 _PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
@@ -87,6 +87,42 @@ def store_bytes(
         if config.get("activation_scheme") == "static":
             codes_of[base + "input_scale"] = torch.tensor(0.1)
     return _write_both(source, directory, codes_of, plain, config)
+
+
+def store_mxfp4(source: Path, directory: Path, *, seed: int = 0) -> tuple[Path, Path]:
+    """As `quantize_checkpoint`, in MXFP4: the experts of a gpt-oss as it publishes them, or the projections of any
+    other model as compressed-tensors does."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / SINGLE_FILE).items()}
+    codes_of, plain = dict(weights), dict(weights)
+    stacked = any("experts.gate_up_proj" in name for name in weights)
+    endings = ("experts.gate_up_proj", "experts.down_proj") if stacked else _PROJECTIONS
+    for name, tensor in weights.items():
+        if not name.endswith(endings):
+            continue
+        # [..., outputs, inputs], which gpt-oss has the other way round where it is plain
+        shape = tensor.mT.shape if stacked else tensor.shape
+        codes = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+        mean = int(tensor.float().std().log2()) - 2
+        exponents = torch.randint(mean - 1, mean + 2, (*shape[:-1], shape[-1] // 32), generator=generator)
+        numbers = torch.tensor(FP4_NUMBERS)[codes.long()] * torch.exp2(exponents).repeat_interleave(32, -1)
+        plain[name] = (numbers.mT if stacked else numbers).to(torch.bfloat16)
+        packed, scales = codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+        del codes_of[name]
+        if stacked:
+            codes_of |= {name + "_blocks": packed.unflatten(-1, (-1, 16)), name + "_scales": scales}
+        else:
+            base = name.removesuffix("weight")
+            codes_of |= {base + "weight_packed": packed, base + "weight_scale": scales}
+    published = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return _write_both(source, directory, codes_of, plain, published if stacked else mxfp4_config())
+
+
+def mxfp4_config(**weights: Any) -> dict[str, Any]:
+    """That of compressed-tensors; `weights` replace fields."""
+    config = bytes_config("float", num_bits=4, strategy="group", group_size=32, scale_dtype="torch.uint8", **weights)
+    config["config_groups"]["group_0"]["input_activations"] = None
+    return config | {"format": "mxfp4-pack-quantized"}
 
 
 def _write_both(

@@ -18,8 +18,8 @@ from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
 from worker_proc.errors import ModelError
-from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, quantize_rows
-from worker_proc.quantization.scheme import FP8, Scheme
+from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, floating_numbers, quantize_rows
+from worker_proc.quantization.scheme import FP8, MXFP4, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -38,20 +38,23 @@ SCHEMES = [
     FP8,
     Scheme(8, 32, floating=True),
     Scheme(8, 128, floating=True),
+    MXFP4,
+    Scheme(4, None, floating=True),
+    Scheme(4, 128, floating=True),
 ]
 schemes = st.sampled_from(SCHEMES)
 
 
-def without_nan(codes: Tensor) -> Tensor:
-    """Codes of FP8, with others for 0x7f and 0xff."""
-    return torch.where((codes & 127) == 127, codes - 60, codes)
+def without_nan(codes: Tensor, scheme: Scheme) -> Tensor:
+    """Codes, of FP8 with others for 0x7f and 0xff."""
+    return torch.where((codes & 127) == 127, codes - 60, codes) if scheme.floating and scheme.bits == 8 else codes
 
 
 def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> QuantizedRows:
     """Any codes, scales of both signs, zeros that are codes or one beyond."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**scheme.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    codes = without_nan(codes) if scheme.floating else codes
+    codes = without_nan(codes, scheme)
     groups = scheme.num_groups(inputs)
     scales = torch.randn(outputs, groups, generator=generator) / (2 ** (scheme.bits - 1))
     zeros = None
@@ -99,9 +102,12 @@ def integer_sums(rows: QuantizedRows, x: Tensor) -> Tensor:
     fixed = (x.double() / unit).round()
     scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
     zeros = rows.zeros if rows.zeros is not None else torch.full_like(rows.scales, rows.scheme.middle)
+    codes = rows.codes.double()
+    if rows.scheme.floating:  # of FP4: whole numbers are twice as large
+        codes, scales = 2 * floating_numbers(rows.scheme, rows.codes).double(), scales / 2
     total = torch.zeros(len(x), len(rows.codes))
     for begin, end, group in segments(rows.scheme, x.shape[1]):
-        whole = fixed[:, begin:end] @ (rows.codes[:, begin:end].double() - zeros[:, group, None]).t()
+        whole = fixed[:, begin:end] @ (codes[:, begin:end] - zeros[:, group, None]).t()
         assert float(whole.abs().max()) < 2**31
         total = total + whole.float() * scales[:, group]
     total = total * unit.float()
@@ -122,11 +128,15 @@ def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
 def rounds(level: Level, scheme: Scheme) -> bool:
     """Whether the weights of this scheme are rounded to bfloat16 when they are widened."""
     native = load_library(level)
-    return not (scheme.by_channel or (native.scales_sums if scheme.floating else native.integers))
+    return not (scheme.by_channel or in_integers(level, scheme) or (is_fp8(scheme) and native.scales_sums))
 
 
 def in_integers(level: Level, scheme: Scheme) -> bool:
-    return load_library(level).integers and not scheme.floating
+    return load_library(level).integers and not is_fp8(scheme)
+
+
+def is_fp8(scheme: Scheme) -> bool:
+    return scheme.floating and scheme.bits == 8
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -180,7 +190,7 @@ def test_weights_are_rounded_to_the_nearest_even_bfloat16_or_not_at_all(
     shape = (outputs, scheme.num_groups(inputs))
     scales = ((1 + mantissas.double() / 2**23) / 64).float()[:, None].expand(shape).clone()
     codes = torch.arange(outputs * inputs).view(outputs, inputs) * 37 % 2**scheme.bits
-    codes = without_nan(codes) if scheme.floating else codes
+    codes = without_nan(codes, scheme)
     zeros = None if scheme.symmetric else torch.arange(outputs * shape[1]).view(shape).float() % 2**scheme.bits
     weights = QuantizedRows(scheme, codes.to(torch.uint8), scales, zeros)
     matrix, found = packed(level, weights), torch.empty(inputs, outputs)

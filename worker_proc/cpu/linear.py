@@ -33,6 +33,7 @@ class Format(IntEnum):
     COMPRESSED = 4
     FLOAT8_CHANNEL = 5
     FLOAT8 = 6
+    FLOAT4 = 7
 
 
 class Pairing(IntEnum):

@@ -14,7 +14,8 @@ from worker_proc.quantization.rows import QuantizedRows
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
-_FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
+# By which the kernels' scales of floating codes are larger, as their numbers are smaller, by bits.
+_FLOATING_SCALE = {8: 2.0**8, 4: 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class QuantizedMatrix(PackedMatrix):
         panel, place = (at // PANEL, at % PANEL) if pairing is Pairing.NONE else (at // half, at % half)
         if pairing is Pairing.UP:
             place = place + half
-        scales = rows.scales * _FP8_SCALE if self.scheme.floating else rows.scales
+        scales = rows.scales * _FLOATING_SCALE[self.scheme.bits] if self.scheme.floating else rows.scales
         self._put(self.scales, scales, panel, place)
         if self.zeros is not None and rows.zeros is not None:
             self._put(self.zeros, rows.zeros, panel, place)
@@ -94,6 +95,8 @@ class QuantizedMatrix(PackedMatrix):
 
 def _format(scheme: Scheme) -> Format:
     if scheme.floating:
+        if scheme.bits == 4:
+            return Format.FLOAT4
         return Format.FLOAT8_CHANNEL if scheme.by_channel else Format.FLOAT8
     if scheme.by_channel:
         return Format.INT8_CHANNEL

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import FP4_NUMBERS, Scheme
 
 _LEAST = 1e-30  # a group with smaller scales is all zeros
 _MOST_FP8 = 448  # what E4M3 holds at most
@@ -36,9 +36,16 @@ class QuantizedRows:
         size = self.scheme.group_size or inputs
         scales = self.scales.repeat_interleave(size, 1)[:, :inputs]
         if self.scheme.floating:
-            return (self.codes.view(torch.float8_e4m3fn).float() * scales).to(dtype)
+            return (floating_numbers(self.scheme, self.codes) * scales).to(dtype)
         zeros = self.zeros.repeat_interleave(size, 1)[:, :inputs] if self.zeros is not None else self.scheme.middle
         return ((self.codes.float() - zeros) * scales).to(dtype)
+
+
+def floating_numbers(scheme: Scheme, codes: Tensor) -> Tensor:
+    """What uint8 `codes` of a floating scheme are before the scale, in float32."""
+    if scheme.bits == 4:
+        return torch.tensor(FP4_NUMBERS, device=codes.device)[codes.long()]
+    return codes.view(torch.float8_e4m3fn).float()
 
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
@@ -48,8 +55,8 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     number of the largest magnitude becomes code 0, 8 steps from zero on its side (the other side has 7), as in
     llama.cpp's Q4_0.
     """
-    if not scheme.symmetric:
-        raise ValueError("rows are quantized symmetrically")
+    if not scheme.symmetric or (scheme.floating and scheme.bits == 4):
+        raise ValueError(f"rows are not quantized to {scheme}")
     count, inputs = rows.shape
     size = scheme.group_size or inputs
     groups = scheme.num_groups(inputs)

@@ -12,8 +12,8 @@ GROUP_MULTIPLE = 32  # of inputs: what the native kernels widen at once
 class Scheme:
     """A weight is (code - zero) * scale, with codes 0 .. 2**bits - 1. `group_size` inputs of an output have a scale in
     common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is
-    one per scale. Where `floating`, a code is a number of FP8 (E4M3, as torch.float8_e4m3fn has it) that the scale
-    multiplies: 8 bits, symmetric."""
+    one per scale. Where `floating`, a code is a number of FP8 (8 bits: E4M3, as torch.float8_e4m3fn has it) or FP4 (4
+    bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric."""
 
     bits: int
     group_size: int | None = None
@@ -50,6 +50,8 @@ class Scheme:
 
 
 FP8 = Scheme(8, floating=True)
+MXFP4 = Scheme(4, 32, floating=True)  # whose scales are powers of two (OCP Microscaling Formats, 2023)
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
 HEAD_SCHEME = Scheme(8)  # of the output head when weights are quantized while they are loaded
 
 

@@ -1,7 +1,7 @@
-"""Reads projections that a checkpoint holds as codes: compressed-tensors, GPTQ, AWQ and FP8.
+"""Reads projections that a checkpoint holds as codes: compressed-tensors, GPTQ, AWQ, FP8 and MXFP4.
 
-What has a byte for each weight is in stored_bytes.py. The others put 32 / bits codes into an int32, the first one in
-the lowest bits:
+What has a byte for each weight is in stored_bytes.py, FP4 in stored_fp4.py. The others put 32 / bits codes into an
+int32, the first one in the lowest bits:
 
 - compressed-tensors (pack-quantized): `weight_packed` [out, in / n] along the inputs, `weight_scale` [out, groups],
   with zero points `weight_zero_point` [out / n, groups] along the outputs, and `weight_shape`.
@@ -20,9 +20,11 @@ from torch import Tensor
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import OpenFile, Part, read_tensor
 from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.scheme import MXFP4
 from worker_proc.quantization.stored_bytes import find_bytes, holds_bytes, unpack_bytes, unread_names
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.stored_entries import SCALE_DTYPES, find_entry, module_of
+from worker_proc.quantization.stored_fp4 import find_fp4, holds_fp4, unpack_fp4
 from worker_proc.quantization.target import QuantizedTarget
 from worker_proc.weights import Checkpoint, TensorEntry
 
@@ -58,6 +60,8 @@ def is_stored(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) ->
     """Whether the checkpoint holds this projection as codes."""
     if stored.as_bytes is not None:
         return holds_bytes(stored.as_bytes, checkpoint, part)
+    if stored.scheme == MXFP4:
+        return holds_fp4(stored, checkpoint, part)
     return f"{module_of(part)}.{_MAIN[stored.method]}" in checkpoint.tensors
 
 
@@ -66,6 +70,9 @@ def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, ta
     if stored.as_bytes is not None:
         entries = find_bytes(stored.as_bytes, checkpoint, part)
         return StoredRead(entries["weight"], entries, stored, part, target, unread_names(checkpoint, part))
+    if stored.scheme == MXFP4:
+        entries = find_fp4(stored, checkpoint, part)
+        return StoredRead(entries["codes"], entries, stored, part, target)
     entries = {}
     for suffix, shape in _shapes(stored, part).items():
         name = f"{module_of(part)}.{suffix}"
@@ -80,6 +87,8 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
     """The whole projection. `tensors` are named by their suffixes."""
     if stored.as_bytes is not None:
         return unpack_bytes(stored.as_bytes, part, tensors)
+    if stored.scheme == MXFP4:
+        return unpack_fp4(part, tensors)
     outputs, inputs = part.shape
     scheme, bits = stored.scheme, stored.scheme.bits
     zeros = None

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from worker_proc.errors import ModelError
-from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
+from worker_proc.quantization.scheme import GROUP_MULTIPLE, MXFP4, Scheme
 
-Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
-METHODS: tuple[Method, ...] = ("compressed-tensors", "gptq", "awq", "fp8")
-_COMPRESSED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "mxfp4"]
+METHODS: tuple[Method, ...] = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp4")
+_COMPRESSED_FORMATS = (
+    "pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "mxfp4-pack-quantized"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
         return _compressed_tensors(stored)
     if method == "fp8":
         return _fp8(stored)
+    if method == "mxfp4":
+        return StoredQuantization("mxfp4", MXFP4)
     raise ModelError("quantization_config: quant_method", method, f"only {', '.join(METHODS)} are supported")
 
 
@@ -110,6 +114,8 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ModelError("quantization_config: weights", weights, "must be an object")
+    if layout == "mxfp4-pack-quantized":
+        return _compressed_mxfp4(weights)
     if layout != "pack-quantized":
         return _compressed_bytes(layout, weights)
     bits = _require(weights, "num_bits", (4, 8), "only 4 and 8 bits are supported")
@@ -119,6 +125,18 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     strategy = _require(weights, "strategy", ("group", "channel"), "only group and channel are supported")
     size = _group_size(weights) if strategy == "group" else None
     return StoredQuantization("compressed-tensors", Scheme(bits, size, bool(weights.get("symmetric", True))))
+
+
+def _compressed_mxfp4(weights: Mapping[str, Any]) -> StoredQuantization:
+    _require(weights, "num_bits", (4,), "only 4 bits are supported")
+    _require(weights, "type", ("float",), "must be float")
+    _require(weights, "strategy", ("group", None), "must be group")
+    _require(weights, "group_size", (32, None), "must be 32")
+    _require(weights, "symmetric", (True, None), "only weights without zero points are supported")
+    _require(weights, "dynamic", (False, None), "weights have fixed scales")
+    _require(weights, "actorder", (None, False), "not supported")
+    _require(weights, "scale_dtype", ("torch.uint8", "uint8", None), "only uint8 is supported")
+    return StoredQuantization("compressed-tensors", MXFP4)
 
 
 def _compressed_bytes(layout: str, weights: Mapping[str, Any]) -> StoredQuantization:

@@ -21,7 +21,7 @@ inline constexpr int kTileElements = 512;
 inline constexpr int kBlockRows = 32;  // rows of x that one micro-kernel call takes at most
 
 // How the numbers of a matrix are stored, see linear_quantized.h and linear_compressed.h.
-enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4, kCompressed, kFloat8Channel, kFloat8 };
+enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4, kCompressed, kFloat8Channel, kFloat8, kFloat4 };
 
 // Plain C types only: linear.py mirrors it with ctypes.
 struct PackedMatrix {

@@ -10,6 +10,7 @@ template <class Run>
 void with_codes(const IntegerPlace& place, int tile, Run run) {
   const PackedMatrix& weights = place.weights;
   if (weights.format == Format::kInt4) return run(CodesInPassing<CodeKind::kNibbles>(place, tile));
+  if (weights.format == Format::kFloat4) return run(CodesInPassing<CodeKind::kFloat4>(place, tile));
   if (weights.zeros != nullptr) return run(CodesInPassing<CodeKind::kUnsigned>(place, tile));
   run(CodesInPassing<CodeKind::kSigned>(place, tile));
 }

@@ -6,6 +6,9 @@
 // number below 2^31, so it is exact, in any order; then it is scaled and added in float32. Weights are not rounded to
 // bfloat16 as elsewhere.
 //
+// Numbers of FP4 are looked up, 12 more than they are, for which the sums of x make up. Codes are stored with the least number
+// as the first one, so that PSHUFB finds 0 for the other byte of a pair.
+//
 // The integer products of rows with a power of two as scale are those of block floating point (Wilkinson, Rounding Errors in
 // Algebraic Processes, 1963); pairs of 16 bits into sums of 32 are PMADDWD's.
 #pragma once
@@ -15,6 +18,7 @@
 #if defined(RHIZOME_INTEGERS)
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -128,12 +132,34 @@ struct IntegerPlace {
   int64_t panel, step, now;
 };
 
-enum class CodeKind { kSigned, kUnsigned, kNibbles };  // of 8 bits without and with zeros, of 4 bits
+enum class CodeKind { kSigned, kUnsigned, kNibbles, kFloat4 };  // of 8 bits without and with zeros, of 4 bits
+
+// What codes of 4 bits are, as they are found, when they stand for 0.
+constexpr int offset_of(Format format) { return format == Format::kFloat4 ? kMostFloat4 : 8; }
+
+// FP4's numbers and kMostFloat4 by code, as codes are stored. The high bytes of `codes` are 0, or anything with AVX512.
+inline shorts found_float4(codewords codes) {
+  alignas(64) static constexpr auto kFound = [] {
+#if defined(__AVX512F__)
+    std::array<int16_t, 32> found{};  // twice: an index has five bits, of which the highest is not its own
+#else
+    std::array<int8_t, 32> found{};  // twice: for either half of a register
+#endif
+    for (int i = 0; i < 32; ++i) found[i] = static_cast<int8_t>(kFloat4Numbers[i % 16 ^ 15] + kMostFloat4);
+    return found;
+  }();
+#if defined(__AVX512F__)
+  return (shorts)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kFound.data()));
+#else
+  return (shorts)_mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(kFound.data())), (__m256i)codes);
+#endif
+}
 
 // Codes from a tile of a block of a panel on, widened in registers. The numbers of pair kPair of four that begin here.
 template <CodeKind kKind>
 class CodesInPassing {
-  static constexpr int64_t kTileCodes = kKind == CodeKind::kNibbles ? kTileElements / 2 : kTileElements;
+  static constexpr bool kInNibbles = kKind == CodeKind::kNibbles || kKind == CodeKind::kFloat4;
+  static constexpr int64_t kTileCodes = kInNibbles ? kTileElements / 2 : kTileElements;
 
  public:
   CodesInPassing(const IntegerPlace& place, int tile)
@@ -141,10 +167,12 @@ class CodesInPassing {
 
   template <int kPair>
   shorts numbers(int v) const {
-    if constexpr (kKind == CodeKind::kNibbles) {
+    if constexpr (kInNibbles) {
       const codewords four = *reinterpret_cast<const codewords*>(place_of(v, 2 * kPairLanes));
       const codewords shifted = kPair == 0 ? four : four >> (4 * kPair);
-      return (shorts)(kPair == 3 ? shifted : shifted & 15);
+      const codewords codes = kPair == 3 ? shifted : shifted & 15;
+      if constexpr (kKind == CodeKind::kFloat4) return found_float4(codes);
+      return (shorts)codes;
     } else {
       constexpr bool kWithSign = kKind == CodeKind::kSigned;
       const uint8_t* const from = place_of(v, kPairLanes) + 2 * kTile * kPair;
@@ -242,14 +270,15 @@ __attribute__((always_inline)) inline void take_sums(const IntegerPlace& place, 
   if (by_channel(weights.format))
     return put_sums(sums, rows, tile, adding, [&](int, int, pairs sum) { return single(sum); });
   const auto scale = [&](int v) { return load(weights.scales + at + v * kLanes); };
-  if (weights.format != Format::kInt4 && weights.zeros == nullptr)
+  if (!in_nibbles(weights.format) && weights.zeros == nullptr)
     return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scale(v); });
   const auto of_x = [&](int row) {
     const int32_t* const of_row = x_sums + row * (rows.x_stride / 2);
     return of_row[end] - of_row[step];
   };
+  const int offset = offset_of(weights.format);
   if (weights.zeros == nullptr)
-    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - 8 * of_x(row)) * scale(v); });
+    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - offset * of_x(row)) * scale(v); });
   const auto zeros = [&](int v) { return __builtin_convertvector(load(weights.zeros + at + v * kLanes), pairs); };
   put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x(row) * zeros(v)) * scale(v); });
 }

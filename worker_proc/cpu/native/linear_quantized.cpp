@@ -66,7 +66,7 @@ void quantize(const Element* source, int64_t stride, int64_t rows, int64_t input
 // Puts the codes of some outputs into a block, the others being 0.
 void add_codes(Format format, const uint8_t (&block)[kPanel][32], uint8_t* codes) {
 #if defined(__AMX_BF16__)
-  if (format == Format::kInt4) {
+  if (in_nibbles(format)) {
     auto* words = reinterpret_cast<uint16_t*>(codes);
     for (int output = 0; output < kPanel; output += 4, words += 32)
       for (int i = 0; i < 32; ++i)
@@ -96,6 +96,7 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
     case Format::kFloat8Channel:
       return multiply_format<Format::kFloat8Channel>(weights, x, row_begin, row_end, panel, then);
     case Format::kFloat8: return multiply_format<Format::kFloat8>(weights, x, row_begin, row_end, panel, then);
+    case Format::kFloat4: return multiply_format<Format::kFloat4>(weights, x, row_begin, row_end, panel, then);
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -124,6 +125,7 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
     case Format::kInt4: return run(zeros ? code_dots_of<Format::kInt4, true> : code_dots_of<Format::kInt4, false>);
     case Format::kFloat8Channel: return run(code_dots_of<Format::kFloat8Channel, false>);
     case Format::kFloat8: return run(code_dots_of<Format::kFloat8, false>);
+    case Format::kFloat4: return run(code_dots_of<Format::kFloat4, false>);
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -142,6 +144,7 @@ void with_codes(const PackedMatrix& weights, int64_t block, Take take) {
       return zeros ? take(CodePiece<Format::kInt8, true>(weights, block)) : take(CodePiece<Format::kInt8, false>(weights, block));
     case Format::kInt4:
       return zeros ? take(CodePiece<Format::kInt4, true>(weights, block)) : take(CodePiece<Format::kInt4, false>(weights, block));
+    case Format::kFloat4: return take(CodePiece<Format::kFloat4, false>(weights, block));
 #endif
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     case Format::kFloat8: return take(CodePiece<Format::kFloat8, false>(weights, block));

@@ -7,14 +7,16 @@
 //   kFloat8Channel, kFloat8  the same, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
 //                 bfloat16 holds, or times a scale per group, rounded to bfloat16. Numbers are 2^-8 of those that codes
 //                 stand for (see float8.h), scales 2^8 times as large.
+//   kFloat4       the same with numbers of FP4 (E2M1), twice as large (float4.h), and scales half as large.
 //
 // So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
 // Without dot products of bfloat16, scales of groups multiply sums instead of weights, which are rounded to nothing: sums of
-// integers (linear_integers.h) on x86, of FP8 on all processors.
+// integers (linear_integers.h) on x86, FP4's included, of FP8 on all processors.
 // Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
 // the micro-kernel: see `place_of`.
 #pragma once
 
+#include "float4.h"
 #include "float8.h"
 #include "linear.h"
 #include "linear_task.h"
@@ -28,11 +30,12 @@ namespace rhizome {
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
-constexpr int64_t code_bytes(Format format, int64_t weights) { return format == Format::kInt4 ? weights / 2 : weights; }
+constexpr bool in_nibbles(Format format) { return format == Format::kInt4 || format == Format::kFloat4; }  // 4 bits each
+constexpr int64_t code_bytes(Format format, int64_t weights) { return in_nibbles(format) ? weights / 2 : weights; }
 constexpr bool by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kFloat8Channel; }
 constexpr bool in_integers([[maybe_unused]] Format format) {
 #if defined(RHIZOME_INTEGERS)
-  return format == Format::kInt8Channel || format == Format::kInt8 || format == Format::kInt4;
+  return format == Format::kInt8Channel || format == Format::kInt8 || in_nibbles(format);
 #else
   return false;
 #endif
@@ -57,11 +60,11 @@ struct CodePlace {
 // dot products, and int4 in words of 16 bits, of one input in each of four pairs, [tile][4][half of the outputs][8][2].
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #if defined(__AMX_BF16__)
-  if (format == Format::kInt4)
+  if (in_nibbles(format))
     return {output / 4 * 64 + input * 2 + output % 4 / 2, static_cast<int>(output % 2 * 4)};
   return {output * 32 + input, 0};
 #else
-  if (format == Format::kInt4) {
+  if (in_nibbles(format)) {
 #if defined(RHIZOME_INTEGERS)
     const int64_t pair = input / 2, row = output / kTile * 8 + pair / 4 * 2 + output % kTile / 8;
     return {row * 32 + (output % 8 * 2 + input % 2) * 2 + pair % 4 / 2, static_cast<int>(pair % 2 * 4)};
@@ -82,11 +85,13 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #endif
 }
 
-// A code as it is stored, and the other way round: but for AMX, those of int8 without zeros are signed.
+// A code as it is stored, and the other way round: but for AMX, those of int8 without zeros are signed. In integers, those of
+// FP4 begin with the least number (see linear_integers.h).
 inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
 #if !defined(__AMX_BF16__)
   if ((weights.format == Format::kInt8Channel || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
 #endif
+  if (in_integers(weights.format) && weights.format == Format::kFloat4) return code ^ 15;
   return code;
 }
 
@@ -107,11 +112,12 @@ inline void scale_sums(const PackedMatrix& weights, int64_t panel, float* sums, 
 inline float widened(const PackedMatrix& weights, int64_t output, int64_t input) {
   const int64_t panel = output / kPanel, place = output % kPanel;
   const CodePlace at = place_of(weights.format, place, input % 32);
-  const int byte = stored(weights, codes_at(weights, panel, input / 32)[at.byte]) >> at.shift;
-  const int code = weights.format == Format::kInt4 ? byte & 15 : byte;
+  const int byte = codes_at(weights, panel, input / 32)[at.byte] >> at.shift;
+  const int code = stored(weights, static_cast<uint8_t>(in_nibbles(weights.format) ? byte & 15 : byte));
   const int64_t group = by_channel(weights.format) ? 0 : input / weights.group;
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
-  if (is_float8(weights.format)) return float8_number(byte) * weights.scales[scale];
+  if (is_float8(weights.format)) return float8_number(code) * weights.scales[scale];
+  if (weights.format == Format::kFloat4) return kFloat4Numbers[code] * weights.scales[scale];
   const float zero = weights.zeros != nullptr ? weights.zeros[scale] : middle_code(weights.format);
   return (static_cast<float>(code) - zero) * weights.scales[scale];
 }

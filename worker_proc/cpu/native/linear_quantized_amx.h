@@ -23,7 +23,7 @@ class Widener {
 
   void next(bf16* out) {
     for (int64_t ahead = 0; ahead < kBytes; ahead += 64) _mm_prefetch(codes_ + kDistance + ahead, _MM_HINT_T0);
-    if constexpr (kFormat == Format::kInt4) {
+    if constexpr (in_nibbles(kFormat)) {
       if (left_ == 0) make_tables();
       for (int quad = 0; quad < 8; ++quad, out += 4 * 32) {
         const __m512i words = _mm512_loadu_si512(codes_ + 64 * quad);
@@ -54,7 +54,7 @@ class Widener {
   }
 
  private:
-  static constexpr int64_t kBytes = kFormat == Format::kInt4 ? 512 : 1024, kDistance = 2048;
+  static constexpr int64_t kBytes = code_bytes(kFormat, kBlockWeights), kDistance = 2048;
 
   // The 32 codes of an output as numbers, of int8 less the zero.
   void numbers(const uint8_t* from, int output, __m512& low, __m512& high) const {
@@ -72,7 +72,9 @@ class Widener {
   void make_tables() {
     left_ = per_group_;
     const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 middle = _mm512_sub_ps(codes, _mm512_set1_ps(middle_code(kFormat)));
+    __m512 middle = _mm512_sub_ps(codes, _mm512_set1_ps(middle_code(kFormat)));
+    if constexpr (kFormat == Format::kFloat4)
+      middle = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFloat4Numbers))));
     for (int output = 0; output < 32; ++output) {
       const __m512 steps = zeros_ != nullptr ? _mm512_sub_ps(codes, _mm512_set1_ps(zeros_[output])) : middle;
       const __m512 weights = _mm512_mul_ps(steps, _mm512_set1_ps(scales_[output]));
@@ -84,7 +86,7 @@ class Widener {
   const float *scales_, *zeros_;
   const int64_t per_group_;
   int64_t left_ = 0;  // blocks of the group
-  __m512i tables_[kFormat == Format::kInt4 ? 32 : 1];
+  __m512i tables_[in_nibbles(kFormat) ? 32 : 1];
 };
 
 // Sums of `steps` blocks of weights [32][32] and of rows.

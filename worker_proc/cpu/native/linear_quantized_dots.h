@@ -79,9 +79,10 @@ class CodePairs {
   const uint8_t* codes_;
 };
 
-// int4: eight pairs in four vectors, four bits of each word at a time.
-template <bool kZeros>
-class CodePairs<Format::kInt4, kZeros> {
+// 4 bits: eight pairs in four vectors, four bits of each word at a time.
+template <Format kFormat, bool kZeros>
+  requires(in_nibbles(kFormat))
+class CodePairs<kFormat, kZeros> {
  public:
   explicit CodePairs(const uint8_t* codes) {
     for (int half = 0; half < 2; ++half) {
@@ -96,11 +97,17 @@ class CodePairs<Format::kInt4, kZeros> {
 
  private:
   static __m512 number(__m512i& words) {
-    const __m512 codes = kZeros ? _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
-                                : _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    const __m512 found = _mm512_permutexvar_ps(words, codes);
+    const __m512 found = _mm512_permutexvar_ps(words, numbers());
     words = _mm512_srli_epi32(words, 4);
     return found;
+  }
+
+  // What the sixteen codes are.
+  static __m512 numbers() {
+    if constexpr (kFormat == Format::kFloat4)
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFloat4Numbers))));
+    if constexpr (kZeros) return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
   }
 
   __m512i left_[2], right_[2];

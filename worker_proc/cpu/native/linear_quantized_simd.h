@@ -63,7 +63,7 @@ inline floats numbers_of(const uint8_t* codes) {
 template <Format kFormat, bool kZeros>
 class CodePiece {
   static constexpr int kOfTile = kTile / kLanes;
-  static constexpr int64_t kTileCodes = kFormat == Format::kInt4 ? kTileElements / 2 : kTileElements;
+  static constexpr int64_t kTileCodes = code_bytes(kFormat, kTileElements);
 
  public:
   CodePiece(const PackedMatrix& weights, int64_t block) : weights_(weights), block_(block) {}
@@ -87,9 +87,11 @@ class CodePiece {
     }
 
     floats operator()(int input, int v) const {
-      if constexpr (kFormat == Format::kInt4) {
+      if constexpr (kFormat == Format::kFloat4) {
+        return round_to_bf16(float4_numbers(eight_codes(v) >> 4 * input & 15u) * scale_[0][v]);
+      } else if constexpr (kFormat == Format::kInt4) {
         // where they are in a word, codes are numbers 16^input times as large
-        const words eight = *reinterpret_cast<const words*>(codes_ + v / kOfTile * kTileCodes + v % kOfTile * 4 * kLanes);
+        const words eight = eight_codes(v);
         const ints code = (ints)(input == 7 ? eight >> 28 : eight & 15u << 4 * input);
         const floats number = __builtin_convertvector(code, floats);
         const int place = input == 7 ? 0 : input;
@@ -117,6 +119,11 @@ class CodePiece {
     }
 
    private:
+    // Of 4 bits: a word for each output.
+    words eight_codes(int v) const {
+      return *reinterpret_cast<const words*>(codes_ + v / kOfTile * kTileCodes + v % kOfTile * 4 * kLanes);
+    }
+
     // Whether a weight is code * scale - 8 * scale, which is rounded once, as (code - 8) * scale is.
     static constexpr bool kOneStep = kFormat == Format::kInt4 && !kZeros && kFuses;
 
@@ -171,7 +178,7 @@ class CodePiece {
 // that is dear and there are several passes, or so many rows that they leave no registers for it.
 inline bool widened_in_passing(Format format, int64_t rows) {
   if (format == Format::kInt8Channel) return true;
-  return rows <= (format == Format::kInt4 ? kSimdRows - 1 : kSimdRows);
+  return rows <= (in_nibbles(format) ? kSimdRows - 1 : kSimdRows);
 }
 
 // `simd_pass` for blocks [block, block + steps) of the panel they are in.
