@@ -13,7 +13,7 @@ import msgpack
 
 from common.fields import Checker, FieldError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 32 * 2**20
 
 

@@ -5,6 +5,7 @@ not load the library.
 """
 
 import json
+import re
 from typing import Any
 
 from common.sampling_params import Grammar
@@ -14,6 +15,7 @@ from common.sampling_params import Grammar
 JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r" |\n[ \t]{0,40}"}
 
 MAX_CHOICES = 4096
+_SPECIAL = re.compile(r"(<\|\w+\|>)")
 
 # What the library may spend. A step is the work for one token of one request; in milliseconds it is what the library
 # documents and bench/grammars.py measures on hostile grammars.
@@ -35,17 +37,36 @@ def to_llguidance(grammar: Grammar) -> str:
     """The library's JSON form of a grammar. Raises GrammarError for what can be said without the library."""
     answer = _answer(grammar)
     if not grammar.closing:
-        if grammar.opening:
-            raise GrammarError("opening: has no meaning without a closing")
+        if grammar.opening or grammar.heading:
+            raise GrammarError("opening and heading: have no meaning without a closing")
         return json.dumps({"grammars": [answer]})
+    around = _in_special_tokens(grammar) if _SPECIAL.search(grammar.closing) else _in_text(grammar)
+    return json.dumps({"grammars": [{"lark_grammar": around}, {"name": "answer", **answer}]})
+
+
+def _in_text(grammar: Grammar) -> str:
     # A rule with a suffix ends where the suffix is complete for the first time.
     thought = f"thought[suffix={json.dumps(grammar.closing)}]: /(?s:.*)/\n"
+    heading = f"SPACE {_marks(grammar.heading)}"
     if grammar.opening:
-        start = f"start: SPACE @answer | SPACE {json.dumps(grammar.opening)} thought SPACE @answer\n"
+        start = f"start: {heading} @answer | SPACE {_marks(grammar.opening)} thought {heading} @answer\n"
     else:
-        start = "start: thought SPACE @answer\n"
-    around = f"{start}{thought}SPACE: /[ \\n]{{0,8}}/\n"
-    return json.dumps({"grammars": [{"lark_grammar": around}, {"name": "answer", **answer}]})
+        start = f"start: thought {heading} @answer\n"
+    return f"{start}{thought}SPACE: /[ \\n]{{0,8}}/\n"
+
+
+def _in_special_tokens(grammar: Grammar) -> str:
+    """No text is a special token, so the first one ends the thought."""
+    heading = f"{_marks(grammar.heading)} @answer"
+    thought = f"{_marks(grammar.opening)} THOUGHT {_marks(grammar.closing)} {heading}"
+    start = f"{heading} | {thought}" if grammar.opening else thought
+    return f"start: {start}\nTHOUGHT: /(?s:.*)/\n"
+
+
+def _marks(text: str) -> str:
+    """Text and special tokens in Lark."""
+    parts = [part for part in _SPECIAL.split(text) if part]
+    return " ".join(part if _SPECIAL.fullmatch(part) else _quoted(part) for part in parts)
 
 
 def _answer(grammar: Grammar) -> dict[str, Any]:

@@ -91,12 +91,13 @@ def _grammar_wire(value: Any) -> list[Any] | None:
     """A JSON object with the fields of Grammar as the wire carries it. A schema or choices may be JSON themselves."""
     if value is None:
         return None
-    if type(value) is not dict or not {"kind"} <= set(value) <= {"kind", "text", "opening", "closing"}:
-        raise FieldError("grammar", "must be an object with kind, and text, opening and closing where they are needed")
+    rest = ("opening", "closing", "heading")
+    if type(value) is not dict or not {"kind"} <= set(value) <= {"kind", "text", *rest}:
+        raise FieldError("grammar", f"must be an object with kind, and text, {', '.join(rest)} where they are needed")
     text = value.get("text", "")
     if type(text) in (dict, list):
         text = json.dumps(text, ensure_ascii=False)
-    return [value["kind"], text, value.get("opening", ""), value.get("closing", "")]
+    return [value["kind"], text, *(value.get(name, "") for name in rest)]
 
 
 def _chat_wire(value: Any) -> list[list[Any]]:

@@ -89,13 +89,15 @@ class Grammar:
     `ebnf`         the grammar in `text`, in llama.cpp's GBNF; the tokenizer passes it on as lark
 
     With a `closing`, such as `</think>`, the first of it ends free text that comes before all that, and white space.
-    With an `opening` too, that text begins with it, and may be left out together with both.
+    With an `opening` too, that text begins with it, and may be left out together with both. A `heading` comes right
+    before the answer, with or without that text. `<|name|>` in these three is the special token of that name.
     """
 
     kind: Annotated[str, OneOf(GRAMMAR_KINDS)]
     text: Annotated[str, Str(MAX_GRAMMAR_CHARS)] = ""
     opening: Annotated[str, Str(64)] = ""
     closing: Annotated[str, Str(64)] = ""
+    heading: Annotated[str, Str(64)] = ""
 
 
 @dataclass(frozen=True, slots=True)

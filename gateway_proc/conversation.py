@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from common.harmony import speaks_harmony
 from common.messages import ChatMessage, Info
 from common.sampling_params import Grammar
 from gateway_proc.errors import refused, unsupported
@@ -21,6 +22,8 @@ from gateway_proc.parsers import (
 )
 from gateway_proc.schemas.chat import ChatRequest, Message, NamedTool
 from gateway_proc.schemas.native import TokenizeRequest
+
+_HARMONY_EFFORTS = ("low", "medium", "high")  # those that the format knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Conversation:
 
     @property
     def needs_special_tokens(self) -> bool:
-        return needs_special_tokens(self.tool_format)
+        return needs_special_tokens(self.tool_format, self.reasoning)
 
     def parser(self) -> AnswerParser:
         """A new parser, for one choice."""
@@ -58,16 +61,16 @@ class Conversation:
         )
 
 
-def conversation_of(request: ChatRequest, info: Info) -> Conversation:
-    """Raises ApiError."""
+def conversation_of(request: ChatRequest, info: Info, *, effort_field: str = "reasoning_effort") -> Conversation:
+    """Raises ApiError, with the client's name for the effort."""
     arguments = dict(request.chat_template_kwargs or {})
-    arguments = _effort(request, info) | arguments
+    arguments = _effort(request, info, effort_field) | arguments
     thinking = arguments.get("enable_thinking", arguments.get("thinking", True))
     formats = detect_formats(info.chat_template, thinking=bool(thinking))
-    reasoning = Reasoning.NONE if request.separate_reasoning is False else formats.reasoning
+    reasoning = formats.reasoning.together if request.separate_reasoning is False else formats.reasoning
     grammar, grammar_field = grammar_of(request)
     tools = request.tools or []
-    choice = request.tool_choice or ("auto" if tools else "none")
+    choice = request.tool_choice or ("auto" if tools or arguments.get("builtin_tools") else "none")
     forced = choice == "required" or isinstance(choice, NamedTool)
     if forced and not tools:
         raise refused("tool_choice", "needs tools")
@@ -86,7 +89,7 @@ def conversation_of(request: ChatRequest, info: Info) -> Conversation:
             wanted = _wanted(request)
             grammar, grammar_field = force_call(wanted, tool_format, parallel=parallel), "tools"
     if grammar is not None:
-        grammar = after_reasoning(grammar, reasoning)
+        grammar = after_reasoning(grammar, reasoning, forced=forced)
     return Conversation(
         messages=[wire_message(message, i) for i, message in enumerate(request.messages)],
         grammar=grammar,
@@ -101,12 +104,14 @@ def conversation_of(request: ChatRequest, info: Info) -> Conversation:
     )
 
 
-def _effort(request: ChatRequest, info: Info) -> dict[str, Any]:
+def _effort(request: ChatRequest, info: Info, field: str) -> dict[str, Any]:
     """What the template is told of `reasoning_effort`. "none" is, as with vLLM and SGLang, no thinking at all where the
     template can be asked for that."""
     effort = request.reasoning_effort
     if effort is None:
         return {}
+    if speaks_harmony(info.chat_template) and effort not in _HARMONY_EFFORTS:
+        raise refused(field, f"must be one of {', '.join(_HARMONY_EFFORTS)} with this model, got {effort}")
     switches = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", info.chat_template)]
     if effort == "none" and switches and "reasoning_effort" not in info.chat_template:
         return {switches[0]: False}
@@ -158,8 +163,8 @@ def wire_message(message: Message, index: int) -> ChatMessage:
     for name in ("tool_call_id", "name"):
         if getattr(message, name) is not None:
             extra[name] = getattr(message, name)
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    if reasoning is not None:
-        extra["reasoning_content"] = reasoning
+    for reasoning in (message.reasoning_content, message.reasoning, message.thinking):
+        if reasoning is not None:
+            extra.setdefault("reasoning_content", reasoning)
     rest = {"extra": json.dumps(extra, ensure_ascii=False)} if extra else {}
     return ChatMessage(role, message.text(path), **rest)

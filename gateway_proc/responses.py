@@ -26,7 +26,7 @@ async def create(service: Service, request: Request) -> Any:
     body = await service.reader.read(request, ResponsesRequest)
     chat = _as_chat(body)
     connection, info, story = service.begin(request, chat)
-    conversation = conversation_of(chat, info)
+    conversation = conversation_of(chat, info, effort_field="reasoning.effort")
     params = sampling_params(
         chat,
         service.defaults,
@@ -34,10 +34,11 @@ async def create(service: Service, request: Request) -> Any:
         logprobs=None,
         prompt_logprobs=None,
         grammar=conversation.grammar,
+        skip_special_tokens=False if conversation.needs_special_tokens else None,
     )
     names = {
         "text": "input", "chat": "input", "grammar": "text.format", "max_tokens": "max_output_tokens",
-        "deadline_ms": "deadline_ms",
+        "template_args.reasoning_effort": "reasoning.effort", "deadline_ms": "deadline_ms",
     }  # fmt: skip
     reasons = conversation.reasoning is not Reasoning.NONE
     generation = service.generation(
@@ -76,6 +77,7 @@ class _Answer:
             "metadata": body.metadata or {},
             "parallel_tool_calls": True,
             "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},

@@ -117,4 +117,44 @@ HERMES = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
 """
 
+# In the spirit of gpt-oss, with its peculiarities (see tokenizer_proc/harmony_prompt.py). It is not in TEMPLATES:
+# conversations are changed before it gets them.
+HARMONY = """
+{%- macro about(tool) %}
+{{- '// ' + tool.description + '\n' + tool.name + ': ' + (tool.parameters | tojson) + '\n' }}
+{%- endmacro %}
+{%- if model_identity is not defined %}{% set model_identity = 'You are a model.' %}{% endif %}
+{{- '<|start|>system<|message|>' + model_identity + '\nDate: ' + strftime_now('%Y') }}
+{{- '\nReasoning: ' + (reasoning_effort if reasoning_effort is defined else 'medium') }}
+{%- for tool in builtin_tools or [] %}{{- '\nTool: ' + tool }}{% endfor %}
+{{- '<|end|>' }}
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
+{%- if messages[0].role == 'system' or tools %}
+{{- '<|start|>developer<|message|>' + (messages[0].content if messages[0].role == 'system' else '') }}
+{%- for tool in tools or [] %}{{- '\n' + about(tool.function) }}{% endfor %}
+{{- '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in rest %}
+{%- if message.role == 'assistant' and 'tool_calls' in message %}
+{%- if message.content and message.thinking %}{{- raise_exception('content and thinking') }}{% endif %}
+{%- if message.content or message.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (message.content or message.thinking) + '<|end|>' }}
+{%- endif %}
+{%- set last.name = message.tool_calls[0].function.name %}
+{{- '<|start|>assistant to=functions.' + last.name + '<|channel|>commentary json<|message|>' }}
+{{- message.tool_calls[0].function.arguments | tojson }}{{- '<|call|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- elif message.role == 'tool' %}
+{%- if last.name is none %}{{- raise_exception('no call before this result') }}{% endif %}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- message.content | tojson }}{{- '<|end|>' }}
+{%- elif message.role == 'user' %}
+{{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
+"""
+
 TEMPLATES = {"qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "hermes": HERMES}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from gateway_proc.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from gateway_proc.parsers.driver import CallParser
 from gateway_proc.parsers.formats import Reasoning, ToolFormat
+from gateway_proc.parsers.harmony import HarmonyParser
 from gateway_proc.parsers.hermes import HermesParser
 from gateway_proc.parsers.llama3 import Llama3Parser
 from gateway_proc.parsers.mistral import MistralParser
@@ -19,7 +20,9 @@ class AnswerParser:
     """See the package's docstring. Without a splitter all is content and calls, without tools all is content. Of calls
     beyond `most` nothing is shown (None: of all calls everything is)."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, tools: CallParser | None, most: int | None = None) -> None:
+    def __init__(
+        self, splitter: ReasoningSplitter | None, tools: CallParser | HarmonyParser | None, most: int | None = None
+    ) -> None:
         self._splitter = splitter
         self._tools = tools
         self._most = most
@@ -59,6 +62,10 @@ def make_parser(
     """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `tool_names` are the
     names of the offered ones, `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of
     calls. Without `parallel` only the first call is shown."""
+    most = None if parallel else 1
+    if reasoning.in_channels or tools is ToolFormat.HARMONY:
+        separate, calls = reasoning is Reasoning.CHANNEL, tools is ToolFormat.HARMONY
+        return AnswerParser(None, HarmonyParser(new_id or _call_id, reasoning=separate, calls=calls), most)
     splitter = None if reasoning is Reasoning.NONE else ReasoningSplitter(opened=reasoning is Reasoning.OPENED)
     parser: CallParser | None = None
     match tools:
@@ -68,12 +75,12 @@ def make_parser(
             parser = Llama3Parser(new_id or _call_id, tool_names)
         case ToolFormat.MISTRAL:
             parser = MistralParser(new_id or _short_id, forced=forced)
-    return AnswerParser(splitter, parser, None if parallel else 1)
+    return AnswerParser(splitter, parser, most)
 
 
-def needs_special_tokens(tools: ToolFormat | None) -> bool:
-    """Whether a format's markers are special tokens, which the answer must then show (`skip_special_tokens=False`)."""
-    return tools in (ToolFormat.MISTRAL, ToolFormat.LLAMA3_JSON)
+def needs_special_tokens(tools: ToolFormat | None, reasoning: Reasoning) -> bool:
+    """Whether the markers are special tokens, which the answer must then show (`skip_special_tokens=False`)."""
+    return reasoning.in_channels or tools in (ToolFormat.MISTRAL, ToolFormat.LLAMA3_JSON, ToolFormat.HARMONY)
 
 
 def _call_id() -> str:

@@ -51,6 +51,14 @@ class DeltaWriter:
             else:
                 self._deltas.append(ContentDelta(text))
 
+    def reasoning(self, text: str) -> None:
+        if text:
+            before = self._deltas[-1] if self._deltas else None
+            if isinstance(before, ReasoningDelta):
+                self._deltas[-1] = ReasoningDelta(before.text + text)
+            else:
+                self._deltas.append(ReasoningDelta(text))
+
     def start_call(self, name: str) -> None:
         self._deltas.append(ToolCallDelta(self.calls, self._new_id(), name))
         self.calls += 1

@@ -4,17 +4,32 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from common.harmony import speaks_harmony
+
 
 class ToolFormat(Enum):
     HERMES = "hermes"  # Hermes, Qwen 2.5 and 3
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
+    HARMONY = "harmony"  # gpt-oss
 
 
 class Reasoning(Enum):
     NONE = "none"
     TAGS = "tags"  # the answer may begin with <think>
     OPENED = "opened"  # the prompt ends with <think>
+    CHANNEL = "channel"  # the answer is in the harmony format, with a channel for it
+    MERGED = "merged"  # the same, and shown as content
+
+    @property
+    def in_channels(self) -> bool:
+        """Whether the answer must be read to be shown at all."""
+        return self in (Reasoning.CHANNEL, Reasoning.MERGED)
+
+    @property
+    def together(self) -> "Reasoning":
+        """The same for an answer whose reasoning shall not be told from its content."""
+        return Reasoning.MERGED if self.in_channels else Reasoning.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,8 @@ _THINK_LEFT_OPEN = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*[-~+]?\s*(?:\}\}|$|\{
 def detect_formats(template: str, *, thinking: bool = True) -> Formats:
     """The formats that a chat template's text speaks of. `thinking` is the template argument `enable_thinking`: a
     template that offers it closes the reasoning itself when it is false."""
+    if speaks_harmony(template):
+        return Formats(ToolFormat.HARMONY, Reasoning.CHANNEL)
     tools = None
     if "[TOOL_CALLS]" in template:
         tools = ToolFormat.MISTRAL

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from common.grammars import JSON_OPTIONS
+from common.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from common.sampling_params import Grammar
 from gateway_proc.parsers.formats import Reasoning, ToolFormat
 from gateway_proc.parsers.reasoning import CLOSE, OPEN
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_TO_FUNCTION = "to=functions."
 _LITERAL = frozenset({"const", "enum", "default", "examples"})  # what is in them is data, not a schema
 
 
@@ -28,6 +30,8 @@ def force_call(
     """
     if not tools:
         raise ValueError("no tool to call")
+    if tool_format is ToolFormat.HARMONY:
+        return _force_harmony(tools)
     key = "parameters" if tool_format is ToolFormat.LLAMA3_JSON else "arguments"
     definitions: dict[str, Any] = {}
     calls = []
@@ -52,8 +56,26 @@ def force_call(
     return Grammar("lark", f"start: call{several}\ncall: {around}\nobject: %json {body}\n")
 
 
-def after_reasoning(grammar: Grammar, reasoning: Reasoning) -> Grammar:
-    """The same with the model's reasoning before it, up to `</think>`, where it reasons."""
+def _force_harmony(tools: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Grammar:
+    """One message to a function, with its header in one of the two forms that gpt-oss writes; more calls than one are
+    none of its habits."""
+    rules = []
+    for i, (name, parameters) in enumerate(tools):
+        to = f"{_TO_FUNCTION}{name}"
+        schema = {**(_ANY_OBJECT if parameters is None else parameters), "x-guidance": JSON_OPTIONS}
+        rules += [
+            f"call{i}: header{i} {MESSAGE} arguments{i}",
+            f"header{i}: {_quoted(' ' + to)} {CHANNEL} {_quoted('commentary json')}",
+            f"    | {CHANNEL} {_quoted(f'commentary {to} ')} {CONSTRAIN} {_quoted('json')}",
+            f"arguments{i}: %json {json.dumps(schema, ensure_ascii=False)}",
+        ]
+    start = " | ".join(f"call{i}" for i in range(len(tools)))
+    return Grammar("lark", "\n".join([f"start: {start}", *rules, ""]))
+
+
+def after_reasoning(grammar: Grammar, reasoning: Reasoning, *, forced: bool = False) -> Grammar:
+    """The same with the model's reasoning before it, up to `</think>`, where it reasons. In the harmony format the
+    answer goes to the final channel, unless `forced` says that it is one of `force_call`, which has its own header."""
     match reasoning:
         case Reasoning.NONE:
             return grammar
@@ -61,6 +83,14 @@ def after_reasoning(grammar: Grammar, reasoning: Reasoning) -> Grammar:
             return replace(grammar, closing=CLOSE)
         case Reasoning.TAGS:
             return replace(grammar, opening=OPEN, closing=CLOSE)
+        case Reasoning.CHANNEL | Reasoning.MERGED:
+            heading = "" if forced else f"{CHANNEL}final{MESSAGE}"
+            opening, closing = f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"
+            return replace(grammar, opening=opening, closing=closing, heading=heading)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _moved(schema: Any, base: str) -> Any:

@@ -12,6 +12,7 @@ from gateway_proc.schemas.sampling import SamplingFields
 
 MAX_TOOLS = 128
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class FunctionCall(ApiModel):
@@ -41,6 +42,7 @@ class Message(ApiModel):
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
     refusal: str | None = None
 
     UNSUPPORTED: ClassVar = {"audio": (), "function_call": ()}
@@ -97,7 +99,7 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ from pydantic import Field
 from common.messages import MAX_CHAT_MESSAGES
 from common.sampling_params import MAX_TOKENS
 from gateway_proc.schemas.base import ApiModel, within, within_generate
-from gateway_proc.schemas.chat import ChatRequest, Message
+from gateway_proc.schemas.chat import ChatRequest, Effort, Message
 from gateway_proc.schemas.sampling import Seed
 
 SHARED = (
@@ -38,6 +38,12 @@ class TextOptions(ApiModel):
     UNSUPPORTED: ClassVar = {"verbosity": ("medium",)}
 
 
+class ReasoningOptions(ApiModel):
+    effort: Effort | None = None
+
+    UNSUPPORTED: ClassVar = {"summary": (), "generate_summary": ()}
+
+
 class ResponsesRequest(ApiModel):
     model: str | None = None
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES - 1)]
@@ -45,6 +51,7 @@ class ResponsesRequest(ApiModel):
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     stream: bool | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     temperature: Annotated[float | None, within("temperature")] = None
@@ -65,7 +72,6 @@ class ResponsesRequest(ApiModel):
         "parallel_tool_calls": (True, False),  # there are no tools
         "previous_response_id": (),
         "prompt": (),
-        "reasoning": ({},),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "stream_options": ({}, {"include_obfuscation": False}),
@@ -84,6 +90,7 @@ class ResponsesRequest(ApiModel):
             messages += [{"role": m.role, "content": m.text(f"input[{i}]")} for i, m in enumerate(self.input)]
         fields: dict[str, Any] = {name: getattr(self, name) for name in SHARED}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens, "include_reasoning": False}
+        fields["reasoning_effort"] = self.reasoning.effort if self.reasoning else None
         form = self.text.format if self.text else None
         if form is not None:
             fields["response_format"] = {"type": form.type}

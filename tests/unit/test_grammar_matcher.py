@@ -256,9 +256,10 @@ TOOLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tool_format", ToolFormat)
+# of the harmony format in test_harmony_grammars.py
+@pytest.mark.parametrize("tool_format", [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL])
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("reasoning", Reasoning)
+@pytest.mark.parametrize("reasoning", [Reasoning.NONE, Reasoning.TAGS, Reasoning.OPENED])
 def test_forced_calls_are_read_back(
     matchers: GrammarMatchers, tool_format: ToolFormat, parallel: bool, reasoning: Reasoning
 ) -> None:

@@ -1,7 +1,6 @@
 """Tool-call and reasoning parsers: what they find, and that it does not depend on how the text is split."""
 
 import json
-from itertools import count, pairwise
 
 import pytest
 from hypothesis import given
@@ -12,14 +11,14 @@ from gateway_proc.parsers import (
     ContentDelta,
     Formats,
     Reasoning,
-    ReasoningDelta,
     ToolCallDelta,
     ToolFormat,
     detect_formats,
     make_parser,
 )
+from tests.helpers_parsers import parse, shown, split
 
-HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
+HERMES, LLAMA, MISTRAL, HARMONY = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.HARMONY
 CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}}'
 ARGUMENTS = '{"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}'
 PIECES = (
@@ -31,51 +30,6 @@ PIECES = (
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join)
 POINTS = st.lists(st.integers(0, 10**6), max_size=20)
 FORMATS = st.sampled_from([None, *ToolFormat])
-
-
-def parse(pieces, tools, reasoning=Reasoning.NONE, **more):
-    """The merged deltas of a text in pieces."""
-    ids = count()
-    parser = make_parser(tools=tools, reasoning=reasoning, new_id=lambda: f"id{next(ids)}", **more)
-    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
-    merged = []
-    for delta in deltas:
-        last = merged[-1] if merged else None
-        if not isinstance(delta, ToolCallDelta):
-            assert delta.text, "an empty delta"
-        if isinstance(delta, ContentDelta | ReasoningDelta) and type(last) is type(delta):
-            merged[-1] = type(delta)(last.text + delta.text)
-        elif isinstance(delta, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
-            assert delta.index == last.index
-            merged[-1] = ArgumentsDelta(last.index, last.text + delta.text)
-        else:
-            merged.append(delta)
-    calls = [d for d in merged if isinstance(d, ToolCallDelta)]
-    assert [c.index for c in calls] == list(range(len(calls)))
-    assert parser.called == bool(calls)
-    return merged
-
-
-def shown(merged):
-    """Deltas in short: content as text, reasoning as ("think", text), calls as (name, arguments)."""
-    result = []
-    for delta in merged:
-        match delta:
-            case ContentDelta(text):
-                result.append(text)
-            case ReasoningDelta(text):
-                result.append(("think", text))
-            case ToolCallDelta(name=name):
-                result.append((name, ""))
-            case ArgumentsDelta(text=text):
-                name, arguments = result[-1]
-                result[-1] = (name, arguments + text)
-    return result
-
-
-def split(text, points):
-    cuts = [0, *sorted(p % (len(text) + 1) for p in points), len(text)]
-    return [text[a:b] for a, b in pairwise(cuts)]
 
 
 @given(TEXTS, POINTS, FORMATS, st.sampled_from(Reasoning))
@@ -262,6 +216,7 @@ LLAMA3 = """{{ '<|start_header_id|>' }}{{ '{"name": "' + call.name + '", "parame
         ("{{ '<|python_tag|>' }}", LLAMA, Reasoning.NONE),
         ("{{ '[TOOL_CALLS][' }}", MISTRAL, Reasoning.NONE),
         ("<tool_call><function=f>", None, Reasoning.NONE),
+        ("<|start|>user<|message|>x<|start|>assistant<|channel|>final<|message|>", HARMONY, Reasoning.CHANNEL),
     ],
 )
 def test_formats_from_the_template(template, tools, reasoning):

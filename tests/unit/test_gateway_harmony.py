@@ -1,0 +1,129 @@
+"""A model that speaks the harmony format, over HTTP: what is asked of the cluster, and how its answers are shown."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.harmony import CHANNEL, END, MESSAGE, START
+from common.messages import Finish
+from common.sampling_params import Grammar
+from gateway_proc.parsers import Reasoning, ToolFormat
+from tests.helpers_templates import HARMONY
+from tests.unit.frontend_world import INFO
+from tests.unit.gateway_world import World, answering, events, play, words
+from tests.unit.test_gateway_conversation import CHAT, TOOLS, conversation
+
+MODEL = replace(INFO, chat_template=HARMONY)
+THOUGHT = (CHANNEL, "analysis", MESSAGE, "We", " see.", END)
+FINAL = (START, "assistant", CHANNEL, "final", MESSAGE)
+CALL = (START, "assistant", CHANNEL, "commentary", " to=functions.weather ", "json", MESSAGE, '{"city":', ' "Rome"}')
+ANSWERED = answering(words(*THOUGHT, *FINAL, "Yes", "."), MODEL)
+CALLED = answering(words(*THOUGHT, *CALL), MODEL)
+WITH_TOOLS = {**CHAT, "tools": TOOLS}
+
+
+def test_an_answer(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        answer = (await world.post("/v1/chat/completions", CHAT)).json()
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("We see.", "Yes.")
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}, "with the header"
+        assert (await world.generated()).params.skip_special_tokens is False
+        together = (await world.post("/v1/chat/completions", CHAT | {"separate_reasoning": False})).json()
+        assert together["choices"][0]["message"]["content"] == "We see.\n\nYes."
+        hidden = (await world.post("/v1/chat/completions", CHAT | {"include_reasoning": False})).json()
+        assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
+
+    play(short_dir, ANSWERED, test)
+
+
+def test_a_call_whole_and_streamed(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        choice = (await world.post("/v1/chat/completions", WITH_TOOLS)).json()["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert choice["message"]["reasoning_content"] == "We see."
+        found = events(await world.post("/v1/chat/completions", WITH_TOOLS | {"stream": True}))
+        deltas = [chunk["choices"][0]["delta"] for chunk in found]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "We see."
+        calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert calls[0] == {"name": "weather", "arguments": ""}
+        assert "".join(call["arguments"] for call in calls) == '{"city": "Rome"}'
+        assert found[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        assert not any(delta.get("content") for delta in deltas)
+
+    play(short_dir, CALLED, test)
+
+
+def test_an_answer_that_is_cut_off(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        choice = (await world.post("/v1/chat/completions", WITH_TOOLS)).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        expected = {"role": "assistant", "content": "", "refusal": None, "reasoning_content": "We see."}
+        assert choice["message"] == expected
+
+    play(short_dir, answering(words(*THOUGHT, *CALL[:4], finish=Finish.LENGTH), MODEL), test)
+
+
+def test_a_response(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        asked: dict[str, Any] = {"input": "hi", "reasoning": {"effort": "high"}}
+        answer = (await world.post("/v1/responses", asked)).json()
+        assert answer["output"][0]["content"][0]["text"] == "Yes."
+        assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
+        assert answer["reasoning"] == {"effort": "high", "summary": None}
+        generate = await world.generated()
+        assert json.loads(generate.template_args) == {"reasoning_effort": "high"}
+        assert generate.params.skip_special_tokens is False
+        response = await world.post("/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning.effort")
+        response = await world.post("/v1/responses", {"input": "hi", "reasoning": {"summary": "auto"}})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning.summary")
+
+    play(short_dir, ANSWERED, test)
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high"])
+def test_efforts_go_to_the_template(effort: str) -> None:
+    found = conversation(HARMONY, reasoning_effort=effort)
+    assert json.loads(found.template["template_args"]) == {"reasoning_effort": effort}
+
+
+def test_an_effort_that_the_format_does_not_know_is_refused(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        response = await world.post("/v1/chat/completions", CHAT | {"reasoning_effort": "minimal"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "reasoning_effort") and "low, medium, high" in str(error)
+
+    play(short_dir, ANSWERED, test)
+
+
+def test_formats_and_grammars() -> None:
+    plain, hidden = conversation(HARMONY), conversation(HARMONY, tools=TOOLS, tool_choice="none")
+    for found in (plain, hidden):
+        assert found.tool_format is None and found.reasoning is Reasoning.CHANNEL
+        assert found.is_read and found.needs_special_tokens
+    merged = conversation(HARMONY, separate_reasoning=False)
+    assert merged.reasoning is Reasoning.MERGED and merged.is_read and merged.needs_special_tokens
+    built_in = conversation(HARMONY, chat_template_kwargs={"builtin_tools": ["python"]})
+    assert built_in.tool_format is ToolFormat.HARMONY, "its calls are shown"
+    schema = conversation(HARMONY, guided_regex="a+").grammar
+    assert schema == Grammar(
+        "regex", "a+", opening="<|channel|>analysis<|message|>", closing="<|end|><|start|>assistant",
+        heading="<|channel|>final<|message|>",
+    )  # fmt: skip
+    forced = conversation(HARMONY, tools=TOOLS, tool_choice="required").grammar
+    assert forced is not None and forced.heading == "" and forced.closing == "<|end|><|start|>assistant"
+    assert "to=functions.weather" in forced.text and "to=functions.clock" in forced.text
+
+
+def test_reasoning_of_earlier_turns_under_any_name() -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", name: "hm"}]
+        (_, answer) = conversation(HARMONY, messages=messages).messages
+        assert json.loads(answer.extra) == {"reasoning_content": "hm"}

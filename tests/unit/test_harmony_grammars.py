@@ -1,0 +1,124 @@
+"""Grammars for answers in the harmony format, whose marks are special tokens: followed, checked and read back."""
+
+import asyncio
+import json
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import jsonschema
+import pytest
+import torch
+from llguidance import LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from common.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
+from common.sampling_params import Grammar
+from gateway_proc.parsers import ContentDelta, Reasoning, ToolFormat, after_reasoning, force_call
+from tests.helpers_grammars import draw_answers, draw_step, enter, straddling
+from tests.helpers_parsers import parse, shown
+from tokenizer_proc.grammar_check import GrammarCheck
+from tokenizer_proc.limits import Refused
+from worker_proc.grammar_matcher import GrammarMatchers
+
+THOUGHT = "<|channel|>analysis<|message|>hm\n <b> é<|end|><|start|>assistant"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"],
+          "additionalProperties": False}  # fmt: skip
+NUMBERS = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}, "deep": {"$ref": "#"}}, "required": ["n"],
+           "additionalProperties": False, "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 99}}}  # fmt: skip
+TOOLS = [("get_weather", SCHEMA), ("math.add", NUMBERS)]
+ANSWER = Grammar("choice", '["yes"]')
+
+
+@cache
+def harmony_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer.from_str(straddling().to_str())
+    marks = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    return tokenizer
+
+
+def ids(text: str) -> list[int]:
+    return list(harmony_tokenizer().encode(text).ids)
+
+
+VOCAB = harmony_tokenizer().get_vocab_size()
+EOS = ids(RETURN + CALL)
+
+
+@pytest.fixture(scope="module")
+def matchers() -> GrammarMatchers:
+    tokenizer = harmony_tokenizer()
+    return GrammarMatchers(lambda: LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB, eos_token=EOS), VOCAB)
+
+
+def next_tokens(matchers: GrammarMatchers, grammar: Grammar, text: str) -> set[str] | None:
+    """The tokens that may follow a text; None where it is not the beginning of an answer."""
+    enter(matchers, 0, grammar, ids(text))
+    logits = torch.zeros(1, VOCAB)
+    _, problems = draw_step(matchers, [0], logits)
+    matchers.leave([0])
+    allowed = (logits[0] > -torch.inf).nonzero().view(-1).tolist()
+    return None if problems else {harmony_tokenizer().id_to_token(token) for token in allowed}
+
+
+@pytest.mark.parametrize("reasoning", [Reasoning.CHANNEL, Reasoning.MERGED])
+def test_an_answer_comes_in_the_final_channel(matchers: GrammarMatchers, reasoning: Reasoning) -> None:
+    grammar = after_reasoning(ANSWER, reasoning)
+    for thought in ("", THOUGHT):
+        text = f"{thought}<|channel|>final<|message|>yes"
+        assert next_tokens(matchers, grammar, text) == {RETURN, CALL}, "both end the model's answers"
+        assert next_tokens(matchers, grammar, thought) == {CHANNEL}
+        assert next_tokens(matchers, grammar, text.removesuffix("yes") + "n") is None
+    thinking = next_tokens(matchers, grammar, "<|channel|>analysis<|message|>a")
+    assert thinking is not None and END in thinking and not thinking & {START, CHANNEL, MESSAGE, RETURN, CALL}
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_forced_calls_are_read_back(matchers: GrammarMatchers, thought: str, parallel: bool) -> None:
+    grammar = force_call(TOOLS, ToolFormat.HARMONY, parallel=parallel)
+    grammar = after_reasoning(grammar, Reasoning.CHANNEL, forced=True)
+    slots, headers = list(range(8)), (" to=functions.", "<|channel|>commentary to=functions.")
+    begun = [thought + header + TOOLS[slot % 2][0][:2] for slot, header in zip(slots, headers * 4, strict=True)]
+    for slot in slots:
+        enter(matchers, slot, grammar, ids(begun[slot]))
+    answers = draw_answers(matchers, slots, VOCAB, seed=11, most=150)
+    matchers.leave(slots)
+    complete = 0
+    for slot, answer in answers.items():
+        end = next((at for at, token in enumerate(answer) if token in EOS), None)
+        if end is not None:
+            text = begun[slot] + harmony_tokenizer().decode(answer[:end], skip_special_tokens=False)
+            found = parse([text], ToolFormat.HARMONY, Reasoning.CHANNEL, forced=True)
+            assert not any(isinstance(delta, ContentDelta) for delta in found)
+            name, arguments = shown(found)[-1]
+            jsonschema.validate(json.loads(arguments), dict(TOOLS)[name])
+            complete += 1
+    assert complete >= 4
+
+
+def test_forced_calls_have_both_headers(matchers: GrammarMatchers) -> None:
+    grammar = force_call([("none", None)], ToolFormat.HARMONY)
+    for header in (" to=functions.none<|channel|>commentary json<|message|>",
+                   "<|channel|>commentary to=functions.none <|constrain|>json<|message|>"):  # fmt: skip
+        assert next_tokens(matchers, grammar, header + '{"any": [1, {"x": null}]}') == {RETURN, CALL}
+    assert next_tokens(matchers, grammar, "<|channel|>final") is None
+
+
+@pytest.mark.parametrize("tokenizer", [harmony_tokenizer(), straddling()], ids=["harmony", "other"])
+def test_they_are_checked_before_they_are_used(tokenizer: Tokenizer) -> None:
+    async def check() -> list[bool]:
+        passed = []
+        with ThreadPoolExecutor(1) as pool:
+            checker = GrammarCheck(tokenizer, array("i", [0]), pool)
+            for grammar, forced in ((ANSWER, False), (force_call(TOOLS, ToolFormat.HARMONY), True)):
+                try:
+                    await checker.check(after_reasoning(grammar, Reasoning.CHANNEL, forced=forced))
+                    passed.append(True)
+                except Refused as refused:
+                    assert "special token" in refused.problem
+                    passed.append(False)
+        return passed
+
+    assert asyncio.run(check()) == [tokenizer is harmony_tokenizer()] * 2
