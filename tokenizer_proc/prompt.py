@@ -6,9 +6,11 @@ from typing import assert_never
 from tokenizers import Tokenizer
 
 from common.fields import IntArray
+from common.harmony import speaks_harmony
 from common.messages import Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
 from tokenizer_proc.chat_request import parse_messages, parse_template_args, parse_tools
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
+from tokenizer_proc.harmony_prompt import harmony_messages, harmony_tools
 from tokenizer_proc.limits import Limits, Refused
 from tokenizer_proc.tool_prompt import describe_tools
 
@@ -79,6 +81,8 @@ class PromptEncoder:
         messages, tools = parse_messages(msg.chat), parse_tools(msg.tools)
         if "tools" not in template.variables:
             messages, tools = describe_tools(messages, tools), None
+        if speaks_harmony(template.source):
+            messages, tools = harmony_messages(messages), harmony_tools(tools)
         arguments = parse_template_args(msg.template_args, template.variables)
         most = self._limits.max_chars
         if msg.continue_final_message:

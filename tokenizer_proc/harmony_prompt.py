@@ -1,0 +1,68 @@
+"""Messages and tools as the chat template of gpt-oss, in OpenAI's harmony format (common/harmony.py), wants them. Where
+a conversation in OpenAI's schema is not what it expects, it leaves something out or gives up:
+
+- it calls reasoning `thinking`, and takes no content beside that in a message that calls: both go to one channel;
+- it shows the first call of a message, and takes each result to be that of the last call that it has shown;
+- of instructions it shows those in the first message;
+- it wants a description of each tool.
+"""
+
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def harmony_messages(messages: list[Message]) -> list[Message]:
+    """The same conversation with one message of instructions, and each call in a message before its result."""
+    instructions = [message["content"] for message in messages if message["role"] == "system"]
+    shown = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
+    waiting = [message for message in messages if message["role"] != "system"]
+    while waiting:
+        message = _thinking(waiting.pop(0))
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            shown.append(message)
+            continue
+        results = []
+        while waiting and waiting[0]["role"] == "tool":
+            results.append(waiting.pop(0))
+        shown += _one_by_one(message, results)
+    return shown
+
+
+def harmony_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The same, each with a description."""
+    if tools is None:
+        return None
+    return [{**tool, "function": {**tool["function"], "description": _description(tool)}} for tool in tools]
+
+
+def _description(tool: dict[str, Any]) -> str:
+    text = tool["function"].get("description")
+    return text if isinstance(text, str) else ""
+
+
+def _thinking(message: Message) -> Message:
+    """With its reasoning under the template's name."""
+    if "reasoning_content" not in message:
+        return message
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    thinking = message["reasoning_content"]
+    if message.get("tool_calls") and message["content"]:
+        return {**rest, "content": "", "thinking": "\n\n".join(filter(None, (thinking, message["content"])))}
+    return {**rest, "thinking": thinking}
+
+
+def _one_by_one(message: Message, results: list[Message]) -> list[Message]:
+    """A message with several calls as several with one, each with its result: the one that names its call, else the
+    next in order."""
+    shown = []
+    for i, call in enumerate(message["tool_calls"]):
+        said = message if i == 0 else {"role": message["role"], "content": ""}
+        shown.append({**said, "tool_calls": [call]})
+        named = [result for result in results if call.get("id") and result.get("tool_call_id") == call["id"]]
+        nameless = [result for result in results if "tool_call_id" not in result]
+        for result in (named or nameless)[:1]:
+            results.remove(result)
+            shown.append(result)
+    return shown + results
