@@ -74,11 +74,14 @@ def attend(rows: int, columns: int, odd: bool, cache: KVCache) -> None:
     q = rope_store(qkv, HEADS, cache, 0, numbers(tokens, odd), numbers(tokens, odd), rotation, norm, norm)
     store(qkv[:, :KV_HEADS], qkv[:, KV_HEADS : 2 * KV_HEADS], numbers(tokens, odd), cache, 0)
     table, lengths = numbers(rows * columns, odd).view(rows, columns), numbers(rows, odd)
-    out, limits = torch.empty_like(q), (cache, 0, 1.0, None, None)
-    prefill(q, out, table, lengths, numbers(rows + 1, odd), 2, *limits)
-    decode(q[rows:], out[rows:], table, lengths, *limits)
+    out = torch.empty_like(q)
     tiles = numbers(max_tiles(rows) * TILE_COLUMNS, odd).view(-1, TILE_COLUMNS)
-    decode(q[rows:], out[rows:], table, lengths, *limits, SharedPages(numbers(rows, odd), numbers(rows, odd), tiles))
+    shared = SharedPages(numbers(rows, odd), numbers(rows, odd), tiles)
+    for sinks in (None, torch.zeros(HEADS + 1)[int(odd) :][:HEADS]):
+        limits = (cache, 0, 1.0, None, None, sinks)
+        prefill(q, out, table, lengths, numbers(rows + 1, odd), 2, *limits)
+        decode(q[rows:], out[rows:], table, lengths, *limits)
+        decode(q[rows:], out[rows:], table, lengths, *limits, shared)
 
 
 def compute(rows: int, odd: bool, weights: list[PackedWeight]) -> None:

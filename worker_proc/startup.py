@@ -264,8 +264,9 @@ def choose_attention(
         from worker_proc.cuda.backends import choose_attention as choose
 
         config = read_config(Path(model.path))
-        head_dim = parse_spec(config).head_dim if is_native(config) else None
-        return choose(model.gpu_attention, dtype, head_dim, device, int8_kv=int8_kv)
+        spec = parse_spec(config) if is_native(config) else None
+        head_dim, sinks = (spec.head_dim, spec.sinks) if spec is not None else (None, False)
+        return choose(model.gpu_attention, dtype, head_dim, device, int8_kv=int8_kv, sinks=sinks)
     return CpuAttention(library) if library is not None and dtype in DTYPES else ReferenceAttention()
 
 

@@ -3,9 +3,10 @@
     python -m bench.gpu.attention [--backend triton] [--small]
 
 The shapes are those of an 8B Llama, bfloat16: a mixed step, decodes, and decodes that begin with the same pages, read
-row by row and together, on one level and on two; then all of them with an int8 cache. Beside a time stands how much of
-it reading K and V at the copy bandwidth takes: each page once per row, or once per tile where it is shared. The error
-bound is 2e-2 of the reference's norm. A backend that is named and cannot be had makes the exit status 1.
+row by row and together, on one level and on two; then all of them with an int8 cache, and some with sinks. Beside a
+time stands how much of it reading K and V at the copy bandwidth takes: each page once per row, or once per tile where
+it is shared. The error bound is 2e-2 of the reference's norm. A backend that is named and cannot be had makes the exit
+status 1.
 """
 
 import sys
@@ -40,6 +41,7 @@ class Case:
     pages: int  # of the cache
     read: int  # pages that must be read, where shared ones are read once per tile
     int8: bool = False  # what the cache is in
+    sinks: bool = False
 
 
 def shared_decodes(rows: int, prefix: int, own: int, inner: int = 0) -> list[Case]:
@@ -98,8 +100,11 @@ def main(small: bool, names: tuple[str, ...]) -> None:
         sys.exit(1)
     bandwidth = 1.0 if small else measure().bandwidth
     plain = cases(small=small)
-    codes = [replace(case, int8=True) for case in plain if "triton" in backends]  # FlashInfer reads none
-    for case in (*plain, *codes):
+    others: list[Case] = []
+    if "triton" in backends:  # FlashInfer computes neither
+        others += [replace(case, int8=True) for case in plain]
+        others += [replace(case, sinks=True) for case in (plain[0], plain[-1])]
+    for case in (*plain, *others):
         torch.manual_seed(0)
         tokens = len(case.batch.token_ids)
         q, k, v = (torch.randn(tokens, n, DIM, device=device).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS))
@@ -107,20 +112,21 @@ def main(small: bool, names: tuple[str, ...]) -> None:
         exact = KVCache(replace(cache.spec, dtype=torch.float32), case.pages, PAGE, device)
         for wide, narrow in zip(exact.page_tensors, cache.page_tensors, strict=True):
             wide.copy_(narrow)
-        scale = DIM**-0.5
+        limits = {"scale": DIM**-0.5, "sinks": torch.randn(HEADS, device=device) if case.sinks else None}
         reference = ReferenceAttention()
-        want = reference.forward(0, q.float(), k.float(), v.float(), case.batch, exact, scale=scale)
+        want = reference.forward(0, q.float(), k.float(), v.float(), case.batch, exact, **limits)
         floor = case.read * PAGE * cache.spec.bytes_per_token / bandwidth
         for name, attention in backends.items():
-            if case.int8 and isinstance(attention, FlashInferAttention):
+            if (case.int8 or case.sinks) and isinstance(attention, FlashInferAttention):
                 continue
-            got = attention.forward(0, q, k, v, case.batch, cache, scale=scale).float()
+            got = attention.forward(0, q, k, v, case.batch, cache, **limits).float()
             error = float((got - want).norm() / want.norm())
             wrong = not error < BOUND
             failed |= wrong
-            line = f"{case.name + ', int8' * case.int8:<58} {name:<10} error {error:.1e}{' WRONG' * wrong}"
+            what = case.name + ", int8" * case.int8 + ", sinks" * case.sinks
+            line = f"{what:<58} {name:<10} error {error:.1e}{' WRONG' * wrong}"
             if not small:
-                run = partial(attention.forward, 0, q, k, v, case.batch, cache, scale=scale)
+                run = partial(attention.forward, 0, q, k, v, case.batch, cache, **limits)
                 taken = seconds(run, repeats=10, queued=True)
                 line += f"  {taken * 1e6:8.1f} us, reading {floor * 1e6:7.1f} us = {floor / taken:4.0%}"
             print(line, flush=True)

@@ -33,7 +33,9 @@ _POINTERS |= dict.fromkeys(
 ) | {"params_ptr": "*fp64"}
 _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
 _POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
-_POINTERS |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr", "scales_ptr", "zeros_ptr", "parts_ptr"), "*fp32")
+_POINTERS |= dict.fromkeys(
+    ("sinks_ptr", "k_scales_ptr", "v_scales_ptr", "scales_ptr", "zeros_ptr", "parts_ptr"), "*fp32"
+)
 _POINTERS["codes_ptr"] = "*i8"
 # multiples of 16, as Triton finds out when it launches a kernel; all pointers are, where it is to look at them
 _ALIGNED = {"x_row", "codes_row", "inputs", "outputs", "width", "vocab", "logits_row", "weights_row"}
@@ -51,15 +53,19 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     codes = plain | {"INT8": True}
     for name, constants in (("", plain), (" narrow", narrow), (" window, softcap", limited), (" int8", codes)):
         yield f"decode{name}", attention.decode_kernel, constants | {"BLOCK_G": 16, "SHARED": False}
-        yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64}
+        yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64, "SINKS": False}
+    gpt_oss = plain | {"GROUP": 8, "DIM_K": 64, "DIM_V": 64, "BLOCK_K": 64, "BLOCK_V": 64, "SINKS": True}
+    for window in (0, 128):
+        yield f"prefill sinks window={window}", attention.prefill_kernel, gpt_oss | {"BLOCK_M": 64, "WINDOW": window}
     yield "decode, rest of shared", attention.decode_kernel, plain | {"BLOCK_G": 16, "SHARED": True}
     for group in (1, 4, 8):
         together = {"GROUP": group, "BLOCK_G": 16 * group, "MEMBERS": 16}
         yield f"shared group={group}", attention.shared_kernel, plain | together
     yield "shared group=4 int8", attention.shared_kernel, codes | {"GROUP": 4, "BLOCK_G": 64, "MEMBERS": 16}
     for shared, parts in product((False, True), (16, 128)):
-        constants = {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": parts, "SHARED": shared}
+        constants = {"DIM_V": 128, "BLOCK_V": 128, "BLOCK_S": parts, "SHARED": shared, "SINKS": False}
         yield f"combine {parts} shared={shared}", attention.combine_kernel, constants
+    yield "combine 128 shared, sinks", attention.combine_kernel, constants | {"SINKS": True}
     stored = {key: shape[key] for key in ("PAGE", "DIM_K", "DIM_V", "BLOCK_K", "BLOCK_V")}
     for int8 in (False, True):
         yield f"store int8={int8}", attention.store_kernel, stored | {"INT8": int8}

@@ -27,6 +27,7 @@ CASES = [
     (2, 2, 24, 24, 3, None, 5.0),
     (4, 2, 16, 16, 16, 33, 2.0),
 ]
+SINKS = [-200.0, 0.0, 30.0, 200.0]  # beside scores of a few units: nothing, one among others, nearly all, all of it
 
 
 def close(dtype: torch.dtype) -> dict[str, float]:
@@ -43,6 +44,40 @@ def test_equals_the_reference(
     compare(heads, kv_heads, k_dim, v_dim, page_size, window, softcap, rows, int8, torch.float32)
 
 
+@pytest.mark.parametrize("heads, kv_heads, k_dim, v_dim, page_size, window, softcap", CASES)
+@pytest.mark.parametrize("level, int8", [*((level, False) for level in SINKS), (0.0, True), (30.0, True)])
+def test_sinks_take_part_in_the_softmax(
+    heads: int, kv_heads: int, k_dim: int, v_dim: int, page_size: int, window: int | None, softcap: float | None,
+    level: float, int8: bool,
+) -> None:  # fmt: skip
+    """Chunks beside decodes, one of which is cut into parts."""
+    rows = [ROWS[1], ROWS[3], ROWS[7]]
+    assert num_splits(2, kv_heads, 130) > 1
+    compare(heads, kv_heads, k_dim, v_dim, page_size, window, softcap, rows, int8, torch.float32, level)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("level", SINKS)
+def test_sinks_in_half_precision(dtype: torch.dtype, level: float) -> None:
+    for int8 in (False, True):
+        compare(*CASES[0], [ROWS[1], ROWS[3], ROWS[5]], int8, dtype, level)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_sinks_far_below_all_scores_change_no_bit_and_far_above_leave_nothing(window: int | None) -> None:
+    batch = on_device(make_batch([Row([0] * 9, [0], 2), Row([0] * 12, [1], 11)], [7, 1], 16))
+    cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32), 2, 16, DEVICE)
+    fill(cache)
+    q, k, v = (torch.randn(8, n, 16, device=DEVICE) for n in (4, 2, 2))
+
+    def attended(level: float | None) -> torch.Tensor:
+        sinks = None if level is None else torch.full((4,), level, device=DEVICE)
+        return TritonAttention().forward(0, q, k, v, batch, cache, scale=0.25, window=window, sinks=sinks)
+
+    assert torch.equal(attended(-200), attended(None)) and torch.equal(attended(-1e30), attended(None))
+    assert float(attended(200).abs().max()) < 1e-30 and torch.equal(attended(1e30), torch.zeros_like(q))
+
+
 @pytest.mark.parametrize("heads, kv_heads, k_dim, v_dim, page_size, window, softcap", CASES if ON_HOST else CASES[:1])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_an_int8_cache_in_half_precision(
@@ -55,9 +90,9 @@ def test_an_int8_cache_in_half_precision(
 
 def compare(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, page_size: int, window: int | None, softcap: float | None,
-    rows: list[tuple[int, int]], int8: bool, dtype: torch.dtype,
+    rows: list[tuple[int, int]], int8: bool, dtype: torch.dtype, level: float | None = None,
 ) -> None:  # fmt: skip
-    """Results beside the reference's, and what is then in the cache, to the last bit."""
+    """Results beside the reference's, and what is then in the cache, to the last bit. `level` is where sinks are."""
     torch.manual_seed(heads * page_size)
     need = [-(-total // page_size) for _, total in rows]
     pages = list(range(sum(need)))
@@ -74,10 +109,15 @@ def compare(
     fill(here)
     there = copy_of(here, DEVICE)
     limits = {"scale": k_dim**-0.5, "window": window, "softcap": softcap}
-    want = ReferenceAttention().forward(1, q, k, v, batch, here, **limits)
+    sinks = None if level is None else torch.linspace(-3, 3, heads) + level
+    want = ReferenceAttention().forward(1, q, k, v, batch, here, **limits, sinks=sinks)
     on = [part.to(DEVICE) for part in (q, k, v)]
-    got = TritonAttention().forward(1, *on, on_device(batch), there, **limits)
-    torch.testing.assert_close(got.cpu(), want, **close(dtype))
+    there_sinks = None if sinks is None else sinks.to(DEVICE)
+    got = TritonAttention().forward(1, *on, on_device(batch), there, **limits, sinks=there_sinks)
+    bounds = close(dtype)
+    if level is not None and dtype == torch.float32:
+        bounds["atol"] *= min(1.0, float(want.abs().max()))  # what a high sink leaves is small, but right
+    torch.testing.assert_close(got.cpu(), want, **bounds)
     for a, b in zip(there.page_tensors, here.page_tensors, strict=True):
         assert torch.equal(a.cpu(), b), "a write went elsewhere"
 

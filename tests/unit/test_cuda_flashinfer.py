@@ -13,18 +13,21 @@ from tests.helpers_triton import DEVICE
 
 pytest.importorskip("triton")
 
-from common.config import ConfigError
+from common.config import ConfigError, ModelConfig
 from tests.helpers_flashinfer import LIBRARY
 from tests.helpers_models import make_checkpoint
 from tests.helpers_paged import Row, make_batch
 from tests.unit.test_cuda_decoder import load, run_again
+from worker_proc import startup
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda import backends
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.backends import choose_attention
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.flashinfer_attention import FlashInferAttention, PageIndex
 from worker_proc.cuda.graphs import GraphedDecoder
 from worker_proc.cuda.interface import CudaAttention
+from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.parallel import TensorParallel
 
@@ -120,6 +123,28 @@ def test_an_int8_cache_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(choose_attention("triton", torch.bfloat16, 64, CPU, int8_kv=True), TritonAttention)
     with pytest.raises(ConfigError, match=r"gpu-attention flashinfer: .*kv-cache-dtype int8"):
         choose_attention("flashinfer", torch.bfloat16, 64, CPU, int8_kv=True)
+
+
+def test_sinks_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", LIBRARY)
+    assert isinstance(choose_attention("auto", torch.bfloat16, 64, CPU, sinks=True), TritonAttention)
+    assert isinstance(choose_attention("triton", torch.bfloat16, 64, CPU, sinks=True), TritonAttention)
+    assert isinstance(choose_attention("sdpa", torch.bfloat16, 64, CPU, sinks=True), ReferenceAttention)
+    with pytest.raises(ConfigError, match=r"gpu-attention flashinfer: .*sinks \(gpt-oss\)"):
+        choose_attention("flashinfer", torch.bfloat16, 64, CPU, sinks=True)
+    batch, cache = make_batch([Row([5], [0])], [1], 16), KVCache(KVSpec(1, 1, 16, 16, torch.float32), 1, 16)
+    q = torch.zeros(1, 1, 16)
+    with pytest.raises(ModelError, match=r"sinks = \[1\]: .*gpu-attention triton"):
+        FlashInferAttention(LIBRARY, CPU).forward(0, q, q, q, batch, cache, scale=1.0, sinks=torch.zeros(1))
+
+
+def test_a_worker_says_whether_its_model_has_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(backends, "choose_attention", lambda *_, sinks, **__: told.append(sinks))
+    for kind in ("gpt-oss", "llama", "olmo"):
+        model = ModelConfig(str(make_checkpoint(kind, tmp_path / kind)))
+        startup.choose_attention(None, torch.bfloat16, torch.device("cuda"), model)
+    assert told == [True, False, False]
 
 
 def test_a_flashinfer_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:

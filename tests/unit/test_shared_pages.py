@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.helpers_triton import DEVICE, on_device, shared_pages
 
@@ -170,10 +171,11 @@ def test_no_other_levels_save_more(beginnings: list[list[int]], cost: int) -> No
 @given(
     st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=2, max_size=20),
     st.sampled_from([(2, 4, 16), (4, 16, 16)]),
+    st.sampled_from([None, -200.0, 0.0, 2.0, 200.0]),
     st.integers(0, 2**32),
 )
 def test_any_tree_of_prefixes_equals_the_reference(
-    beginnings: list[list[int]], sizes: tuple[int, int, int], seed: int
+    beginnings: list[list[int]], sizes: tuple[int, int, int], level: float | None, seed: int
 ) -> None:
     """Pages of 4 and 16 tokens: with the latter, tiles are cut into several parts."""
     heads, page_size, dim = sizes
@@ -195,10 +197,20 @@ def test_any_tree_of_prefixes_equals_the_reference(
         b.normal_()
         a.copy_(b)
     q, k, v = (torch.randn(len(rows), n, dim) for n in (heads, 2, 2))
-    want = ReferenceAttention().forward(0, q, k, v, batch, cache, scale=0.25)
+    sinks, there_sinks = sinks_at(level, heads)
+    want = ReferenceAttention().forward(0, q, k, v, batch, cache, scale=0.25, sinks=sinks)
     step = replace(on_device(batch), shared=shared_pages(tiles, len(rows), page_size, idle=1))
-    got = TritonAttention().forward(0, *(part.to(DEVICE) for part in (q, k, v)), step, there, scale=0.25)
+    on = [part.to(DEVICE) for part in (q, k, v)]
+    got = TritonAttention().forward(0, *on, step, there, scale=0.25, sinks=there_sinks)
     torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
+
+
+def sinks_at(level: float | None, heads: int) -> tuple[Tensor | None, Tensor | None]:
+    """Sinks around `level`, here and on `DEVICE`; none for None."""
+    if level is None:
+        return None, None
+    sinks = torch.linspace(-3, 3, heads) + level
+    return sinks, sinks.to(DEVICE)
 
 
 def shared_batch(page_size: int) -> tuple[ForwardBatch, int]:
@@ -218,12 +230,13 @@ def shared_batch(page_size: int) -> tuple[ForwardBatch, int]:
     return replace(batch, shared=shared_pages(tiles, 22, page_size, idle=2)), 54  # the last page is nobody's
 
 
-@pytest.mark.parametrize("heads, kv_heads, dim, page_size, softcap", [
-    (4, 2, 16, 16, None), (2, 2, 20, 8, None), (8, 1, 16, 8, 3.0),
+@pytest.mark.parametrize("heads, kv_heads, dim, page_size, softcap, level", [
+    (4, 2, 16, 16, None, None), (2, 2, 20, 8, None, None), (8, 1, 16, 8, 3.0, None),
+    (2, 2, 20, 8, None, 0.0), (8, 1, 16, 8, 3.0, 2.0),
 ])  # fmt: skip
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 def test_shared_pages_equal_the_reference(
-    heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None, int8: bool
+    heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None, level: float | None, int8: bool
 ) -> None:
     torch.manual_seed(1)
     batch, pages = shared_batch(page_size)
@@ -233,13 +246,12 @@ def test_shared_pages_equal_the_reference(
     here = KVCache(KVSpec(1, kv_heads, dim, dim, torch.float32, int8), pages, page_size)
     fill(here)
     there = copy_of(here, DEVICE)
-    want = ReferenceAttention().forward(0, q, k, v, batch, here, scale=0.2, softcap=softcap)
+    sinks, there_sinks = sinks_at(level, heads)
     on = [part.to(DEVICE) for part in (q, k, v)]
-    got = TritonAttention().forward(0, *on, there_batch, there, scale=0.2, softcap=softcap)
-    torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
-    for window in (5, 3 * page_size):  # rows are read one by one
-        want = ReferenceAttention().forward(0, q, k, v, batch, here, scale=0.2, window=window, softcap=softcap)
-        got = TritonAttention().forward(0, *on, there_batch, there, scale=0.2, window=window, softcap=softcap)
+    for window in (None, 5, 3 * page_size):  # with one, rows are read one by one
+        limits = {"scale": 0.2, "window": window, "softcap": softcap}
+        want = ReferenceAttention().forward(0, q, k, v, batch, here, **limits, sinks=sinks)
+        got = TritonAttention().forward(0, *on, there_batch, there, **limits, sinks=there_sinks)
         torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
 
 

@@ -63,10 +63,11 @@ class TritonAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         store(k, v, batch.slot_mapping, cache, layer)
-        return self.attend(layer, q, batch, cache, scale=scale, window=window, softcap=softcap)
+        return self.attend(layer, q, batch, cache, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def attend(
         self,
@@ -78,11 +79,12 @@ class TritonAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`forward` for keys and values that are in the cache already."""
         out = q.new_empty(q.shape[0], q.shape[1], cache.v[layer].shape[3])
         first, tokens = batch.num_prefill_rows, 0
-        limits = (scale, window, softcap)
+        limits = (scale, window, softcap, sinks)
         if first:
             starts = self._prefill_starts(batch)
             tokens = sum(batch.q_lens[:first])
@@ -136,9 +138,11 @@ def scales_of(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
 
 def decode(
     q: Tensor, out: Tensor, page_table: Tensor, kv_lens: Tensor, cache: KVCache, layer: int,
-    scale: float, window: int | None, softcap: float | None, shared: SharedPages | None = None,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None = None,
+    shared: SharedPages | None = None,
 ) -> None:  # fmt: skip
-    """One query token per row: `q` `[B, Hq, Dk]` to `out` `[B, Hq, Dv]`; `page_table` `[B, P]`, `kv_lens` `[B]`.
+    """One query token per row: `q` `[B, Hq, Dk]` to `out` `[B, Hq, Dv]`; `page_table` `[B, P]`, `kv_lens` `[B]`,
+    `sinks` float32 `[Hq]`, which no part knows of: they come in where parts are joined.
 
     Pages that rows have in common as `shared` says are read once for each of its tiles.
     """
@@ -150,7 +154,7 @@ def decode(
     parts, splits, more = num_parts(rows, kv_heads, longest, shared is not None)
     partial = torch.empty(rows, heads, parts, dim_v, dtype=torch.float32, device=q.device)
     sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
-    # read where there is something shared only
+    # read where there is something shared only, as sinks are where there are some
     skipped, levels = (kv_lens, kv_lens) if shared is None else (shared.skipped, shared.levels)
     sizes = (_block(dim_k), _block(dim_v), _BLOCK_N)
     strides = (k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0))
@@ -167,27 +171,28 @@ def decode(
             max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *sizes, softcap is not None, cache.spec.int8,
         )  # fmt: skip
     combine_kernel[rows, heads](
-        partial, sums, out, levels, splits, more, parts, out.stride(0), out.stride(1), dim_v, _block(dim_v),
-        _block(parts), shared is not None,
+        partial, sums, out, levels, kv_lens if sinks is None else sinks, splits, more, parts,
+        out.stride(0), out.stride(1), dim_v, _block(dim_v), _block(parts), shared is not None, sinks is not None,
     )  # fmt: skip
 
 
 def prefill(
     q: Tensor, out: Tensor, page_table: Tensor, kv_lens: Tensor, starts: Tensor, longest: int, cache: KVCache,
-    layer: int, scale: float, window: int | None, softcap: float | None,
+    layer: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The rows whose tokens in `q` `[T, Hq, Dk]` begin at `starts` (int64 `[rows + 1]`), the longest of them with
-    `longest` tokens."""
+    `longest` tokens; `sinks` float32 `[Hq]`."""
     dim_k = q.shape[2]
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
     group = q.shape[1] // kv_heads
     prefill_kernel[triton.cdiv(longest * group, _BLOCK_M), kv_heads, len(starts) - 1](
-        q, k_pages, v_pages, *scales_of(cache, layer), out, page_table, kv_lens, starts, scale, softcap or 1.0,
+        q, k_pages, v_pages, *scales_of(cache, layer), out, page_table, kv_lens, starts,
+        kv_lens if sinks is None else sinks, scale, softcap or 1.0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0),
         cache.page_size, group, dim_k, dim_v, _BLOCK_M, _block(dim_k), _block(dim_v), _BLOCK_N,
-        window or 0, softcap is not None, cache.spec.int8,
+        window or 0, softcap is not None, cache.spec.int8, sinks is not None,
     )  # fmt: skip
 
 

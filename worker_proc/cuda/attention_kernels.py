@@ -9,6 +9,9 @@ KV head once for all of its query heads. Accumulation is float32; powers are of 
 With `INT8`, pages hold codes, and `k_scales`, `v_scales` float32 `[pages, Hkv, PAGE]` what to multiply them by. They
 are not widened in memory: the scales of K multiply the scores, those of V the weights.
 
+With `SINKS`, `sinks` float32 `[Hq]` has one more score for every query of a head, which has no value: its weight is
+added when all others have been, so that parts of a row know nothing of it.
+
 Arguments that change from step to step are not specialized on (whether they are 1, or multiples of 16, as addresses
 are): another kernel would have to be compiled while requests wait. They are numbers and lists of int64 that are read
 one by one.
@@ -178,13 +181,13 @@ def _attend_part(
     return mean, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["levels_ptr", "own", "splits", "parts"])
+@triton.jit(do_not_specialize=["levels_ptr", "sinks_ptr", "own", "splits", "parts"])
 def combine_kernel(
-    partial_ptr, sums_ptr, out_ptr, levels_ptr, own, splits, parts, out_row, out_head,
-    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SHARED: tl.constexpr,
+    partial_ptr, sums_ptr, out_ptr, levels_ptr, sinks_ptr, own, splits, parts, out_row, out_head,
+    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h) joins the parts that `decode_kernel` computed for row b and query head h, and, with `SHARED`,
-    those of `shared_kernel`, on as many levels as `levels[b]` says."""
+    those of `shared_kernel`, on as many levels as `levels[b]` says; with `SINKS`, the sink of h too."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     place = (row * tl.num_programs(1) + head) * parts
     numbers, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
@@ -192,22 +195,27 @@ def combine_kernel(
     if SHARED:
         count = own + tl.load(levels_ptr + row).to(tl.int32) * splits
     logs = tl.load(sums_ptr + place + numbers, mask=numbers < count, other=float("-inf"))
-    weights = tl.exp2(logs - tl.max(logs, 0))
+    highest, others = tl.max(logs, 0), 0.0
+    if SINKS:
+        sink = _sink(sinks_ptr + head)
+        highest = tl.maximum(highest, sink)
+        others = tl.exp2(sink - highest)
+    weights = tl.exp2(logs - highest)
     at = partial_ptr + (place + numbers)[:, None] * DIM_V + dims[None, :]
     means = tl.load(at, mask=(numbers[:, None] < count) & (dims[None, :] < DIM_V), other=0.0)
-    result = tl.sum(means * weights[:, None], 0) / tl.sum(weights, 0)
+    result = tl.sum(means * weights[:, None], 0) / (tl.sum(weights, 0) + others)
     to = out_ptr + row * out_row + head * out_head + dims
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=dims < DIM_V)
 
 
-@triton.jit(do_not_specialize=["table_ptr", "lens_ptr", "starts_ptr", "table_row"])
+@triton.jit(do_not_specialize=["table_ptr", "lens_ptr", "starts_ptr", "sinks_ptr", "table_row"])
 def prefill_kernel(
-    q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr,
+    q_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr,
     scale, softcap,
     q_token, q_head, out_token, out_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h, b): queries i * BLOCK_M .. of row b and KV head h; a token has one for each query head of that
     KV head. Tokens `starts[b] .. starts[b + 1]` of `q` are the newest ones of the row, whose keys are in the
@@ -262,9 +270,21 @@ def prefill_kernel(
             weights, v = _scaled(weights, v, tl.load(v_scales_ptr + scaled, mask=here, other=0.0), q.dtype)
         mean = mean * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         highest = higher
+    if SINKS:
+        sink = _sink(sinks_ptr + heads)
+        higher = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        mean *= shrink[:, None]
     mean = mean / tl.where(total > 0, total, 1.0)[:, None]
     to = out_ptr + ((start + asking) * out_token + heads * out_head)[:, None] + dims_v[None, :]
     tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims_v[None, :] < DIM_V))
+
+
+@triton.jit
+def _sink(sinks_at):
+    """Sinks in the units of scores here."""
+    return tl.load(sinks_at) * 1.4426950408889634
 
 
 @triton.jit

@@ -17,10 +17,16 @@ log = logging.getLogger(__name__)
 
 
 def choose_attention(
-    name: str, dtype: torch.dtype, head_dim: int | None, device: torch.device, *, int8_kv: bool = False
+    name: str,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    device: torch.device,
+    *,
+    int8_kv: bool = False,
+    sinks: bool = False,
 ) -> AttentionBackend:
     """The backend `name` of `common.config.GPU_ATTENTIONS`, for heads of `head_dim` numbers, None if it is not known,
-    and a cache in the model's precision or in int8.
+    with `sinks` or without, and a cache in the model's precision or in int8.
 
     "auto" is FlashInfer where it is installed, knows the model and passes a trial, else Triton. Raises ConfigError if
     "flashinfer" cannot be had.
@@ -30,7 +36,7 @@ def choose_attention(
     if name == "triton":
         return TritonAttention()
     try:
-        return _flashinfer(dtype, head_dim, device, int8_kv)
+        return _flashinfer(dtype, head_dim, device, int8_kv, sinks)
     except ConfigError as error:
         if name == "flashinfer":
             raise
@@ -38,9 +44,13 @@ def choose_attention(
     return TritonAttention()
 
 
-def _flashinfer(dtype: torch.dtype, head_dim: int | None, device: torch.device, int8_kv: bool) -> FlashInferAttention:
+def _flashinfer(
+    dtype: torch.dtype, head_dim: int | None, device: torch.device, int8_kv: bool, sinks: bool
+) -> FlashInferAttention:
     if int8_kv:
         raise ConfigError("gpu-attention flashinfer: reads no int8 KV cache (kv-cache-dtype int8), triton does")
+    if sinks:
+        raise ConfigError("gpu-attention flashinfer: computes no attention with sinks (gpt-oss) here, triton does")
     if dtype not in DTYPES:
         raise ConfigError(f"gpu-attention flashinfer: knows float16 and bfloat16, not {str(dtype).split('.')[-1]}")
     if head_dim is None:

@@ -3,6 +3,9 @@
 Its wrappers plan a step on the host from lengths alone and then run every layer. Plans are written through pinned
 memory of the wrapper: whoever plans again waits for the copy of the plan before, which is done when the step before
 begins. Written against flashinfer-python 0.6.13, whose pages of layout HND are those of `KVCache`.
+
+Models with sinks are refused: for those FlashInfer has another wrapper (BatchAttentionWithAttentionSinkWrapper), which
+has not been tried.
 """
 
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cuda.attention import store
+from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache
 
 HEAD_DIMS = (64, 128, 256)
@@ -80,7 +84,7 @@ class _Bound:
 
 
 class FlashInferAttention:
-    """Implements `CudaAttention` for `DTYPES` and heads of `HEAD_DIMS`, keys as wide as values."""
+    """Implements `CudaAttention` for `DTYPES` and heads of `HEAD_DIMS`, keys as wide as values, without sinks."""
 
     shares_pages = False
 
@@ -106,10 +110,11 @@ class FlashInferAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.forward`."""
+        """See `AttentionBackend.forward`. Raises ModelError if there are sinks."""
         store(k, v, batch.slot_mapping, cache, layer)
-        return self.attend(layer, q, batch, cache, scale=scale, window=window, softcap=softcap)
+        return self.attend(layer, q, batch, cache, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def attend(
         self,
@@ -121,8 +126,11 @@ class FlashInferAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `CudaAttention.attend`."""
+        """See `CudaAttention.attend`. Raises ModelError if there are sinks."""
+        if sinks is not None:
+            raise ModelError("sinks", list(sinks.shape), "not computed through FlashInfer: take gpu-attention triton")
         q, limits = q.contiguous(), (scale, window, softcap)
         out = torch.empty_like(q)
         bound = self._bound.get(id(batch))

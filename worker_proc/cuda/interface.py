@@ -27,6 +27,7 @@ class CudaAttention(AttentionBackend, Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`forward` for keys and values that are in the cache already."""
         ...
