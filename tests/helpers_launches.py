@@ -35,7 +35,7 @@ from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import RMSNorm
 from worker_proc.models.transformers_backend import ATTENTION_NAME, TransformersModel
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.scheme import MXFP4, Scheme
 from worker_proc.shared_pages import max_tiles
 
 HEADS, KV_HEADS, DIM, PAGE, INPUTS, VOCAB, SLOTS = 16, 8, 64, 16, 4096, 1000, 300
@@ -99,6 +99,7 @@ def kernels(step: list[str]) -> None:
     caches = [KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16, int8), 2, PAGE) for int8 in (False, True)]
     device = torch.device("cpu")
     weights = [PackedWeight.empty(700, INPUTS, Scheme(bits), torch.bfloat16, device) for bits in (4, 8)]
+    weights.append(PackedWeight.empty(700, INPUTS, MXFP4, torch.bfloat16, device))
     for rows, cache in product((1, 2, 4, 8, 16, 32, 64, 256), caches):
         attend(rows, 256, False, cache)
     for rows in (1, 17, 33, 64, 65, 4096):

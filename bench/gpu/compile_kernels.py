@@ -84,6 +84,7 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 ("int4", {"BITS": 4, "FLOAT": False, "GROUP": 128}),
                 ("int8", {"BITS": 8, "FLOAT": False, "GROUP": 0}),
                 ("fp8", {"BITS": 8, "FLOAT": True, "GROUP": 0}),
+                ("fp4", {"BITS": 4, "FLOAT": True, "GROUP": 32, "BLOCK_K": 32}),
             ):
                 yield f"linear {name} {rows} rows", linear.quantized_linear_kernel, cut | codes_of
     zeros = few | {"BITS": 4, "FLOAT": False, "GROUP": 32, "BLOCK_K": 32, "BLOCK_M": 64, "ZEROS": True, "BIAS": True}

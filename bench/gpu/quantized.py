@@ -21,12 +21,12 @@ from bench.gpu.worker import decode
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.models.layers import Linear
 from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import FP8, Scheme
+from worker_proc.quantization.scheme import FP8, MXFP4, Scheme
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 CHECKED = [
     Scheme(8), Scheme(8, 64, symmetric=False), Scheme(4, 128), Scheme(4, 32, symmetric=False), FP8,
-    Scheme(8, 128, floating=True),
+    Scheme(8, 128, floating=True), MXFP4,
 ]  # fmt: skip
 TIMED = [Scheme(8), Scheme(4, 128), FP8]
 ROWS = (1, 16, 64, 256, 4096)

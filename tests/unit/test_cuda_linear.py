@@ -12,18 +12,22 @@ from tests.helpers_triton import DEVICE
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import quantize_checkpoint
 from tests.unit.test_cuda_decoder import OnDevice, load
 from tests.unit.test_quantized_linear import SCHEMES, random_rows
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.linear_kernels import _float4
 from worker_proc.cuda.quantized import Launch, PackedWeight
 from worker_proc.errors import ModelError
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight
-from worker_proc.quantization.scheme import FP8, Scheme
+from worker_proc.quantization.scheme import FP4_NUMBERS, FP8, MXFP4, Scheme
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]  # see test_cuda_attention
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the largest number: outputs are rounded
@@ -50,7 +54,7 @@ def check(rows: QuantizedRows, tokens: int, dtype: torch.dtype, biased: bool) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scheme", [*SCHEMES, Scheme(4, 96), Scheme(8, 256)], ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, Scheme(4, 96), Scheme(8, 256), Scheme(4, 128, floating=True)], ids=str)
 @pytest.mark.parametrize("tokens, outputs, inputs", [
     (1, 70, 384), (16, 64, 1024), (17, 200, 520), (64, 130, 96), (65, 128, 640), (130, 260, 40),
 ])  # fmt: skip
@@ -82,6 +86,33 @@ def test_rows_are_those_of_torch(scheme: Scheme, inputs: int) -> None:
     some = torch.tensor([49, 0, 7, 7], device=DEVICE)
     assert torch.equal(weight.rows(some), plain.rows(some))
     assert weight.linear(torch.zeros(0, inputs, dtype=torch.bfloat16, device=DEVICE), None).shape == (0, 50)
+
+
+@triton.jit
+def widen_kernel(codes_ptr, out_ptr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(out_ptr + at, _float4(tl.load(codes_ptr + at), out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_numbers_of_fp4_are_exact(dtype: torch.dtype) -> None:
+    """Whatever the upper halves of the bytes are; the sign of zero too."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.int8)
+    found = torch.empty(256, dtype=dtype, device=DEVICE)
+    widen_kernel[(1,)](codes, found, 256)
+    want = torch.tensor(FP4_NUMBERS).repeat(16)
+    assert torch.equal(found.cpu().float(), want) and torch.equal(found.cpu().signbit(), want.signbit())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", [64, 300])
+def test_products_of_fp4_with_one_input_are_exact(inputs: int, dtype: torch.dtype) -> None:
+    """Every code with scales of powers of two, as small and as large as outputs can be."""
+    codes = (torch.arange(16)[:, None] + torch.arange(inputs)).remainder(16).to(torch.uint8)
+    scales = 2.0 ** torch.arange(-12, 13).repeat(10)[: 16 * MXFP4.num_groups(inputs)].view(16, -1)
+    rows = QuantizedRows(MXFP4, codes, scales)
+    found = packed(rows, dtype).linear(torch.eye(inputs, dtype=dtype, device=DEVICE), None)
+    assert torch.equal(found.t().cpu(), rows.dequantize(dtype))
 
 
 def test_a_row_has_the_same_bits_in_a_batch_of_up_to_sixteen() -> None:

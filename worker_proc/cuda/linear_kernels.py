@@ -1,7 +1,8 @@
 """Products with quantized weights in Triton: codes become numbers in registers, right before they are multiplied.
 
 A weight is (code - zero) * scale. Codes come centred (worker_proc/cuda/quantized.py): they, and their differences from
-zeros, are whole numbers that bfloat16 and float16 hold exactly, as they do FP8's; scales multiply the sums, in float32.
+zeros, are whole numbers that bfloat16 and float16 hold exactly, as they do FP8's and FP4's; scales multiply the sums,
+in float32.
 Outputs are the rows of the product's first operand, so that what was widened can stay in registers: Hopper's matrix
 units take the first operand from there. The second one is the batch, of 16 rows or more.
 """
@@ -22,9 +23,9 @@ def quantized_linear_kernel(
     inputs, `each` of `tiles` tiles of BLOCK_K, to `out[s]` `[rows, outputs]`.
 
     `codes` int8 `[outputs, tiles * BLOCK_K * BITS / 8]`; in 4 bits, the lower halves of a tile's bytes are its first
-    BLOCK_K / 2 inputs; FP8 (E4M3) where `FLOAT`. `scales`, and `zeros` where `ZEROS`, float32 `[groups, outputs]`, one
-    for every `GROUP` inputs, a multiple of BLOCK_K, or for all of them where that is 0. `EVEN`: BLOCK_K divides
-    `inputs`.
+    BLOCK_K / 2 inputs; FP8 (E4M3) or FP4 (E2M1) where `FLOAT`. `scales`, and `zeros` where `ZEROS`, float32 `[groups,
+    outputs]`, one for every `GROUP` inputs, a multiple of BLOCK_K, or for all of them where that is 0. `EVEN`: BLOCK_K
+    divides `inputs`.
     """
     WIDTH: tl.constexpr = BLOCK_K * BITS // 8
     dtype = x_ptr.dtype.element_ty
@@ -47,10 +48,17 @@ def quantized_linear_kernel(
             zero = tl.load(zeros_ptr + group * outputs + n, mask=real_n, other=0.0)[:, None].to(dtype)
         x = _inputs(x_at + k, k + at, inputs, real_m, EVEN)
         if BITS == 4:
-            low = (codes << 4).to(tl.int8) >> 4  # the sign comes with the shift
-            product = tl.dot(_whole(low, zero, ZEROS, dtype), x, input_precision="ieee")
+            if FLOAT:
+                low = _float4(codes, dtype)
+            else:
+                low = _whole((codes << 4).to(tl.int8) >> 4, zero, ZEROS, dtype)  # the sign comes with the shift
+            product = tl.dot(low, x, input_precision="ieee")
             x = _inputs(x_at + k + WIDTH, k + WIDTH + at, inputs, real_m, EVEN)
-            product = tl.dot(_whole(codes >> 4, zero, ZEROS, dtype), x, product, input_precision="ieee")
+            if FLOAT:
+                high = _float4(codes >> 4, dtype)
+            else:
+                high = _whole(codes >> 4, zero, ZEROS, dtype)
+            product = tl.dot(high, x, product, input_precision="ieee")
         elif FLOAT:
             product = tl.dot(_float8(codes, dtype), x, input_precision="ieee")
         else:
@@ -60,7 +68,7 @@ def quantized_linear_kernel(
         sums += product
     if GROUP == 0:
         sums *= tl.load(scales_ptr + n, mask=real_n, other=0.0)[:, None]
-    if FLOAT:
+    if FLOAT and BITS == 8:
         sums *= 256.0
     if BIAS:
         sums += tl.load(bias_ptr + n, mask=real_n, other=0.0).to(tl.float32)[:, None]
@@ -92,6 +100,15 @@ def _float8(codes, dtype: tl.constexpr):
     every GPU, also those without instructions for FP8."""
     bits = (codes.to(tl.int16) << 7) & -0x4001
     return bits.to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _float4(codes, dtype: tl.constexpr):
+    """What the lower halves of `codes` (int8) stand for in FP4: moved to where float16 has its bits, they are 2^-14 of
+    that. It is made up for here, exactly: matrix units need not take numbers below float16's normal ones."""
+    wide = codes.to(tl.int16)
+    bits = ((wide & 7) << 9) | ((wide & 8) << 12)
+    return (bits.to(tl.float16, bitcast=True) * 16384.0).to(dtype)
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])  # see attention_kernels.py

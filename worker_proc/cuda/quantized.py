@@ -55,7 +55,7 @@ class PackedWeight:
     scheme: Scheme
     inputs: int
     block: int  # inputs of a tile
-    codes: Tensor  # int8 [outputs, tiles * block * bits / 8]: codes less the middle one, FP8 as it is
+    codes: Tensor  # int8 [outputs, tiles * block * bits / 8]: codes less the middle one, FP8 and FP4 as they are
     scales: Tensor  # float32 [groups, outputs]
     zeros: Tensor | None  # as `scales`, less the middle code
     dtype: torch.dtype
