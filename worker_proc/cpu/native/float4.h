@@ -19,8 +19,9 @@ inline constexpr int8_t kFloat4Numbers[16] = {0, 1, 2, 3, 4, 6, 8, kMostFloat4, 
 inline floats float4_numbers(words codes) {
 #if defined(__ARM_NEON)
   // the other bytes of a word look up code 0, which is 0
-  const int8x16_t found = vqtbl1q_s8(vld1q_s8(kFloat4Numbers), (uint8x16_t)codes);
-  return (floats)vcvtq_n_f32_s32(vshlq_n_s32((int32x4_t)found, 24), 24);
+  const uint8x16_t table = vld1q_u8(reinterpret_cast<const uint8_t*>(kFloat4Numbers));
+  const ints found = (ints)((words)vqtbl1q_u8(table, (uint8x16_t)codes) << 24) >> 24;
+  return (floats)vcvtq_f32_s32((int32x4_t)found);
 #else
   floats numbers;
   for (int i = 0; i < kLanes; ++i) numbers[i] = kFloat4Numbers[codes[i]];

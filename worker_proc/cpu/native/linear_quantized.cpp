@@ -63,23 +63,39 @@ void quantize(const Element* source, int64_t stride, int64_t rows, int64_t input
   });
 }
 
-// Puts the codes of some outputs into a block, the others being 0.
-void add_codes(Format format, const uint8_t (&block)[kPanel][32], uint8_t* codes) {
-#if defined(__AMX_BF16__)
-  if (in_nibbles(format)) {
-    auto* words = reinterpret_cast<uint16_t*>(codes);
-    for (int output = 0; output < kPanel; output += 4, words += 32)
-      for (int i = 0; i < 32; ++i)
-        words[i] |= static_cast<uint16_t>(block[output][i] | block[output + 1][i] << 4 | block[output + 2][i] << 8 |
-                                          block[output + 3][i] << 12);
+#if !defined(__AMX_BF16__)
+// Words of codes of 4 bits, as `place_of` has them: of one input in each of some pairs, or of inputs side by side.
+#if defined(RHIZOME_INTEGERS)
+using CodeWord = uint16_t;
+#else
+using CodeWord = uint32_t;
+#endif
+#if defined(RHIZOME_INTEGERS) || defined(__AVX512BF16__)
+constexpr int kApart = 2;  // inputs of a word, one after the other
+#else
+constexpr int kApart = 1;
+#endif
+constexpr int kOfWord = 2 * sizeof(CodeWord);
+#endif
+
+// Puts the 32 codes of an output into a block, where they are 0.
+void add_codes(Format format, int output, const uint8_t* from, uint8_t* codes) {
+  if (!in_nibbles(format)) {
+    for (int input = 0; input < 32; ++input) codes[place_of(format, output, input).byte] = from[input];
     return;
   }
-#endif
-  for (int output = 0; output < kPanel; ++output)
-    for (int input = 0; input < 32; ++input) {
-      const CodePlace place = place_of(format, output, input);
-      codes[place.byte] |= static_cast<uint8_t>(block[output][input] << place.shift);
+#if defined(__AMX_BF16__)
+  auto* const words = reinterpret_cast<uint16_t*>(codes) + output / 4 * 32;
+  for (int input = 0; input < 32; ++input) words[input] |= static_cast<uint16_t>(from[input] << output % 4 * 4);
+#else
+  for (int first = 0; first < 32; first += kApart * kOfWord)
+    for (int turn = 0; turn < kApart; ++turn) {
+      CodeWord word = 0;
+#pragma GCC unroll 8
+      for (int i = 0; i < kOfWord; ++i) word |= static_cast<CodeWord>(CodeWord{from[first + i * kApart + turn]} << 4 * i);
+      std::memcpy(codes + place_of(format, output, first + turn).byte, &word, sizeof word);
     }
+#endif
 }
 
 }  // namespace
@@ -197,14 +213,14 @@ void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* sou
     const int64_t panel = begin_panel + task;
     const int64_t begin = std::max(first, panel * per_panel), end = std::min(first + rows, (panel + 1) * per_panel);
     for (int64_t step = 0; step < blocks(weights->inputs); ++step) {
-      uint8_t block[kPanel][32] = {};
+      uint8_t* const codes = const_cast<uint8_t*>(codes_at(*weights, panel, step));
       const int64_t count = std::min<int64_t>(32, weights->inputs - step * 32);
       for (int64_t at = begin; at < end; ++at) {
         const uint8_t* const from = source + (at - first) * stride + step * 32;
-        std::transform(from, from + count, block[at % per_panel + (paired == 2 ? kTile : 0)],
-                       [&](uint8_t code) { return stored(*weights, code); });
+        uint8_t row[32] = {};
+        std::transform(from, from + count, row, [&](uint8_t code) { return stored(*weights, code); });
+        add_codes(weights->format, static_cast<int>(at % per_panel + (paired == 2 ? kTile : 0)), row, codes);
       }
-      add_codes(weights->format, block, const_cast<uint8_t*>(codes_at(*weights, panel, step)));
     }
   });
 }
