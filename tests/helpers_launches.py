@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from bench.gpu.compile_kernels import HOPPER
 from bench.gpu.compiles import Case, make_decoder, make_runner, serve
+from bench.gpu.shapes import random_weights
 from worker_proc.attention.interface import TILE_COLUMNS, AttentionBackend, SharedPages
 from worker_proc.cuda.attention import TritonAttention, decode, prefill, store
 from worker_proc.cuda.graphs import Outputs
@@ -31,10 +32,14 @@ from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.cuda.sampling import draw, make_weights
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.decoder import Decoder
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.decoder_weights import MlpWeights
 from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
-from worker_proc.models.layers import RMSNorm
+from worker_proc.models.layers import Linear, RMSNorm
 from worker_proc.models.transformers_backend import ATTENTION_NAME, TransformersModel
+from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import MXFP4, Scheme
 from worker_proc.shared_pages import max_tiles
 
@@ -128,12 +133,15 @@ def workers(step: list[str], *, cold: bool) -> None:
     plain = parse_spec(llama)
     qwen = parse_spec(llama | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 64})
     window = replace(plain, windows=(None, 100))
+    experts = {"head_dim": 64, "sliding_window": 100, "num_local_experts": 4, "num_experts_per_tok": 2}
+    gpt_oss = parse_spec(llama | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | experts)
     cases = {
         "plain": Case(plain),
         "without graphs, int8 cache": Case(qwen, graphs=False, int8_kv=True, max_running=100),
         "4 bits, bias, windows": Case(window, Scheme(4, 64), bias=True, max_running=5, max_batch_tokens=2048),
         "8 bits, one KV head": Case(replace(plain, num_kv_heads=1), Scheme(8), page_size=5, context_len=700),
         "short": Case(plain, max_running=1, max_batch_tokens=64, context_len=64, graphs=False),
+        "sinks, windows, experts in FP4": Case(gpt_oss, max_batch_tokens=256, context_len=1024),
         "gpt2": Case(plain, context_len=512),
         "gemma2": Case(plain, context_len=512),
     }
@@ -148,7 +156,28 @@ def workers(step: list[str], *, cold: bool) -> None:
         report(first)
 
 
+def make_mixture(case: Case) -> Decoder:
+    """Layers by torch with sinks, biases, and experts in FP4."""
+    spec, weights = case.spec, random_weights(case.spec, device="cpu")
+    assert spec.mixture is not None
+    hidden, inner, experts = spec.hidden_size, spec.intermediate_size, spec.mixture.experts
+
+    def linear(outputs: int, inputs: int, scheme: Scheme | None = None) -> Linear:
+        cpu, dtype = torch.device("cpu"), torch.bfloat16
+        weight = PackedWeight.empty(outputs, inputs, scheme, dtype, cpu) if scheme else torch.randn(outputs, inputs)
+        return Linear(weight if scheme else weight.to(dtype), torch.zeros(outputs, dtype=dtype))
+
+    mlp = MlpWeights(linear(2 * inner, hidden, MXFP4), linear(hidden, inner, MXFP4))
+    others = {"router": linear(experts, hidden), "experts": (mlp,) * experts, "sinks": torch.zeros(spec.num_heads)}
+    layers = tuple(replace(layer, up=mlp.up, down=mlp.down, **others) for layer in weights.layers)
+    shard = Shard.of(spec, 0, 1)
+    return Decoder(spec, shard, replace(weights, layers=layers), TensorParallel(), TritonAttention())
+
+
 def model_of(name: str, case: Case) -> tuple[LanguageModel, AttentionBackend]:
+    if case.spec.mixture is not None:
+        mixture = make_mixture(case)
+        return mixture, mixture.attention
     if name not in CONFIG_MAPPING:
         decoder = make_decoder(case, "cpu")
         return decoder, decoder.attention

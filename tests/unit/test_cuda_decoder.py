@@ -16,23 +16,28 @@ pytest.importorskip("triton")
 
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_prompts, poison
-from worker_proc.attention.interface import ForwardBatch
+from tests.helpers_quantized import store_mxfp4
+from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder, supports
 from worker_proc.cuda.graphs import GraphedDecoder, Outputs, graph_sizes
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.kv_cache import KVCache
+from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeightPlan
 from worker_proc.models.describe import read_config
 from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import WeightLoader
-from worker_proc.models.registry import load_model
+from worker_proc.models.registry import load_gpu_model, load_model
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.rows import QuantizedWeight
+from worker_proc.quantization.scheme import MXFP4, Scheme
 from worker_proc.quantization.source import WeightSource
 from worker_proc.quantization.stored_config import parse_stored
+from worker_proc.startup import cuda_decoder, with_graphs
 from worker_proc.weights import Checkpoint
 
 PROMPTS = [prompt[:20] for prompt in make_prompts(VOCAB_SIZE)][:4]
@@ -50,6 +55,16 @@ def load(path: Path, scheme: Scheme | None = None) -> CudaDecoder:
         plan = DecoderWeightPlan(spec, Shard.of(spec, 0, 1), loader, source, PackedWeight.empty)
         loader.run()
         return CudaDecoder(spec, Shard.of(spec, 0, 1), plan.finish(), TensorParallel())
+
+
+def load_as_gpu(path: Path, attention: AttentionBackend, scheme: Scheme | None = None) -> LanguageModel:
+    """As `load_model` does on a GPU."""
+    config = read_config(path)
+    spec = parse_spec(config)
+    with torch.inference_mode():
+        loader = WeightLoader(Checkpoint.open(path), torch.float32, DEVICE)
+        source = WeightSource(loader, scheme, parse_stored(config))
+        return load_gpu_model(spec, Shard.of(spec, 0, 1), loader, source, TensorParallel(), attention)
 
 
 class OnDevice:
@@ -76,6 +91,47 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     want = greedy(path, PROMPTS, TOKENS)
     assert len({token for output in want for token in output}) > 10, "a degenerate model proves nothing"
     assert generate(OnDevice(load(path)), PROMPTS, TOKENS, page_size=4, chunk=9) == want
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gemma2", "gpt2", "mixtral"])
+def test_layers_by_torch_with_attention_in_kernels(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    model = load_as_gpu(path, TritonAttention())
+    assert isinstance(model, Decoder) and isinstance(model.attention, TritonAttention)
+    want = greedy(path, PROMPTS, TOKENS)
+    assert len({token for output in want for token in output}) > 8, "a degenerate model proves nothing"
+    assert generate(OnDevice(model), PROMPTS, TOKENS, page_size=4, chunk=9) == want
+
+
+def test_what_codes_are_multiplied_with(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path / "llama")
+    assert isinstance(load_as_gpu(path, TritonAttention()), CudaDecoder)
+    plain = load_as_gpu(path, ReferenceAttention(), Scheme(8))
+    assert isinstance(plain, Decoder) and isinstance(plain.weights.head.weight, QuantizedWeight)
+    model = load_as_gpu(make_checkpoint("gpt2", tmp_path / "gpt2"), TritonAttention(), Scheme(8))
+    assert isinstance(model, Decoder) and isinstance(model.weights.head.weight, PackedWeight)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_a_gpt_oss_in_fp4(int8: bool, tmp_path: Path) -> None:
+    """Its experts stay codes, and no step of it becomes a graph, which could not hold how tokens go to experts."""
+    source = make_checkpoint("gpt-oss", tmp_path / "source", head_dim=32, sliding_window=5)
+    codes, _ = store_mxfp4(source, tmp_path)
+    model = load_as_gpu(codes, TritonAttention())
+    assert isinstance(model, Decoder)
+    for layer in model.weights.layers:
+        assert layer.sinks is not None and len(layer.experts) == 5
+        for mlp in layer.experts:
+            for linear in (mlp.up, mlp.down):
+                assert isinstance(linear.weight, PackedWeight) and linear.weight.scheme == MXFP4
+    reference = load_model(
+        codes, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention()
+    )
+    want = generate(reference, PROMPTS, TOKENS, page_size=4, chunk=9, int8=int8)
+    assert len({token for output in want for token in output}) > 8, "a degenerate model proves nothing"
+    assert generate(OnDevice(model), PROMPTS, TOKENS, page_size=4, chunk=9, int8=int8) == want
+    cache = KVCache(model.kv_spec, 2, 16, DEVICE)
+    assert with_graphs(model, cache, 4, 64, None) is model and cuda_decoder(model, torch.device("cuda")) is None
 
 
 def test_logits_equal_the_reference_decoder(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ pytest.importorskip("triton")
 
 from tests.helpers_models import make_checkpoint
 from tests.helpers_paged import fill
-from tests.unit.test_cuda_decoder import load
+from tests.helpers_quantized import store_mxfp4
+from tests.unit.test_cuda_decoder import load, load_as_gpu
+from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.sampling import draw_rows
 from worker_proc.cuda.warm_up import compile_kernels
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
+from worker_proc.models.interface import LanguageModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
 
@@ -34,6 +37,24 @@ def test_a_start_shows_its_progress_and_leaves_nothing_behind(scheme: Scheme | N
     assert shown == [(done, total) for done in range(total + 1)]
     # five matrices of float32, which make no difference between 33 rows and more
     assert total == 4 + (5 * 3 if scheme is not None else 0)
+    leaves_nothing_behind(model)
+
+
+def test_experts_in_codes_are_multiplied_before_they_are_needed(tmp_path: Path) -> None:
+    codes, _ = store_mxfp4(make_checkpoint("gpt-oss", tmp_path / "source"), tmp_path)
+    attention = TritonAttention()
+    model = load_as_gpu(codes, attention)
+    shown: list[tuple[int, int]] = []
+    compile_kernels(
+        model, attention, model.kv_spec, max_rows=3, max_tokens=70, context_len=40, page_size=4, device=DEVICE,
+        progress=lambda done, total: shown.append((done, total)),
+    )  # fmt: skip
+    # two shapes of matrices with three kernels each; nothing is shared
+    assert shown[-1] == (3 + 2 * 3, 3 + 2 * 3)
+    leaves_nothing_behind(model)
+
+
+def leaves_nothing_behind(model: LanguageModel) -> None:
     cache = KVCache(model.kv_spec, 4, 4, DEVICE)
     fill(cache)
     before = [pages[:4].clone() for pages in cache.page_tensors]

@@ -18,6 +18,7 @@ from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.idle_step import idle_step
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_weights import DecoderWeights
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import Linear
@@ -52,7 +53,7 @@ def compile_kernels(
         several = isinstance(model, CudaDecoder)  # others are not told of shared pages
         batches += [step(0, kind.rows, kind.columns, kind.shared) for kind in kinds if several or not kind.shared]
     tasks: list[Callable[[], object]] = [partial(model.forward, batch, cache) for batch in batches]
-    if isinstance(model, CudaDecoder):
+    if isinstance(model, CudaDecoder | Decoder):
         tasks += _products(model.weights, max_tokens, device)
     for done, task in enumerate(tasks):
         if progress is not None:
@@ -65,8 +66,9 @@ def compile_kernels(
 def _products(weights: DecoderWeights, most: int, device: torch.device) -> Iterator[Callable[[], Tensor]]:
     """A product with codes for each shape of matrix and each kernel that up to `most` rows need."""
     seen: set[tuple[object, ...]] = set()
-    layers = (linear for layer in weights.layers for linear in (layer.qkv, layer.o, layer.up, layer.down))
-    for linear in (*layers, weights.head):
+    layers = [linear for layer in weights.layers for linear in (layer.qkv, layer.o, layer.up, layer.down)]
+    experts = [linear for layer in weights.layers for mlp in layer.experts for linear in (mlp.up, mlp.down)]
+    for linear in (*layers, *experts, weights.head):
         weight = linear.weight
         if not isinstance(weight, PackedWeight):
             continue

@@ -17,8 +17,9 @@ from worker_proc.models.describe import read_config
 from worker_proc.models.families import is_native, parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import Progress, WeightLoader
+from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.rows import quantize_rows
+from worker_proc.quantization.rows import QuantizedWeight, quantize_rows
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
 from worker_proc.quantization.stored_config import parse_stored
@@ -76,14 +77,30 @@ def load_model(
             loader.run(progress)
             return CpuDecoder(spec, shard, packed.finish(), tp, native)
         if device.type == "cuda":
-            from worker_proc.cuda import decoder as cuda  # needs Triton, which torch brings where there is a GPU
-            from worker_proc.cuda.interface import CudaAttention
-            from worker_proc.cuda.quantized import PackedWeight
-
-            if cuda.supports(spec) and isinstance(attention, CudaAttention):
-                plan = DecoderWeightPlan(spec, shard, loader, source, PackedWeight.empty)
-                loader.run(progress)
-                return cuda.CudaDecoder(spec, shard, plan.finish(), tp, attention)
+            return load_gpu_model(spec, shard, loader, source, tp, attention, progress)
         plan = DecoderWeightPlan(spec, shard, loader, source)
         loader.run(progress)
         return Decoder(spec, shard, plan.finish(), tp, attention)
+
+
+def load_gpu_model(
+    spec: DecoderSpec,
+    shard: Shard,
+    loader: WeightLoader,
+    source: WeightSource,
+    tp: TensorParallel,
+    attention: AttentionBackend,
+    progress: Progress | None = None,
+) -> LanguageModel:
+    """A native model on a GPU: `worker_proc.cuda.decoder` where it computes this one, else layers by torch. Codes are
+    multiplied by Triton's kernels, or by torch too where attention is plain torch (gpu-attention sdpa)."""
+    from worker_proc.cuda import decoder as cuda  # needs Triton, which torch brings where there is a GPU
+    from worker_proc.cuda.interface import CudaAttention
+    from worker_proc.cuda.quantized import PackedWeight
+
+    make_matrix = PackedWeight.empty if isinstance(attention, CudaAttention) else QuantizedWeight.empty
+    plan = DecoderWeightPlan(spec, shard, loader, source, make_matrix)
+    loader.run(progress)
+    if isinstance(attention, CudaAttention) and cuda.supports(spec):
+        return cuda.CudaDecoder(spec, shard, plan.finish(), tp, attention)
+    return Decoder(spec, shard, plan.finish(), tp, attention)
