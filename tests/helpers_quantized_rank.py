@@ -1,6 +1,7 @@
 """One of two ranks for tests: `python -m tests.helpers_quantized_rank RANK STORE OUT CHECKPOINT GROUP PROMPTS TOKENS`
 
-Generates greedily, weights in int4 and KV in int8, with the best kernels of this machine; writes the tokens as JSON.
+Generates greedily, weights in int4 (as they are stored if GROUP is 0) and KV in int8, with the best kernels of this
+machine; writes the tokens as JSON.
 """
 
 import json
@@ -23,7 +24,7 @@ def main() -> None:
     tp = TensorParallel.connect(int(rank), 2, store, "cpu", timeout=60)
     model = load_model(
         path, dtype=torch.bfloat16, device="cpu", tp=tp, attention=ReferenceAttention(), native=best_library(),
-        quantization=Scheme(4, int(group)),
+        quantization=Scheme(4, int(group)) if int(group) else None,
     )  # fmt: skip
     outputs = generate(model, json.loads(prompts), int(tokens), int8=True, tp=tp)
     Path(out).write_text(json.dumps(outputs))

@@ -12,7 +12,7 @@ from common.sampling_params import SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_native import COMPRESSING
 from tests.helpers_paged import generate, make_prompts
-from tests.helpers_quantized import quantize_checkpoint, store_bytes
+from tests.helpers_quantized import quantize_checkpoint, store_bytes, store_mxfp4
 from tests.integration.cluster import ROOT, Cluster, running
 from tests.integration.test_cluster import GREEDY, collect, crowd
 from worker_proc.attention.reference import ReferenceAttention
@@ -45,13 +45,13 @@ def in_process(path: Path, scheme: Scheme | None) -> list[list[int]]:
     return generate(model, PROMPTS, NEW_TOKENS, int8=True)
 
 
-def two_ranks(path: Path, directory: Path) -> list[list[int]]:
-    """Two ranks without a cluster, on the native kernels."""
+def two_ranks(path: Path, directory: Path, group: int) -> list[list[int]]:
+    """Two ranks without a cluster, on the native kernels; with `group` 0, weights as they are stored."""
     outs = [directory / f"rank{rank}.json" for rank in range(2)]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.helpers_quantized_rank", str(rank), str(directory / "store"), str(out),
-             str(path), "32", json.dumps(PROMPTS), str(NEW_TOKENS)],
+             str(path), str(group), json.dumps(PROMPTS), str(NEW_TOKENS)],
             cwd=ROOT,
         )
         for rank, out in enumerate(outs)
@@ -75,7 +75,7 @@ def test_int4_weights_and_int8_kv_over_two_ranks(tmp_path: Path) -> None:
         assert cluster.info["model"]["kv_cache_dtype"] == "int8"
         assert answers(cluster) == in_process(path, Scheme(4, 32))
     with running(path, *FLAGS, *int4, "--dtype", "bfloat16") as cluster:
-        assert answers(cluster) == two_ranks(path, tmp_path)
+        assert answers(cluster) == two_ranks(path, tmp_path, 32)
 
 
 def test_preempted_requests_have_the_tokens_that_they_have_alone(tmp_path: Path) -> None:
@@ -116,6 +116,18 @@ def test_an_fp8_checkpoint_over_two_ranks(tmp_path: Path) -> None:
     with running(source, *FLAGS, "--dtype", "float32", "-q", "fp8") as cluster:
         assert cluster.info["model"]["quantization"] == "fp8"
         assert answers(cluster) == in_process(source, FP8)
+
+
+def test_a_gpt_oss_over_two_ranks(tmp_path: Path) -> None:
+    """Experts in MXFP4, of which each rank has half of the channels; windows, and sinks in every softmax."""
+    source = make_checkpoint("gpt-oss", tmp_path / "source", intermediate_size=128)
+    codes, plain = store_mxfp4(source, tmp_path)
+    del plain
+    with running(codes, *FLAGS, "--dtype", "float32") as cluster:
+        assert cluster.info["model"]["quantization"] == "mxfp4"
+        assert answers(cluster) == in_process(codes, None)
+    with running(codes, *FLAGS, "--dtype", "bfloat16") as cluster:
+        assert answers(cluster) == two_ranks(codes, tmp_path, 0)
 
 
 @pytest.mark.skipif(not COMPRESSING, reason="compressed weights need vectors")

@@ -17,7 +17,7 @@ from worker_proc.errors import ModelError
 from worker_proc.parallel import TensorParallel
 
 # multi-head and tied; grouped-query, biased; fused c_attn; q/k norms, untied; output norms; scales; stacked
-# projections; experts
+# projections; experts; sinks and stacked experts
 KINDS = [
     "llama",
     "qwen2",
@@ -30,6 +30,7 @@ KINDS = [
     "granite",
     "phi3",
     "qwen3-moe",
+    "gpt-oss",
 ]
 
 
