@@ -30,7 +30,8 @@ def quantize_checkpoint(
     source: Path, directory: Path, method: str, scheme: Scheme, *, seed: int = 0, **changes: Any
 ) -> tuple[Path, Path]:
     """Turns the projections of a plain checkpoint into random codes with its scale. Returns two checkpoints: one with
-    codes, and one with what they stand for in bfloat16. `changes` replace fields of quantization_config."""
+    codes, and one with what they stand for in bfloat16, by the order of activations where the scheme is ordered.
+    `changes` replace fields of quantization_config."""
     generator = torch.Generator().manual_seed(seed)
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / SINGLE_FILE).items()}
     codes_of, plain = dict(weights), dict(weights)
@@ -45,10 +46,13 @@ def quantize_checkpoint(
         zeros = torch.full((outputs, groups), scheme.middle)
         if not scheme.symmetric:
             zeros = torch.randint(1, 2**scheme.bits, zeros.shape, generator=generator)
-        spread = [x.repeat_interleave(size, 1)[:, :inputs] for x in (zeros, scales.float())]
+        groups_of = torch.arange(inputs) // size
+        if scheme.ordered:  # q, k and v have the same inputs, and so do gates and ups: an order for each number of them
+            groups_of = groups_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+        spread = [x[:, groups_of] for x in (zeros, scales.float())]
         plain[name] = ((codes - spread[0]) * spread[1]).to(torch.bfloat16)
         del codes_of[name]
-        codes_of |= _stored(name.removesuffix("weight"), method, scheme, codes, scales, zeros, changes)
+        codes_of |= _stored(name.removesuffix("weight"), method, scheme, codes, scales, zeros, groups_of.int(), changes)
     return _write_both(source, directory, codes_of, plain, quantization_config(method, scheme) | changes)
 
 
@@ -160,13 +164,14 @@ def quantization_config(method: str, scheme: Scheme) -> dict[str, Any]:
             "quant_method": "gptq",
             "bits": scheme.bits,
             "group_size": size,
-            "desc_act": False,
+            "desc_act": scheme.ordered,
             "sym": scheme.symmetric,
         }
     if method == "awq":
         return {"quant_method": "awq", "bits": scheme.bits, "group_size": size, "zero_point": True, "version": "gemm"}
     weights = {
-        "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "dynamic": False, "actorder": None,
+        "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "dynamic": False,
+        "actorder": "group" if scheme.ordered else None,
         "strategy": "group" if scheme.group_size else "channel", "group_size": scheme.group_size,
     }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -177,12 +182,21 @@ def quantization_config(method: str, scheme: Scheme) -> dict[str, Any]:
 
 
 def _stored(
-    base: str, method: str, scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor, changes: dict[str, Any]
+    base: str,
+    method: str,
+    scheme: Scheme,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    changes: dict[str, Any],
 ) -> dict[str, Tensor]:
     bits, (outputs, inputs) = scheme.bits, codes.shape
     if method == "compressed-tensors":
         tensors = {"weight_packed": pack_words(codes, bits), "weight_scale": scales}
         tensors["weight_shape"] = torch.tensor([outputs, inputs])
+        if scheme.ordered:
+            tensors["weight_g_idx"] = groups
         if not scheme.symmetric:
             tensors["weight_zero_point"] = pack_words(zeros.t(), bits).t()
     elif method == "awq":
@@ -197,6 +211,6 @@ def _stored(
             "qweight": pack_words(codes, bits).t(),
             "qzeros": pack_words(zeros.t() - less, bits),
             "scales": scales.t(),
-            "g_idx": (torch.arange(inputs) // (scheme.group_size or inputs)).int(),
+            "g_idx": groups,
         }
     return {base + name: tensor for name, tensor in tensors.items()}

@@ -38,6 +38,9 @@ SCHEMES = [
     FP8,
     Scheme(8, 32, floating=True),
     Scheme(8, 128, floating=True),
+    Scheme(4, 32, ordered=True),
+    Scheme(4, 128, symmetric=False, ordered=True),
+    Scheme(8, 64, ordered=True),
     MXFP4,
     Scheme(4, None, floating=True),
     Scheme(4, 128, floating=True),
@@ -60,7 +63,8 @@ def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> Quantiz
     zeros = None
     if not scheme.symmetric:
         zeros = torch.randint(0, 2**scheme.bits + 1, (outputs, groups), generator=generator).float()
-    return QuantizedRows(scheme, codes, scales, zeros)
+    order = torch.randperm(inputs, generator=generator) if scheme.ordered else None
+    return QuantizedRows(scheme, codes, scales, zeros, order)
 
 
 def packed(level: Level, rows: QuantizedRows, paired: bool = False) -> QuantizedMatrix:
@@ -98,6 +102,7 @@ def integer_sums(rows: QuantizedRows, x: Tensor) -> Tensor:
     """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for a segment, then
     in float32."""
     _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
+    x = x if rows.order is None else x[:, rows.order]
     unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
     fixed = (x.double() / unit).round()
     scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
@@ -192,7 +197,8 @@ def test_weights_are_rounded_to_the_nearest_even_bfloat16_or_not_at_all(
     codes = torch.arange(outputs * inputs).view(outputs, inputs) * 37 % 2**scheme.bits
     codes = without_nan(codes, scheme)
     zeros = None if scheme.symmetric else torch.arange(outputs * shape[1]).view(shape).float() % 2**scheme.bits
-    weights = QuantizedRows(scheme, codes.to(torch.uint8), scales, zeros)
+    order = torch.arange(inputs).flip(0) if scheme.ordered else None
+    weights = QuantizedRows(scheme, codes.to(torch.uint8), scales, zeros, order)
     matrix, found = packed(level, weights), torch.empty(inputs, outputs)
     for first in range(0, inputs, rows):  # rows that each take one input's weights
         x = torch.eye(inputs)[first : first + rows].to(torch.bfloat16)

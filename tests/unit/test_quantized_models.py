@@ -203,6 +203,9 @@ FORMATS = [
     ("gptq", Scheme(4, 32, symmetric=False), {}),
     ("gptq", Scheme(4, 32, symmetric=False), {"checkpoint_format": "gptq_v2"}),
     ("gptq", Scheme(8, 32), {}),
+    ("gptq", Scheme(4, 32, ordered=True), {}),
+    ("gptq", Scheme(4, 32, symmetric=False, ordered=True), {"static_groups": True}),
+    ("gptq", Scheme(4), {"desc_act": True}),
     ("gptq", Scheme(4), {}),
     ("awq", Scheme(4, 32, symmetric=False), {}),
     ("awq", Scheme(4, 64, symmetric=False), {}),
@@ -210,13 +213,15 @@ FORMATS = [
     ("compressed-tensors", Scheme(4, 128, symmetric=False), {}),
     ("compressed-tensors", Scheme(4), {}),
     ("compressed-tensors", Scheme(8, 32), {}),
+    ("compressed-tensors", Scheme(4, 32, ordered=True), {}),
+    ("compressed-tensors", Scheme(4, 64, symmetric=False, ordered=True), {}),
     ("compressed-tensors", Scheme(8), {}),
     ("compressed-tensors", Scheme(8, None, symmetric=False), {}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("method", "scheme", "changes"), FORMATS, ids=[f"{m}-{s}-{s.symmetric}-{c}" for m, s, c in FORMATS]
+    ("method", "scheme", "changes"), FORMATS, ids=[f"{m}-{s}-{s.symmetric}-{s.ordered}-{c}" for m, s, c in FORMATS]
 )
 def test_stored_codes_are_what_they_stand_for(
     method: str, scheme: Scheme, changes: dict[str, Any], tmp_path: Path
@@ -384,6 +389,24 @@ def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
     check_refused(codes, weights, r"up_proj.qzeros = None: the checkpoint lacks")
 
 
+def test_an_order_of_activations_is_checked(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source")
+    codes, _ = quantize_checkpoint(source, tmp_path, "gptq", Scheme(4, 32, ordered=True))
+    weights, base = load_file(codes / SINGLE_FILE), "model.layers.0.self_attn.k_proj."
+    groups = weights[base + "g_idx"]
+    assert groups.tolist() != sorted(groups.tolist())
+    for change, message in (
+        ({base + "g_idx": groups.flip(0)}, "g_idx = .*computed together must have their inputs in one order"),
+        ({base + "g_idx": torch.zeros_like(groups)}, "k_proj.g_idx = .*groups must be of 32 inputs each"),
+        ({base + "g_idx": groups[:-1].contiguous()}, r"k_proj.g_idx = \[63\]: .*\[64\]"),
+    ):
+        check_refused(codes, weights | change, message)
+    del weights[base + "g_idx"]
+    check_refused(codes, weights, "k_proj.g_idx = None: the checkpoint lacks")
+    with pytest.raises(ModelError, match="order of activations cannot be shared out over ranks: take tp = 1"):
+        shard_weights(codes, 0, 2, None)
+
+
 def check_field(directory: Path, stored: dict[str, Any], field: str) -> None:
     """What a checkpoint says of its codes is refused for this field."""
     path = make_checkpoint("llama", directory)
@@ -405,7 +428,7 @@ def check_field(directory: Path, stored: dict[str, Any], field: str) -> None:
         ("gptq", {"quant_method": "fp8", "kv_cache_scheme": "static"}, "kv_cache_scheme"),
         ("gptq", {"bits": 3}, "bits"),
         ("gptq", {"bits": True}, "bits"),
-        ("gptq", {"desc_act": True}, "desc_act"),
+        ("gptq", {"desc_act": "yes"}, "desc_act"),
         ("gptq", {"group_size": 48}, "group_size"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format"),
         ("gptq", {"sym": None}, "sym"),
@@ -428,7 +451,7 @@ def test_other_formats_are_refused_by_name(method: str, change: dict[str, Any], 
         ({"num_bits": 2}, "num_bits"),
         ({"type": "float"}, "type"),
         ({"strategy": "tensor"}, "strategy"),
-        ({"actorder": "group"}, "actorder"),
+        ({"actorder": "dynamic"}, "actorder"),
         ({"group_size": 16}, "group_size"),
         ({"dynamic": True}, "dynamic"),
     ],

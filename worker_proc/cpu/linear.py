@@ -59,6 +59,7 @@ class MatrixStruct(ctypes.Structure):
         ("high_bytes", ctypes.c_void_p),
         ("exception_starts", ctypes.c_void_p),
         ("exceptions", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
     )
 
 

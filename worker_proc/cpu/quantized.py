@@ -10,7 +10,7 @@ from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PANEL, Format, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.errors import ModelError
-from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
@@ -66,6 +66,7 @@ class QuantizedMatrix(PackedMatrix):
         self.struct.group = group or padded
         self.struct.scales = self.scales.data_ptr()
         self.struct.zeros = self.zeros.data_ptr() if self.zeros is not None else None
+        self._order = empty_order(scheme, inputs)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +74,11 @@ class QuantizedMatrix(PackedMatrix):
         return self.memory.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def pack_rows(self, rows: QuantizedRows, first: int, pairing: Pairing = Pairing.NONE) -> None:
-        """Put `rows` in place, the first one as output `first` (of its kind)."""
+        """Put `rows` in place, the first one as output `first` (of its kind). Raises as `keep_order` does."""
+        keep_order(self._order, rows)
+        if self._order is not None:
+            self._places = self._order.int()  # as the kernels read it
+            self.struct.order = self._places.data_ptr()
         codes = rows.codes if rows.codes.stride(1) == 1 else rows.codes.contiguous()
         self.native.functions.rhizome_pack_codes(
             ctypes.addressof(self.struct), codes.data_ptr(), codes.stride(0), len(codes), first, pairing

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from worker_proc.cuda.linear_kernels import quantized_linear_kernel, sum_parts_kernel
 from worker_proc.errors import ModelError
-from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCKS = (128, 64, 32)  # inputs of a tile, which has one scale per output
@@ -58,6 +58,7 @@ class PackedWeight:
     codes: Tensor  # int8 [outputs, tiles * block * bits / 8]: codes less the middle one, FP8 and FP4 as they are
     scales: Tensor  # float32 [groups, outputs]
     zeros: Tensor | None  # as `scales`, less the middle code
+    order: Tensor | None  # int64 [inputs], see `QuantizedRows`
     dtype: torch.dtype
 
     @classmethod
@@ -72,7 +73,8 @@ class PackedWeight:
         width = triton.cdiv(inputs, block) * block * scheme.bits // 8
         codes = torch.zeros(outputs, width, dtype=torch.int8, device=device)
         scales = torch.zeros(scheme.num_groups(inputs), outputs, device=device)
-        return cls(scheme, inputs, block, codes, scales, None if scheme.symmetric else torch.zeros_like(scales), dtype)
+        zeros = None if scheme.symmetric else torch.zeros_like(scales)
+        return cls(scheme, inputs, block, codes, scales, zeros, empty_order(scheme, inputs, device), dtype)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,8 @@ class PackedWeight:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def put(self, first: int, rows: QuantizedRows) -> None:
-        """Fill the rows from `first` on."""
+        """Fill the rows from `first` on. Raises ModelError as `keep_order` does."""
+        keep_order(self.order, rows)
         middle, count = self.scheme.middle, len(rows.codes)
         codes = F.pad(rows.codes, (0, -self.inputs % self.block), value=middle) ^ middle  # two's complement
         if self.scheme.bits == 4:
@@ -101,7 +104,7 @@ class PackedWeight:
             codes = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
         codes = codes[:, : self.inputs] ^ middle
         zeros = self.zeros.T[pick] + middle if self.zeros is not None else None
-        return QuantizedRows(self.scheme, codes, self.scales.T[pick], zeros).dequantize(self.dtype)
+        return QuantizedRows(self.scheme, codes, self.scales.T[pick], zeros, self.order).dequantize(self.dtype)
 
     def row_counts(self, most: int) -> list[int]:
         """Numbers of rows up to `most` whose products launch, between them, every kernel that any such number needs."""
@@ -114,6 +117,8 @@ class PackedWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias` for `x` `[T, in]`: sums in float32, rounded once. Nothing here waits for the GPU."""
+        if self.order is not None:
+            x = x.index_select(1, self.order)
         x = x if x.stride(1) == 1 else x.contiguous()
         rows, outputs = len(x), len(self.codes)
         tiles = triton.cdiv(self.inputs, self.block)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker_proc.errors import ModelError
 from worker_proc.quantization.scheme import FP4_NUMBERS, Scheme
 
 _LEAST = 1e-30  # a group with smaller scales is all zeros
@@ -14,31 +15,53 @@ _MOST_FP8 = 448  # what E4M3 holds at most
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Rows of a weight matrix: `codes` uint8 `[R, K]`, `scales` float32 `[R, G]`, and as many `zeros`, or None."""
+    """Rows of a weight matrix: `codes` uint8 `[R, K]`, `scales` float32 `[R, G]`, and as many `zeros`, or None. Where
+    the scheme is ordered, column i is that of input `order[i]` (int64 `[K]`)."""
 
     scheme: Scheme
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    order: Tensor | None = None
 
     def select(self, rows: tuple[int, int], cols: tuple[int, int]) -> "QuantizedRows":
-        """A block. `cols` must be at the borders of groups."""
+        """A block. `cols` must be at the borders of groups, all columns where the scheme is ordered."""
         size = self.scheme.group_size
         groups = slice(None) if size is None else slice(cols[0] // size, -(-cols[1] // size))
         zeros = self.zeros[slice(*rows), groups] if self.zeros is not None else None
         return QuantizedRows(
-            self.scheme, self.codes[slice(*rows), slice(*cols)], self.scales[slice(*rows), groups], zeros
+            self.scheme, self.codes[slice(*rows), slice(*cols)], self.scales[slice(*rows), groups], zeros, self.order
         )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """`[R, K]`, computed in float32 and rounded to `dtype`."""
+        """`[R, K]`, by input, computed in float32 and rounded to `dtype`."""
         inputs = self.codes.shape[1]
         size = self.scheme.group_size or inputs
         scales = self.scales.repeat_interleave(size, 1)[:, :inputs]
         if self.scheme.floating:
-            return (floating_numbers(self.scheme, self.codes) * scales).to(dtype)
-        zeros = self.zeros.repeat_interleave(size, 1)[:, :inputs] if self.zeros is not None else self.scheme.middle
-        return ((self.codes.float() - zeros) * scales).to(dtype)
+            numbers = floating_numbers(self.scheme, self.codes)
+        else:
+            zeros = self.zeros.repeat_interleave(size, 1)[:, :inputs] if self.zeros is not None else self.scheme.middle
+            numbers = self.codes.float() - zeros
+        weights = (numbers * scales).to(dtype)
+        return weights if self.order is None else weights[:, self.order.argsort()]
+
+
+def empty_order(scheme: Scheme, inputs: int, device: torch.device | None = None) -> Tensor | None:
+    """Room for the order of a matrix's inputs where the scheme has one, for `keep_order`."""
+    return torch.full((inputs,), -1, device=device) if scheme.ordered else None
+
+
+def keep_order(order: Tensor | None, rows: QuantizedRows) -> None:
+    """Note down the order of `rows`, which all rows of a matrix have in common. Raises ModelError where they do not."""
+    if order is None or rows.order is None:
+        if order is not rows.order:
+            raise ValueError("rows have an order if, and only if, their matrix has")
+        return
+    if bool((order == -1).all()):
+        order.copy_(rows.order)
+    if not torch.equal(order, rows.order.to(order.device)):
+        raise ModelError("g_idx", "...", "projections that are computed together must have their inputs in one order")
 
 
 def floating_numbers(scheme: Scheme, codes: Tensor) -> Tensor:
@@ -85,6 +108,7 @@ class QuantizedWeight:
     codes: Tensor  # uint8 [out, inputs], or [out, inputs / 2] with 4 bits, the even inputs in the low halves
     scales: Tensor  # float32 [out, groups]
     zeros: Tensor | None
+    order: Tensor | None  # int64 [inputs], see `QuantizedRows`
     dtype: torch.dtype
 
     @classmethod
@@ -94,10 +118,12 @@ class QuantizedWeight:
         width = -(-inputs // 2) if scheme.bits == 4 else inputs
         codes = torch.zeros(outputs, width, dtype=torch.uint8, device=device)
         scales = torch.zeros(outputs, scheme.num_groups(inputs), device=device)
-        return cls(scheme, inputs, codes, scales, None if scheme.symmetric else torch.zeros_like(scales), dtype)
+        zeros = None if scheme.symmetric else torch.zeros_like(scales)
+        return cls(scheme, inputs, codes, scales, zeros, empty_order(scheme, inputs, device), dtype)
 
     def put(self, first: int, rows: QuantizedRows) -> None:
-        """Fill the rows from `first` on."""
+        """Fill the rows from `first` on. Raises ModelError as `keep_order` does."""
+        keep_order(self.order, rows)
         codes = rows.codes
         if self.scheme.bits == 4:
             codes = F.pad(codes, (0, codes.shape[1] % 2))
@@ -124,4 +150,4 @@ class QuantizedWeight:
         if self.scheme.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, : self.inputs]
         zeros = self.zeros[pick] if self.zeros is not None else None
-        return QuantizedRows(self.scheme, codes, self.scales[pick], zeros).dequantize(self.dtype)
+        return QuantizedRows(self.scheme, codes, self.scales[pick], zeros, self.order).dequantize(self.dtype)

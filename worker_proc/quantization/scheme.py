@@ -13,12 +13,14 @@ class Scheme:
     """A weight is (code - zero) * scale, with codes 0 .. 2**bits - 1. `group_size` inputs of an output have a scale in
     common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is
     one per scale. Where `floating`, a code is a number of FP8 (8 bits: E4M3, as torch.float8_e4m3fn has it) or FP4 (4
-    bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric."""
+    bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric. Where `ordered`, inputs of a matrix
+    have an order of their own, in which groups follow each other (GPTQ's order of activations)."""
 
     bits: int
     group_size: int | None = None
     symmetric: bool = True
     floating: bool = False
+    ordered: bool = False
 
     @property
     def middle(self) -> int:
@@ -36,7 +38,8 @@ class Scheme:
         return f"{'fp' if self.floating else 'int'}{self.bits}"
 
     def __str__(self) -> str:
-        return self.name if self.group_size is None else f"{self.name}, groups of {self.group_size}"
+        groups = "" if self.group_size is None else f", groups of {self.group_size}"
+        return self.name + groups + (" in order" if self.ordered else "")
 
     def num_groups(self, inputs: int) -> int:
         return 1 if self.group_size is None else -(-inputs // self.group_size)
@@ -44,6 +47,9 @@ class Scheme:
     def check_columns(self, name: str, cols: tuple[int, int], inputs: int) -> None:
         """Refuse columns `cols` of a matrix with `inputs` of them that begin or end inside a group."""
         size = self.group_size
+        if self.ordered and cols != (0, inputs):
+            reason = "inputs in the order of activations cannot be shared out over ranks: take tp = 1"
+            raise ModelError(name, list(cols), reason)
         if size is not None and any(edge % size and edge != inputs for edge in cols):
             reason = f"columns of this rank cut a quantization group of {size}: take a smaller group size or tp"
             raise ModelError(name, list(cols), reason)

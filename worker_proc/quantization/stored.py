@@ -4,9 +4,10 @@ What has a byte for each weight is in stored_bytes.py, FP4 in stored_fp4.py. The
 int32, the first one in the lowest bits:
 
 - compressed-tensors (pack-quantized): `weight_packed` [out, in / n] along the inputs, `weight_scale` [out, groups],
-  with zero points `weight_zero_point` [out / n, groups] along the outputs, and `weight_shape`.
+  with zero points `weight_zero_point` [out / n, groups] along the outputs, `weight_shape`, and, with actorder "group",
+  `weight_g_idx` [in], the group of each input.
 - GPTQ: `qweight` [in / n, out] along the inputs, `qzeros` [groups, out / n] along the outputs, `scales` [groups, out],
-  `g_idx` [in], the group of each input. Its first format stores zeros less one.
+  `g_idx` [in], the group of each input: in turn, but with desc_act. Its first format stores zeros less one.
 - AWQ: `qweight` [in, out / n] and `qzeros` [groups, out / n] along the outputs, whose eight codes are in the order
   0, 2, 4, 6, 1, 3, 5, 7, and `scales` [groups, out].
 """
@@ -76,7 +77,8 @@ def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, ta
     entries = {}
     for suffix, shape in _shapes(stored, part).items():
         name = f"{module_of(part)}.{suffix}"
-        if name not in checkpoint.tensors and suffix in ("g_idx", "weight_shape"):
+        optional = suffix == "weight_shape" or (suffix == "g_idx" and not stored.scheme.ordered)
+        if name not in checkpoint.tensors and optional:
             continue
         allowed = SCALE_DTYPES if "scale" in suffix else _CODE_DTYPES
         entries[suffix] = find_entry(checkpoint, name, (shape,), allowed)
@@ -106,16 +108,18 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
         if stored.method == "awq":
             codes = _unpack(tensors["qweight"], bits, places).t()
         else:
-            _check_order(stored, part, tensors.get("g_idx"))
             codes = _unpack(tensors["qweight"].t(), bits)
         scales = tensors["scales"].t()
         if not scheme.symmetric:
             zeros = (_unpack(tensors["qzeros"], bits, places).int() + stored.zero_offset).t()
+    groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
+    order = _order(stored, part, groups) if groups is not None else None
     return QuantizedRows(
         scheme,
-        codes.contiguous(),
+        codes.contiguous() if order is None else codes[:, order],
         scales.float().contiguous(),
         zeros.float().contiguous() if zeros is not None else None,
+        order,
     )
 
 
@@ -136,6 +140,8 @@ def _shapes(stored: StoredQuantization, part: Part) -> dict[str, tuple[int, ...]
         shapes: dict[str, tuple[int, ...]] = {
             "weight_packed": (outputs, -(-inputs // per_word)), "weight_scale": (outputs, groups), "weight_shape": (2,)
         }  # fmt: skip
+        if scheme.ordered:
+            shapes["weight_g_idx"] = (inputs,)
         return shapes if scheme.symmetric else shapes | {"weight_zero_point": (words, groups)}
     zeros = {"qzeros": (groups, words), "scales": (groups, outputs)}
     if stored.method == "awq":
@@ -143,9 +149,16 @@ def _shapes(stored: StoredQuantization, part: Part) -> dict[str, tuple[int, ...]
     return {"qweight": (-(-inputs // per_word), outputs), "g_idx": (inputs,), **zeros}
 
 
-def _check_order(stored: StoredQuantization, part: Part, order: Tensor | None) -> None:
+def _order(stored: StoredQuantization, part: Part, groups: Tensor) -> Tensor | None:
+    """The inputs (int64) by their groups; None where the scheme has no order. Raises ModelError where groups have other
+    sizes than the scheme says, and for an order that nothing announced."""
     inputs = part.shape[1]
-    if order is not None and not torch.equal(
-        order.int(), torch.arange(inputs).int() // (stored.scheme.group_size or inputs)
-    ):
-        raise ModelError(f"{module_of(part)}.g_idx", "...", "inputs in the order of activations are not supported")
+    in_turn = torch.arange(inputs) // (stored.scheme.group_size or inputs)
+    order = groups.long().argsort(stable=True)
+    if not torch.equal(groups.long()[order], in_turn):
+        raise ModelError(f"{module_of(part)}.g_idx", "...", f"groups must be of {stored.scheme.group_size} inputs each")
+    if stored.scheme.ordered:
+        return order
+    if not torch.equal(groups.long(), in_turn):
+        raise ModelError(f"{module_of(part)}.g_idx", "...", "inputs are in the order of activations without desc_act")
+    return None

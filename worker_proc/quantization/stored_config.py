@@ -68,8 +68,7 @@ def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
 
 
 def _gptq(stored: Mapping[str, Any]) -> StoredQuantization:
-    _require(stored, "desc_act", (False, None), "inputs in the order of activations are not supported")
-    _require(stored, "static_groups", (False, None), "not supported")
+    by_activations = _require(stored, "desc_act", (False, True, None), "must be true or false")
     layout = stored.get("checkpoint_format", stored.get("format")) or "gptq"
     if layout not in ("gptq", "gptq_v2"):
         raise ModelError("quantization_config: checkpoint_format", layout, "only gptq and gptq_v2 are supported")
@@ -77,7 +76,9 @@ def _gptq(stored: Mapping[str, Any]) -> StoredQuantization:
     symmetric = stored.get("sym", True)
     if not isinstance(symmetric, bool):
         raise ModelError("quantization_config: sym", symmetric, "must be true or false")
-    return StoredQuantization("gptq", Scheme(bits, _group_size(stored), symmetric), int(layout == "gptq"))
+    size = _group_size(stored)
+    scheme = Scheme(bits, size, symmetric, ordered=bool(by_activations) and size is not None)
+    return StoredQuantization("gptq", scheme, int(layout == "gptq"))
 
 
 def _awq(stored: Mapping[str, Any]) -> StoredQuantization:
@@ -121,10 +122,12 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     bits = _require(weights, "num_bits", (4, 8), "only 4 and 8 bits are supported")
     _require(weights, "type", ("int", None), "only int is supported")
     _require(weights, "dynamic", (False, None), "weights have fixed scales")
-    _require(weights, "actorder", (None, "weight", "static", False), "only order by weight is supported")
+    known = (None, "weight", "static", "group", False)
+    order = _require(weights, "actorder", known, "only weight, static and group are supported")
     strategy = _require(weights, "strategy", ("group", "channel"), "only group and channel are supported")
     size = _group_size(weights) if strategy == "group" else None
-    return StoredQuantization("compressed-tensors", Scheme(bits, size, bool(weights.get("symmetric", True))))
+    scheme = Scheme(bits, size, bool(weights.get("symmetric", True)), ordered=order == "group" and size is not None)
+    return StoredQuantization("compressed-tensors", scheme)
 
 
 def _compressed_mxfp4(weights: Mapping[str, Any]) -> StoredQuantization:

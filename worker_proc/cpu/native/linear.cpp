@@ -8,6 +8,8 @@
 #include "linear_quantized.h"
 #include "linear_task.h"
 #include "parallel.h"
+#include "room.h"
+#include "rows.h"
 
 #if defined(__AMX_BF16__)
 #include "linear_quantized_rows.h"
@@ -40,6 +42,19 @@ inline void add_bias(const PackedMatrix& weights, int64_t panel, float* sums, in
       store(sums + row * kPanel + i, load(sums + row * kPanel + i) + load(weights.bias + panel * kPanel + i));
 }
 
+// Rows of x with their numbers in the order of the matrix's inputs, `stride` apart, and zeros up to a whole block. Until the
+// next call by this thread.
+const bf16* in_order(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t stride) {
+  static thread_local std::vector<bf16> memory;
+  bf16* const out = room_in(memory, rows * stride);
+  for_rows(rows, weights.inputs, [&](int64_t row) {
+    bf16* const to = out + row * stride;
+    for (int64_t i = 0; i < weights.inputs; ++i) to[i] = x[row * x_stride + weights.order[i]];
+    std::fill(to + weights.inputs, to + blocks(weights.inputs) * 32, bf16{0});
+  });
+  return out;
+}
+
 // Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows, and before(panel, row, count)
 // some time before (not where quantized weights go through AMX). Panels come in units that one thread takes one after
 // another for the same rows, at most kGroupRows.
@@ -47,6 +62,10 @@ template <class Before, class Then>
 void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Before&& before, Then&& then,
                 int64_t unit = 1) {
   if (rows == 0) return;
+  if (weights.order != nullptr) {
+    const int64_t stride = row_stride(weights.inputs);
+    x = in_order(weights, x, x_stride, rows, stride), x_stride = stride;
+  }
   const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
   const int64_t most = blocks(weights.inputs) > kWholeSteps ? kPartRows : kGroupRows;
   const int64_t groups = (rows + most - 1) / most;
@@ -304,7 +323,8 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
 void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
   if (weights.format == Format::kCompressed) return inflate_row(weights, output, out);
   if (weights.format != Format::kBFloat16) {
-    for (int64_t input = 0; input < weights.inputs; ++input) out[input] = to_bf16(widened(weights, output, input));
+    for (int64_t input = 0; input < weights.inputs; ++input)
+      out[weights.order != nullptr ? weights.order[input] : input] = to_bf16(widened(weights, output, input));
     return;
   }
   const int64_t steps = blocks(weights.inputs), place = output % kPanel;

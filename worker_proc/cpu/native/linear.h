@@ -37,6 +37,7 @@ struct PackedMatrix {
   const uint8_t* high_bytes;         // [16], by code
   const uint32_t* exception_starts;  // [panels * blocks + 1]
   const uint32_t* exceptions;        // number in the block << 16 | bfloat16, in the order of blocks
+  const int32_t* order;              // [inputs]: which number of a row belongs to each input, or null: its own
 };
 
 constexpr int64_t kStreamRows = 16;  // whose results go past the caches, where other cores hold what they replace
