@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from common.messages import Finish
+from common.parsers import Reasoning
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
 from gateway_proc.conversation import Conversation, conversation_of
@@ -16,7 +17,6 @@ from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, event, while_connected
 from gateway_proc.logprobs import chat_logprobs, prompt_logprobs
 from gateway_proc.params import sampling_params
-from gateway_proc.parsers import Reasoning
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.service import Service
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.messages import Finish
+from common.parsers import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from common.rows import Row
 from gateway_proc.conversation import Conversation
 from gateway_proc.generation import finish_reason
-from gateway_proc.parsers import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,7 @@ from typing import Any
 
 from common.harmony import speaks_harmony
 from common.messages import ChatMessage, Info
-from common.sampling_params import Grammar
-from gateway_proc.errors import refused, unsupported
-from gateway_proc.params import grammar_of
-from gateway_proc.parsers import (
+from common.parsers import (
     AnswerParser,
     Reasoning,
     ToolFormat,
@@ -20,6 +17,9 @@ from gateway_proc.parsers import (
     make_parser,
     needs_special_tokens,
 )
+from common.sampling_params import Grammar
+from gateway_proc.errors import refused, unsupported
+from gateway_proc.params import grammar_of
 from gateway_proc.schemas.chat import ChatRequest, Message, NamedTool
 from gateway_proc.schemas.native import TokenizeRequest
 

@@ -8,6 +8,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 
 from common.messages import Finish
+from common.parsers import Reasoning
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader
 from gateway_proc.conversation import conversation_of
@@ -15,7 +16,6 @@ from gateway_proc.errors import ApiError, refused
 from gateway_proc.generation import Generation, Usage
 from gateway_proc.http import EventStream, Json, while_connected
 from gateway_proc.params import sampling_params
-from gateway_proc.parsers import Reasoning
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.responses import ResponsesRequest
 from gateway_proc.service import Service

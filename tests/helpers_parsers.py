@@ -2,7 +2,7 @@
 
 from itertools import count, pairwise
 
-from gateway_proc.parsers import ArgumentsDelta, ContentDelta, Reasoning, ReasoningDelta, ToolCallDelta, make_parser
+from common.parsers import ArgumentsDelta, ContentDelta, Reasoning, ReasoningDelta, ToolCallDelta, make_parser
 
 
 def parse(pieces, tools, reasoning=Reasoning.NONE, **more):

@@ -13,11 +13,11 @@ import zmq
 from client_cli.sse import SseError, SseParser
 from common.codec import FrameError, decode, encode, message_types
 from common.messages import Abort, AddRequest, GetStats
+from common.parsers import Reasoning, ToolFormat, make_parser
 from common.sockets import Inbox
 from common.stamps import Stamper
 from gateway_proc.app import ROUTES
 from gateway_proc.errors import ApiError
-from gateway_proc.parsers import Reasoning, ToolFormat, make_parser
 from gateway_proc.requests import BodyReader
 
 _ALL = frozenset(message_types())

@@ -8,7 +8,7 @@ import pytest
 
 from common.codec import FrameError, decode, encode
 from common.messages import ChatMessage, ErrorCode, Generate, RequestError, Tokenize, Tokens
-from gateway_proc.parsers import Reasoning, ToolFormat, detect_formats, make_parser
+from common.parsers import Reasoning, ToolFormat, detect_formats, make_parser
 from tests.helpers_templates import HERMES, LLAMA31, QWEN3, TEMPLATES
 from tests.helpers_tokenizers import CHATML, byte_level
 from tests.unit.frontend_world import GREEDY, World, request, run

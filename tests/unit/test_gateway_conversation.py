@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from common.messages import Finish
+from common.parsers import Reasoning, ToolFormat
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader
 from gateway_proc.conversation import Conversation, conversation_of
 from gateway_proc.errors import ApiError
-from gateway_proc.parsers import Reasoning, ToolFormat
 from gateway_proc.schemas.chat import ChatRequest
 from tests.unit.frontend_world import INFO
 from tests.unit.gateway_world import World, answering, events, play, words

@@ -9,8 +9,8 @@ import pytest
 
 from common.harmony import CHANNEL, END, MESSAGE, START
 from common.messages import Finish
+from common.parsers import Reasoning, ToolFormat
 from common.sampling_params import Grammar
-from gateway_proc.parsers import Reasoning, ToolFormat
 from tests.helpers_templates import HARMONY
 from tests.unit.frontend_world import INFO
 from tests.unit.gateway_world import World, answering, events, play, words

@@ -10,8 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from common.sampling_params import Grammar
-from gateway_proc.parsers import (
+from common.parsers import (
     ArgumentsDelta,
     ContentDelta,
     Reasoning,
@@ -21,6 +20,7 @@ from gateway_proc.parsers import (
     force_call,
     make_parser,
 )
+from common.sampling_params import Grammar
 from tests.helpers_grammars import (
     EOS,
     PADDING,

@@ -13,8 +13,8 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from common.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
+from common.parsers import ContentDelta, Reasoning, ToolFormat, after_reasoning, force_call
 from common.sampling_params import Grammar
-from gateway_proc.parsers import ContentDelta, Reasoning, ToolFormat, after_reasoning, force_call
 from tests.helpers_grammars import draw_answers, draw_step, enter, straddling
 from tests.helpers_parsers import parse, shown
 from tokenizer_proc.grammar_check import GrammarCheck

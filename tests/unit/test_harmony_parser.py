@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_proc.parsers import (
+from common.parsers import (
     ArgumentsDelta,
     ContentDelta,
     Reasoning,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from gateway_proc.parsers.scanning import find_marker
+from common.parsers.scanning import find_marker
 
 OPEN, CLOSE = "<think>", "</think>"
 

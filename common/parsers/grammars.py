@@ -1,7 +1,7 @@
-"""Grammars that a gateway builds: calls that must be made, and reasoning before an answer under a grammar.
+"""Grammars that are made from requests: calls that must be made, and reasoning before an answer under a grammar.
 
-Where JSON schemas are not enough they are llguidance's variant of Lark, with schemas inside (`%json`). The gateway only
-writes them: the tokenizer process checks them like any other.
+Where JSON schemas are not enough they are llguidance's variant of Lark, with schemas inside (`%json`). They are only
+written here: the tokenizer process checks them like any other.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any
 
 from common.grammars import JSON_OPTIONS
 from common.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from common.parsers.formats import Reasoning, ToolFormat
+from common.parsers.reasoning import CLOSE, OPEN
 from common.sampling_params import Grammar
-from gateway_proc.parsers.formats import Reasoning, ToolFormat
-from gateway_proc.parsers.reasoning import CLOSE, OPEN
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _TO_FUNCTION = "to=functions."

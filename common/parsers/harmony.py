@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
-from gateway_proc.parsers.deltas import Delta, DeltaWriter
-from gateway_proc.parsers.scanning import find_marker
+from common.parsers.deltas import Delta, DeltaWriter
+from common.parsers.scanning import find_marker
 
 _MAX_HEADER = 256  # characters, with the mark behind it
 _CHANNELS = frozenset({"analysis", "commentary", "final"})

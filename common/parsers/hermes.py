@@ -1,7 +1,7 @@
 """Calls as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one or several."""
 
-from gateway_proc.parsers.call_object import CallObject
-from gateway_proc.parsers.driver import CallParser
+from common.parsers.call_object import CallObject
+from common.parsers.driver import CallParser
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 

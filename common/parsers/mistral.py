@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable
 from enum import Enum, auto
 
-from gateway_proc.parsers.call_object import CallObject
-from gateway_proc.parsers.driver import CallParser
-from gateway_proc.parsers.scanning import JsonValue
+from common.parsers.call_object import CallObject
+from common.parsers.driver import CallParser
+from common.parsers.scanning import JsonValue
 
 _OPEN = "[TOOL_CALLS]"
 _MAX_HEADER = 256  # characters between the marker and the arguments

@@ -3,8 +3,8 @@ or anywhere in an answer behind `<|python_tag|>`."""
 
 from collections.abc import Callable, Collection
 
-from gateway_proc.parsers.call_object import CallObject
-from gateway_proc.parsers.driver import CallParser
+from common.parsers.call_object import CallObject
+from common.parsers.driver import CallParser
 
 _TAG = "<|python_tag|>"
 _SEPARATORS = ";,"

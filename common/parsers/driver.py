@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from gateway_proc.parsers.call_object import CallObject
-from gateway_proc.parsers.content import Content
-from gateway_proc.parsers.deltas import Delta, DeltaWriter
+from common.parsers.call_object import CallObject
+from common.parsers.content import Content
+from common.parsers.deltas import Delta, DeltaWriter
 
 
 class CallParser(ABC):

@@ -24,10 +24,10 @@ model think first under any grammar.
 Everything here is plain objects without sockets, clocks, torch, tokenizer or grammar library.
 """
 
-from gateway_proc.parsers.answer import AnswerParser, make_parser, needs_special_tokens
-from gateway_proc.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from gateway_proc.parsers.formats import Formats, Reasoning, ToolFormat, detect_formats
-from gateway_proc.parsers.grammars import after_reasoning, force_call
+from common.parsers.answer import AnswerParser, make_parser, needs_special_tokens
+from common.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from common.parsers.formats import Formats, Reasoning, ToolFormat, detect_formats
+from common.parsers.grammars import after_reasoning, force_call
 
 __all__ = [
     "AnswerParser",

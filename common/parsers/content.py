@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from gateway_proc.parsers.deltas import DeltaWriter
-from gateway_proc.parsers.scanning import find_marker
+from common.parsers.deltas import DeltaWriter
+from common.parsers.scanning import find_marker
 
 
 class Content:

@@ -4,14 +4,14 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from gateway_proc.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from gateway_proc.parsers.driver import CallParser
-from gateway_proc.parsers.formats import Reasoning, ToolFormat
-from gateway_proc.parsers.harmony import HarmonyParser
-from gateway_proc.parsers.hermes import HermesParser
-from gateway_proc.parsers.llama3 import Llama3Parser
-from gateway_proc.parsers.mistral import MistralParser
-from gateway_proc.parsers.reasoning import ReasoningSplitter, Split
+from common.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from common.parsers.driver import CallParser
+from common.parsers.formats import Reasoning, ToolFormat
+from common.parsers.harmony import HarmonyParser
+from common.parsers.hermes import HermesParser
+from common.parsers.llama3 import Llama3Parser
+from common.parsers.mistral import MistralParser
+from common.parsers.reasoning import ReasoningSplitter, Split
 
 _ID_LETTERS = string.ascii_letters + string.digits
 

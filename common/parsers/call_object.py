@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from enum import Enum, auto
 
-from gateway_proc.parsers.deltas import DeltaWriter
-from gateway_proc.parsers.scanning import JsonValue
+from common.parsers.deltas import DeltaWriter
+from common.parsers.scanning import JsonValue
 
 _ARGUMENTS = ("arguments", "parameters")
 
