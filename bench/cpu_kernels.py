@@ -21,7 +21,8 @@ from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
 from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.scheme import MXFP4, Scheme
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # outputs, inputs, paired: the projections of the reference shape
@@ -68,7 +69,12 @@ def matrices(
 
 
 def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
-    if isinstance(matrix, QuantizedMatrix):
+    if isinstance(matrix, QuantizedMatrix) and matrix.scheme == MXFP4:  # which weights are not made into
+        codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+        matrix.pack_rows(
+            QuantizedRows(MXFP4, codes, torch.full((len(codes), codes.shape[1] // 32), 2.0**-7)), 0, pairing
+        )
+    elif isinstance(matrix, QuantizedMatrix):
         matrix.pack_rows(NativeQuantizer(matrix.native)(weight, matrix.scheme), 0, pairing)
     else:
         matrix.pack(weight, 0, pairing)
@@ -89,11 +95,13 @@ def limits(native: NativeLibrary) -> tuple[float, float]:
 @click.option("--threads", type=int, default=num_cpus())
 @click.option("--rows", default=",".join(map(str, _ROWS)), help="Batch sizes, separated by commas.")
 @click.option("--shapes", default=",".join(_SHAPES), help="Of the projections of the reference shape.")
-@click.option("--quantization", type=click.Choice(["int8", "int4", "fp8"]), default=None, help="Weights in codes.")
+@click.option(
+    "--quantization", type=click.Choice(["int8", "int4", "fp8", "mxfp4"]), default=None, help="Weights in codes."
+)
 @click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
 def main(level: Level, threads: int, rows: str, shapes: str, quantization: str | None, group_size: int | None) -> None:
-    scheme = None
-    if quantization is not None:
+    scheme = MXFP4 if quantization == "mxfp4" else None
+    if quantization is not None and scheme is None:
         scheme = Scheme(4 if quantization == "int4" else 8, group_size, floating=quantization == "fp8")
     native = load_library(level)
     native.set_threads(threads)

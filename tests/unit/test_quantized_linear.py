@@ -68,7 +68,7 @@ def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> Quantiz
 
 
 def packed(level: Level, rows: QuantizedRows, paired: bool = False) -> QuantizedMatrix:
-    outputs, inputs = rows.codes.shape
+    outputs, inputs = len(rows.codes), rows.codes.shape[1] * (1 + rows.halved)
     memory = HugePages(CodeSizes.of(outputs, inputs, rows.scheme, paired=paired).room())
     matrix = QuantizedMatrix(load_library(level), memory, outputs, inputs, rows.scheme, paired=paired)
     half, cut = outputs // 2, outputs // 3
@@ -178,6 +178,18 @@ def test_sums_are_what_is_promised_to_the_last_bit(
     wanted = torch.tensor([outputs - 1, 0, outputs // 2])
     assert torch.equal(matrix.unpack(wanted), weights.dequantize(torch.bfloat16)[wanted])
     load_library(level).set_threads(1)
+
+
+@pytest.mark.parametrize("scheme", [MXFP4, Scheme(4, 64)], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_codes_of_a_byte_are_packed_as_two(level: Level, scheme: Scheme) -> None:
+    rows = random_rows(70, 160, scheme, 1)
+    both = rows.codes[:, ::2] | rows.codes[:, 1::2] << 4
+    halved = replace(rows, codes=both, halved=True)
+    assert torch.equal(halved.whole().codes, rows.codes)
+    assert torch.equal(packed(level, halved).memory, packed(level, rows).memory)
+    some, want = (one.select((3, 40), (32, 128)) for one in (halved, rows))
+    assert torch.equal(some.dequantize(torch.float32), want.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])

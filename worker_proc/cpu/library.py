@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_scales_sums": (_INT, []),
     "rhizome_inflate": (None, [_POINTER, _POINTER]),
     "rhizome_quantize": (None, [_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER]),
-    "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT]),
+    "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _LONG, _INT]),
     "rhizome_linear": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT]),
     "rhizome_linear_argmax": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
     "rhizome_experts": (

@@ -81,7 +81,7 @@ class QuantizedMatrix(PackedMatrix):
             self.struct.order = self._places.data_ptr()
         codes = rows.codes if rows.codes.stride(1) == 1 else rows.codes.contiguous()
         self.native.functions.rhizome_pack_codes(
-            ctypes.addressof(self.struct), codes.data_ptr(), codes.stride(0), len(codes), first, pairing
+            ctypes.addressof(self.struct), codes.data_ptr(), codes.stride(0), len(codes), rows.halved, first, pairing
         )
         at = torch.arange(first, first + len(codes))
         half = PANEL // 2

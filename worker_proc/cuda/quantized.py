@@ -85,7 +85,7 @@ class PackedWeight:
         """Fill the rows from `first` on. Raises ModelError as `keep_order` does."""
         keep_order(self.order, rows)
         middle, count = self.scheme.middle, len(rows.codes)
-        codes = F.pad(rows.codes, (0, -self.inputs % self.block), value=middle) ^ middle  # two's complement
+        codes = F.pad(rows.whole().codes, (0, -self.inputs % self.block), value=middle) ^ middle  # two's complement
         if self.scheme.bits == 4:
             halves = codes.view(count, codes.shape[1] // self.block, 2, self.block // 2)
             codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)

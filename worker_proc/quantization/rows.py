@@ -1,6 +1,6 @@
 """Numbers become codes and codes become numbers: the definition that the native kernels are tested against."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,25 +16,36 @@ _MOST_FP8 = 448  # what E4M3 holds at most
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
     """Rows of a weight matrix: `codes` uint8 `[R, K]`, `scales` float32 `[R, G]`, and as many `zeros`, or None. Where
-    the scheme is ordered, column i is that of input `order[i]` (int64 `[K]`)."""
+    the scheme is ordered, column i is that of input `order[i]` (int64 `[K]`). Where `halved`, codes of 4 bits are
+    `[R, K / 2]`, two inputs a byte, the first one in the lower half."""
 
     scheme: Scheme
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     order: Tensor | None = None
+    halved: bool = False
+
+    def whole(self) -> "QuantizedRows":
+        """The same with a byte for each code."""
+        if not self.halved:
+            return self
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=2).flatten(1)
+        return replace(self, codes=codes, halved=False)
 
     def select(self, rows: tuple[int, int], cols: tuple[int, int]) -> "QuantizedRows":
         """A block. `cols` must be at the borders of groups, all columns where the scheme is ordered."""
         size = self.scheme.group_size
         groups = slice(None) if size is None else slice(cols[0] // size, -(-cols[1] // size))
         zeros = self.zeros[slice(*rows), groups] if self.zeros is not None else None
-        return QuantizedRows(
-            self.scheme, self.codes[slice(*rows), slice(*cols)], self.scales[slice(*rows), groups], zeros, self.order
-        )
+        columns = slice(cols[0] // 2, cols[1] // 2) if self.halved else slice(*cols)
+        scales = self.scales[slice(*rows), groups]
+        return replace(self, codes=self.codes[slice(*rows), columns], scales=scales, zeros=zeros)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """`[R, K]`, by input, computed in float32 and rounded to `dtype`."""
+        if self.halved:
+            return self.whole().dequantize(dtype)
         inputs = self.codes.shape[1]
         size = self.scheme.group_size or inputs
         scales = self.scales.repeat_interleave(size, 1)[:, :inputs]
@@ -124,7 +135,7 @@ class QuantizedWeight:
     def put(self, first: int, rows: QuantizedRows) -> None:
         """Fill the rows from `first` on. Raises ModelError as `keep_order` does."""
         keep_order(self.order, rows)
-        codes = rows.codes
+        codes = rows.whole().codes
         if self.scheme.bits == 4:
             codes = F.pad(codes, (0, codes.shape[1] % 2))
             codes = codes[:, ::2] | codes[:, 1::2] << 4

@@ -13,8 +13,8 @@ class Scheme:
     """A weight is (code - zero) * scale, with codes 0 .. 2**bits - 1. `group_size` inputs of an output have a scale in
     common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is
     one per scale. Where `floating`, a code is a number of FP8 (8 bits: E4M3, as torch.float8_e4m3fn has it) or FP4 (4
-    bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric. Where `ordered`, inputs of a matrix
-    have an order of their own, in which groups follow each other (GPTQ's order of activations)."""
+    bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric. Where `ordered`, inputs of a
+    matrix have an order of their own, in which groups follow each other (GPTQ's order of activations)."""
 
     bits: int
     group_size: int | None = None

@@ -20,7 +20,6 @@ from worker_proc.quantization.stored_entries import find_entry, module_of
 from worker_proc.weights import Checkpoint, TensorEntry
 
 _GROUP = 32
-_BIAS = 127  # of the exponents that are scales
 _NAN = 255
 
 
@@ -49,13 +48,13 @@ def find_fp4(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> 
 def unpack_fp4(part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
     """The whole projection. Raises ModelError for a scale that is not a number."""
     first, step = part.turn
-    packed = tensors["codes"].flatten(1)[first::step]
-    exponents = tensors["scales"][first::step]
-    if bool((exponents == _NAN).any()):
+    codes = tensors["codes"].flatten(1)[first::step]
+    exponents = tensors["scales"][first::step].int()
+    if int(exponents.max()) == _NAN:
         raise ModelError(part.name, "NaN", "a scale is not a number")
-    codes = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS)
-    return QuantizedRows(MXFP4, codes, scales)
+    # float32 has the same exponents, but for the least one, which is a denormal number
+    scales = (exponents << 23).clamp_min_(1 << 22).view(torch.float32)
+    return QuantizedRows(MXFP4, codes, scales, halved=True)
 
 
 def _names(stored: StoredQuantization, part: Part) -> tuple[str, str]:

@@ -204,7 +204,7 @@ void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows
 }
 
 void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride, int64_t rows,
-                        int64_t first, int paired) {
+                        int halved, int64_t first, int paired) {
   using namespace rhizome;
   // Tasks are rows of one panel at most, which share no byte with others.
   const int64_t per_panel = paired == 0 ? kPanel : kTile;
@@ -216,9 +216,12 @@ void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* sou
       uint8_t* const codes = const_cast<uint8_t*>(codes_at(*weights, panel, step));
       const int64_t count = std::min<int64_t>(32, weights->inputs - step * 32);
       for (int64_t at = begin; at < end; ++at) {
-        const uint8_t* const from = source + (at - first) * stride + step * 32;
+        const uint8_t* const from = source + (at - first) * stride + step * (halved != 0 ? 16 : 32);
         uint8_t row[32] = {};
-        std::transform(from, from + count, row, [&](uint8_t code) { return stored(*weights, code); });
+        if (halved != 0)
+          for (int64_t i = 0; i < count; ++i) row[i] = stored(*weights, from[i / 2] >> i % 2 * 4 & 15);
+        else
+          std::transform(from, from + count, row, [&](uint8_t code) { return stored(*weights, code); });
         add_codes(weights->format, static_cast<int>(at % per_panel + (paired == 2 ? kTile : 0)), row, codes);
       }
     }

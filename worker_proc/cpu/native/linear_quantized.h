@@ -135,6 +135,7 @@ RHIZOME_EXPORT int rhizome_integers();
 // Whether the scales of groups of FP8 multiply sums.
 RHIZOME_EXPORT int rhizome_scales_sums();
 
-// Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does.
+// Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does. Codes of 4 bits may
+// be `halved`: [rows, inputs / 2], the first of two in the lower half of a byte.
 RHIZOME_EXPORT void rhizome_pack_codes(const rhizome::PackedMatrix* weights, const uint8_t* source, int64_t stride,
-                                       int64_t rows, int64_t first, int paired);
+                                       int64_t rows, int halved, int64_t first, int paired);
