@@ -14,28 +14,29 @@ from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
-# By which the kernels' scales of floating codes are larger, as their numbers are smaller, by bits.
-_FLOATING_SCALE = {8: 2.0**8, 4: 0.5}
+_FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 
 
 @dataclass(frozen=True, slots=True)
 class CodeSizes:
-    """What a matrix takes: bytes of codes, numbers in float32 for scales, and for zeros."""
+    """What a matrix takes: bytes of codes, numbers for scales and for zeros, and bytes of a scale."""
 
     codes: int
     scales: int
     zeros: int
+    of_scale: int
 
     @classmethod
     def of(cls, outputs: int, inputs: int, scheme: Scheme, *, paired: bool = False) -> "CodeSizes":
         weights = PackedMatrix.packed_size(outputs, inputs, paired=paired)
         padded = -(-inputs // _BLOCK) * _BLOCK
         scales = weights // padded * scheme.num_groups(padded)
-        return cls(weights * scheme.bits // 8, scales, 0 if scheme.symmetric else scales)
+        of_scale = _scale_dtype(scheme).itemsize
+        return cls(weights * scheme.bits // 8, scales, 0 if scheme.symmetric else scales, of_scale)
 
     def room(self) -> int:
         """What `take` needs of a block."""
-        return HugePages.room(self.codes) + HugePages.room(4 * self.scales) + HugePages.room(4 * self.zeros)
+        return HugePages.room(self.codes) + HugePages.room(self.of_scale * self.scales) + HugePages.room(4 * self.zeros)
 
 
 class QuantizedMatrix(PackedMatrix):
@@ -60,7 +61,7 @@ class QuantizedMatrix(PackedMatrix):
         self.scheme = scheme
         padded = -(-inputs // _BLOCK) * _BLOCK
         shape = (-1, scheme.num_groups(padded), PANEL)
-        self.scales = memory.take(sizes.scales, torch.float32).view(shape)
+        self.scales = memory.take(sizes.scales, _scale_dtype(scheme)).view(shape)
         self.zeros = memory.take(sizes.zeros, torch.float32).view(shape) if sizes.zeros else None
         self.struct.format = _format(scheme)
         self.struct.group = group or padded
@@ -88,14 +89,29 @@ class QuantizedMatrix(PackedMatrix):
         panel, place = (at // PANEL, at % PANEL) if pairing is Pairing.NONE else (at // half, at % half)
         if pairing is Pairing.UP:
             place = place + half
-        scales = rows.scales * _FLOATING_SCALE[self.scheme.bits] if self.scheme.floating else rows.scales
-        self._put(self.scales, scales, panel, place)
+        self._put(self.scales, self._as_held(rows.scales), panel, place)
         if self.zeros is not None and rows.zeros is not None:
             self._put(self.zeros, rows.zeros, panel, place)
+
+    def _as_held(self, scales: Tensor) -> Tensor:
+        """Scales as the kernels take them: of FP4 exponents, where 2^-126 and less is nothing. Raises ValueError for
+        others than powers of two there."""
+        if not self.scheme.floating:
+            return scales
+        if self.scheme.bits == 8:
+            return scales * _FP8_SCALE
+        bits = torch.where(scales.abs() > 2.0**-126, scales * 0.5, 0).view(torch.int32)
+        if bool((bits & ~0x7F800000).any()):
+            raise ValueError("scales of FP4 are powers of two, and held as their exponents")
+        return (bits >> 23).to(torch.uint8)
 
     @staticmethod
     def _put(to: Tensor, values: Tensor, panel: Tensor, place: Tensor) -> None:
         to[panel, : values.shape[1], place] = values
+
+
+def _scale_dtype(scheme: Scheme) -> torch.dtype:
+    return torch.uint8 if scheme.floating and scheme.bits == 4 else torch.float32
 
 
 def _format(scheme: Scheme) -> Format:

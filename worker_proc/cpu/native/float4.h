@@ -1,10 +1,12 @@
-// Codes of FP4 (E2M1: a sign, two bits of exponent, one of mantissa; no infinities, no NaN) as whole numbers: twice what they
-// stand for, which scales make up for.
+// MXFP4. Codes of FP4 (E2M1: a sign, two bits of exponent, one of mantissa; no infinities, no NaN) as whole numbers: twice what
+// they stand for, which scales make up for. Those are powers of two, and held as exponents.
 #pragma once
 
 #include <cstdint>
 
-#if defined(__ARM_NEON)
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
 
@@ -28,5 +30,30 @@ inline floats float4_numbers(words codes) {
   return numbers;
 #endif
 }
+
+// kLanes scales from exponents as float32 has them; the least one is 0.
+inline floats load_scales(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 23);
+#elif defined(__AVX2__)
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), 23);
+#else
+  words bits;
+  for (int i = 0; i < kLanes; ++i) bits[i] = uint32_t{from[i]} << 23;
+  return (floats)bits;
+#endif
+}
+
+// Those of other formats.
+inline floats load_scales(const float* from) { return load(from); }
+
+inline float scale_of(uint8_t exponent) {
+  const uint32_t bits = uint32_t{exponent} << 23;
+  float scale;
+  memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+
+inline float scale_of(float scale) { return scale; }
 
 }  // namespace rhizome

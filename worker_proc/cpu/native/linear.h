@@ -27,7 +27,7 @@ enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4, kCompre
 struct PackedMatrix {
   const bf16* data;     // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64; else codes
   const float* bias;    // [panels * 32] in the order of the packed outputs, or null
-  const float* scales;  // [panels][groups][32], or null if it is not quantized
+  const float* scales;  // [panels][groups][32], or null if it is not quantized; of FP4, bytes (float4.h)
   const float* zeros;   // the same, or null: the middle code
   int32_t inputs;
   int32_t outputs;      // packed outputs: for gate and up, both

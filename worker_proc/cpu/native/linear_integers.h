@@ -134,9 +134,6 @@ struct IntegerPlace {
 
 enum class CodeKind { kSigned, kUnsigned, kNibbles, kFloat4 };  // of 8 bits without and with zeros, of 4 bits
 
-// What codes of 4 bits are, as they are found, when they stand for 0.
-constexpr int offset_of(Format format) { return format == Format::kFloat4 ? kMostFloat4 : 8; }
-
 // FP4's numbers and kMostFloat4 by code, as codes are stored. The high bytes of `codes` are 0, or anything with AVX512.
 inline shorts found_float4(codewords codes) {
   alignas(64) static constexpr auto kFound = [] {
@@ -270,15 +267,20 @@ __attribute__((always_inline)) inline void take_sums(const IntegerPlace& place, 
   if (by_channel(weights.format))
     return put_sums(sums, rows, tile, adding, [&](int, int, pairs sum) { return single(sum); });
   const auto scale = [&](int v) { return load(weights.scales + at + v * kLanes); };
-  if (!in_nibbles(weights.format) && weights.zeros == nullptr)
-    return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scale(v); });
   const auto of_x = [&](int row) {
     const int32_t* const of_row = x_sums + row * (rows.x_stride / 2);
     return of_row[end] - of_row[step];
   };
-  const int offset = offset_of(weights.format);
+  if (weights.format == Format::kFloat4) {
+    const uint8_t* const exponents = scales_of<Format::kFloat4>(weights) + at;
+    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) {
+      return single(sum - kMostFloat4 * of_x(row)) * load_scales(exponents + v * kLanes);
+    });
+  }
+  if (weights.format != Format::kInt4 && weights.zeros == nullptr)
+    return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scale(v); });
   if (weights.zeros == nullptr)
-    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - offset * of_x(row)) * scale(v); });
+    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - 8 * of_x(row)) * scale(v); });
   const auto zeros = [&](int v) { return __builtin_convertvector(load(weights.zeros + at + v * kLanes), pairs); };
   put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x(row) * zeros(v)) * scale(v); });
 }

@@ -7,7 +7,7 @@
 //   kFloat8Channel, kFloat8  the same, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
 //                 bfloat16 holds, or times a scale per group, rounded to bfloat16. Numbers are 2^-8 of those that codes
 //                 stand for (see float8.h), scales 2^8 times as large.
-//   kFloat4       the same with numbers of FP4 (E2M1), twice as large (float4.h), and scales half as large.
+//   kFloat4       the same with numbers of FP4 (E2M1), twice as large, and scales half as large, a byte each (float4.h).
 //
 // So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
 // Without dot products of bfloat16, scales of groups multiply sums instead of weights, which are rounded to nothing: sums of
@@ -15,6 +15,8 @@
 // Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
 // the micro-kernel: see `place_of`.
 #pragma once
+
+#include <type_traits>
 
 #include "float4.h"
 #include "float8.h"
@@ -44,6 +46,15 @@ constexpr bool is_float8(Format format) { return format == Format::kFloat8Channe
 inline int64_t groups(const PackedMatrix& weights) {
   return by_channel(weights.format) ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
 }
+
+// The scales of a matrix of this format, see float4.h.
+template <Format kFormat>
+using Scale = std::conditional_t<kFormat == Format::kFloat4, uint8_t, float>;
+template <Format kFormat>
+inline const Scale<kFormat>* scales_of(const PackedMatrix& weights) {
+  return reinterpret_cast<const Scale<kFormat>*>(weights.scales);
+}
+
 inline float middle_code(Format format) { return format == Format::kInt4 ? 8.0f : 128.0f; }
 
 // Where the code of an output and input of a block is.
@@ -117,7 +128,7 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
   const int64_t group = by_channel(weights.format) ? 0 : input / weights.group;
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
   if (is_float8(weights.format)) return float8_number(code) * weights.scales[scale];
-  if (weights.format == Format::kFloat4) return kFloat4Numbers[code] * weights.scales[scale];
+  if (weights.format == Format::kFloat4) return kFloat4Numbers[code] * scale_of(scales_of<Format::kFloat4>(weights)[scale]);
   const float zero = weights.zeros != nullptr ? weights.zeros[scale] : middle_code(weights.format);
   return (static_cast<float>(code) - zero) * weights.scales[scale];
 }

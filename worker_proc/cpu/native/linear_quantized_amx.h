@@ -17,7 +17,7 @@ template <Format kFormat>
 class Widener {
  public:
   Widener(const PackedMatrix& weights, int64_t panel)
-      : codes_(codes_at(weights, panel, 0)), scales_(weights.scales + panel * groups(weights) * kPanel),
+      : codes_(codes_at(weights, panel, 0)), scales_(scales_of<kFormat>(weights) + panel * groups(weights) * kPanel),
         zeros_(weights.zeros != nullptr ? weights.zeros + panel * groups(weights) * kPanel : nullptr),
         per_group_(weights.group / 32) {}
 
@@ -38,7 +38,7 @@ class Widener {
         __m512 low, high;
         numbers(codes_ + 32 * output, output, low, high);
         if constexpr (!by_channel(kFormat)) {
-          const __m512 scale = _mm512_set1_ps(scales_[output]);
+          const __m512 scale = _mm512_set1_ps(scale_of(scales_[output]));
           low = _mm512_mul_ps(low, scale);
           high = _mm512_mul_ps(high, scale);
         }
@@ -77,13 +77,14 @@ class Widener {
       middle = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFloat4Numbers))));
     for (int output = 0; output < 32; ++output) {
       const __m512 steps = zeros_ != nullptr ? _mm512_sub_ps(codes, _mm512_set1_ps(zeros_[output])) : middle;
-      const __m512 weights = _mm512_mul_ps(steps, _mm512_set1_ps(scales_[output]));
+      const __m512 weights = _mm512_mul_ps(steps, _mm512_set1_ps(scale_of(scales_[output])));
       tables_[output] = (__m512i)_mm512_cvtne2ps_pbh(weights, weights);
     }
   }
 
   const uint8_t* codes_;
-  const float *scales_, *zeros_;
+  const Scale<kFormat>* scales_;
+  const float* zeros_;
   const int64_t per_group_;
   int64_t left_ = 0;  // blocks of the group
   __m512i tables_[in_nibbles(kFormat) ? 32 : 1];

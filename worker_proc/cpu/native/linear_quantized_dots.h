@@ -18,9 +18,9 @@ template <Format kFormat, bool kZeros>
 class CodeScales {
  public:
   explicit CodeScales(const PackedMatrix& weights, int64_t panel, int64_t step)
-      : scales_(weights.scales + panel * groups(weights) * kPanel), zeros_(weights.zeros),
+      : scales_(scales_of<kFormat>(weights) + panel * groups(weights) * kPanel),
+        zeros_(kZeros ? weights.zeros + panel * groups(weights) * kPanel : nullptr),
         of_group_(std::max(weights.group / 32, 1)), left_(of_group_ - step % of_group_) {
-    if (kZeros) zeros_ += scales_ - weights.scales;
     const int64_t group = step / of_group_ * kPanel;
     if (!by_channel(kFormat)) scales_ += group, zeros_ += kZeros ? group : 0, enter();
   }
@@ -41,9 +41,15 @@ class CodeScales {
   void enter() {
     const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     for (int half = 0; half < 4; ++half) {
-      scale_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(scales_ + 8 * half)));
+      scale_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(eight(scales_ + 8 * half)));
       if (kZeros) zero_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(zeros_ + 8 * half)));
     }
+  }
+
+  static __m256 eight(const float* scales) { return _mm256_loadu_ps(scales); }
+  static __m256 eight(const uint8_t* exponents) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents));
+    return (__m256)_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
   }
 
   __m512 weight(int half, __m512 codes) const {
@@ -52,7 +58,8 @@ class CodeScales {
     return codes;
   }
 
-  const float *scales_, *zeros_;
+  const Scale<kFormat>* scales_;
+  const float* zeros_;
   int64_t of_group_, left_;
   __m512 scale_[4], zero_[4];
 };

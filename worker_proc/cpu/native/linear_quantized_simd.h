@@ -81,7 +81,7 @@ class CodePiece {
         const int64_t all = blocks(weights.inputs), panel = block / all, step = block % all;
         of_group_ = weights.group / 32, left_ = of_group_ - step % of_group_;
         const int64_t at = (panel * groups(weights) + step / of_group_) * kPanel + tile * kTile;
-        scales_ = weights.scales + at, zeros_ = kZeros ? weights.zeros + at : nullptr;
+        scales_ = scales_of<kFormat>(weights) + at, zeros_ = kZeros ? weights.zeros + at : nullptr;
         enter();
       }
     }
@@ -130,7 +130,7 @@ class CodePiece {
     // What belongs to a group.
     void enter() {
       for (int v = 0; v < kVectors; ++v) {
-        const floats scale = load(scales_ + v * kLanes);
+        const floats scale = load_scales(scales_ + v * kLanes);
         for (int place = 0; place < kScales; ++place) scale_[place][v] = scale * kPlaces[place];
         if constexpr (kZeros)
           offset_[v] = -load(zeros_ + v * kLanes);
@@ -142,7 +142,8 @@ class CodePiece {
     static constexpr int kScales = kOneStep ? 7 : 1;
     static constexpr float kPlaces[] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f};
     const uint8_t* codes_;
-    const float *scales_ = nullptr, *zeros_ = nullptr;
+    const Scale<kFormat>* scales_ = nullptr;
+    const float* zeros_ = nullptr;
     int64_t of_group_ = 1, left_ = 1;
     floats scale_[kScales][kVectors], offset_[kVectors];
   };
