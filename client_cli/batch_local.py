@@ -79,7 +79,7 @@ def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any
     choices = []
     for index, answer in enumerate(answers):
         text = "".join(answer.texts)
-        said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        said = {"message": {"role": "assistant", "content": text, **_thoughts(answer)}} if chat else {"text": text}
         choices.append({"index": index, **said, "logprobs": None, "finish_reason": _NAMES[answer.finish]})
     prompt, completion = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
     return {
@@ -95,6 +95,11 @@ def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any
             "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens},
         },
     }
+
+
+def _thoughts(answer: Answer) -> dict[str, str]:
+    """As the gateway shows them."""
+    return {"reasoning_content": "".join(answer.thoughts)} if answer.thoughts else {}
 
 
 def to_error(line: Line, status: int, message: str, field: str) -> Outcome:

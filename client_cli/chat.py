@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from client_cli.conversation import HELP, Conversation, ConversationError, Do, parse_line
+from client_cli.display import Display
 from client_cli.errors import EXIT_INTERRUPTED, ClientError
 from client_cli.options import chat_options
 from client_cli.runs import ABORT_WAIT_S, POLL_S, deferred_interrupt, describe, named_failures
@@ -118,12 +119,13 @@ class Chat:
         """One turn. A message that fails is taken back, so that the conversation stays one that can go on."""
         self._conversation.say(text)
         answer: list[str] = []
+        display = Display(sys.stdout)
         stopped = False
         try:
             with named_failures():
-                stopped = self._answer(self._check(self._conversation.messages), answer)
+                stopped = self._answer(self._check(self._conversation.messages), answer, display)
         except click.ClickException as error:
-            click.echo(("\n" if answer else "") + f"Error: {error.message}", err=True)
+            click.echo(("\n" if display.begun else "") + f"Error: {error.message}", err=True)
             if not answer:
                 self._conversation.take_back()
                 return
@@ -141,8 +143,8 @@ class Chat:
         except FieldError as error:
             raise click.UsageError(f"{error.field.replace('_', '-')}: {error.problem}") from None
 
-    def _answer(self, request: "JsonRequest", texts: list[str]) -> bool:
-        """Stream an answer to the terminal and into `texts`; true when Ctrl-C ended it."""
+    def _answer(self, request: "JsonRequest", texts: list[str], display: Display) -> bool:
+        """Stream an answer to the terminal and, without reasoning, into `texts`; true when Ctrl-C ended it."""
         from common.codec import FrameError
         from common.connection import ConnectionLost
 
@@ -150,7 +152,7 @@ class Chat:
             if self._link is None:
                 self._link = self._target.open()
             with deferred_interrupt() as check:
-                stopped = self._follow(self._link, request, texts, check)
+                stopped = self._follow(self._link, request, texts, display, check)
             if not stopped and not self._terminal:
                 check()  # it came with the last words: on a terminal it has nothing left to stop, on a pipe it ends us
             return stopped
@@ -158,7 +160,9 @@ class Chat:
             self._close()
             raise
 
-    def _follow(self, link: "Link", request: "JsonRequest", texts: list[str], check: Callable[[], None]) -> bool:
+    def _follow(
+        self, link: "Link", request: "JsonRequest", texts: list[str], display: Display, check: Callable[[], None]
+    ) -> bool:
         from common.connection import Row
         from common.messages import Finish
 
@@ -179,9 +183,9 @@ class Chat:
                     continue
                 if not isinstance(row, Row):
                     raise ClientError(describe(row))
-                texts.append(row.text)
-                sys.stdout.write(row.text)
-                sys.stdout.flush()
+                if row.text:
+                    texts.append(row.text)
+                display.add(row)
                 finish = row.finish
         click.echo(" (the token limit was reached)" if finish is Finish.LENGTH and self._terminal else "")
         if finish is Finish.ABORT:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from client_cli.display import Display
 from client_cli.errors import EXIT_INTERRUPTED, ClientError
 from client_cli.options import request_options
 from client_cli.runs import connected, deferred_interrupt, named_failures, run_many, run_one
@@ -130,13 +131,16 @@ def answer_prompt(target: Target, request: "JsonRequest", as_json: bool) -> None
         sys.stdout.write(text)
         sys.stdout.flush()
 
+    only = Display(sys.stdout)
+
     def on_row(row: "Row", answer: "Answer") -> None:
         if as_json:
             return
-        if request.n == 1 and row.text:
-            show(row.text)
-        elif request.n > 1 and row.finish is not Finish.NONE:
-            show(f"--- {row.choice + 1}/{request.n}\n{''.join(answer.texts)}\n")
+        if request.n == 1:
+            only.add(row)
+        elif row.finish is not Finish.NONE:
+            show(f"--- {row.choice + 1}/{request.n}\n")
+            Display(sys.stdout).write("".join(answer.thoughts), "".join(answer.texts) + "\n")
 
     with connected(target) as link, deferred_interrupt() as check:
         answers = run_one(link, request, on_row, check)

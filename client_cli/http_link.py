@@ -133,8 +133,7 @@ class _Answer:
         self.rid = rid
         self._prompt_top = prompt_top
         self._open = set(range(n))
-        self._thinking: set[int] = set()
-        self._ended: list[tuple[Piece, str, int]] = []
+        self._ended: list[tuple[Piece, int]] = []
         self._usage: Usage | None = None
         self._alone = n == 1
 
@@ -144,47 +143,31 @@ class _Answer:
         for piece in pieces(values, self._prompt_top):
             if piece.choice not in self._open:
                 continue
-            text = self._with_thoughts(piece)
             if piece.finish is not Finish.NONE:
                 self._open.remove(piece.choice)
-                self._ended.append((piece, text, now))
+                self._ended.append((piece, now))
             elif piece.generated:
-                rows.append(self._row(piece, text, Finish.NONE, now))
+                rows.append(self._row(piece, Finish.NONE, now))
         return rows
 
     def end(self) -> Rows:
         """The last rows; what has not said that it ended was cut off."""
         if self._open:
             return [RequestError(self.rid, ErrorCode.INTERNAL, "the stream ended before the answer did")]
-        return [self._row(piece, text, piece.finish, now) for piece, text, now in self._ended]
+        return [self._row(piece, piece.finish, now) for piece, now in self._ended]
 
     def aborted(self) -> Rows:
         now = time.monotonic_ns()
         cut = [Piece(choice, "", "", (), Finish.ABORT, False) for choice in sorted(self._open)]
-        whole = [self._row(piece, text, piece.finish, at) for piece, text, at in self._ended]
-        return [*whole, *(self._row(piece, "", Finish.ABORT, now) for piece in cut)]
+        whole = [self._row(piece, piece.finish, at) for piece, at in self._ended]
+        return [*whole, *(self._row(piece, Finish.ABORT, now) for piece in cut)]
 
-    def _with_thoughts(self, piece: Piece) -> str:
-        """Reasoning that the server has split off goes back between tags, so that it reads as from the model."""
-        text = piece.text
-        if piece.thought:
-            opening = "" if piece.choice in self._thinking else "<think>"
-            self._thinking.add(piece.choice)
-            text = opening + piece.thought
-            if piece.text:
-                self._thinking.discard(piece.choice)
-                text += "</think>" + piece.text
-        elif piece.choice in self._thinking and (text or piece.finish is not Finish.NONE):
-            self._thinking.discard(piece.choice)
-            text = "</think>" + text
-        return text
-
-    def _row(self, piece: Piece, text: str, finish: Finish, now: int) -> Row:
+    def _row(self, piece: Piece, finish: Finish, now: int) -> Row:
         usage = self._usage or Usage(0, 0, 0)
         counted = usage.completion_tokens if self._alone and self._usage is not None else None
         return Row(
-            self.rid, piece.choice, text, piece.token_ids, finish, usage.prompt_tokens, usage.cached_tokens, (), now,
-            piece.logprobs, piece.prompt_logprobs, tokens_so_far=counted,
+            self.rid, piece.choice, piece.text, piece.token_ids, finish, usage.prompt_tokens, usage.cached_tokens, (),
+            now, piece.logprobs, piece.prompt_logprobs, tokens_so_far=counted, reasoning=piece.thought,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What commands need of a connection, whatever it is made of: `common.connection.Connection` or `HttpLink`."""
+"""What commands need of a connection, whatever it is made of: `LocalLink` or `HttpLink`."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +9,10 @@ from common.sampling_params import SamplingParams
 
 
 class Link(Protocol):
-    """One thread submits requests and polls for their rows. See `Connection` for the meaning of each method."""
+    """One thread submits requests and polls for their rows. See `Connection` for the meaning of each method.
+
+    Rows of answers to chats have the model's reasoning apart from the text, as far as it can be told from it.
+    """
 
     @property
     def live(self) -> int: ...

@@ -75,9 +75,9 @@ class Target:
     def open(self) -> "Link":
         """A connection of either kind; raises Unreachable or NoClusterError. Close it."""
         if self.url is None:
-            from common.connection import Connection
+            from client_cli.local_link import LocalLink
 
-            return Connection(self.frontend())
+            return LocalLink(self.frontend())
         from client_cli.http_link import HttpLink
 
         return HttpLink(self.server(), self.model, self.wait_s)

@@ -6,7 +6,7 @@ It submits requests and hands out their rows one by one. One thread uses one con
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -22,7 +22,9 @@ from common.messages import (
     ErrorCode,
     Finish,
     Generate,
+    GetInfo,
     GetStats,
+    Info,
     RequestError,
     Stats,
     TextBatch,
@@ -55,8 +57,8 @@ class Unreachable(ConnectionLost):
 class Connection:
     """A DEALER connection to the address of a cluster's frontend.
 
-    `poll` and `stats` raise ConnectionLost when the connection breaks, and `poll` also when the cluster has sent
-    nothing for `silence_limit_s` of polling while a request is live. Use it in a `with` statement.
+    `poll`, `stats` and `info` raise ConnectionLost when the connection breaks, and `poll` also when the cluster has
+    sent nothing for `silence_limit_s` of polling while a request is live. Use it in a `with` statement.
     """
 
     def __init__(self, address: str, *, silence_limit_s: float = SILENCE_LIMIT_S):
@@ -68,6 +70,7 @@ class Connection:
         self._reader = RowReader()
         self._rows: deque[Row | RequestError] = deque()
         self._stats: dict[int, dict[str, int]] = {}
+        self._info: Info | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._linger_ms = 500
         socket = open_socket(self._context, zmq.DEALER)
@@ -78,7 +81,7 @@ class Connection:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise Unreachable(f"cannot connect: {error}") from None
-        self._inbox = Inbox(socket, TextBatch, RequestError, Stats, Beat, private=True)
+        self._inbox = Inbox(socket, TextBatch, RequestError, Stats, Info, Beat, private=True)
         self._outbox = Outbox(socket, address)
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -156,18 +159,29 @@ class Connection:
         """The cluster's counters and gauges by name. Raises ConnectionLost when no answer comes in time."""
         query = next(self._numbers) & MAX_RID
         self._outbox.send(GetStats(query))
-        deadline = time.monotonic() + timeout_s
-        while query not in self._stats:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise ConnectionLost(f"the cluster did not answer within {timeout_s:g} s")
-            self._receive(left)
+        self._receive_until(lambda: query in self._stats, timeout_s)
         return self._stats.pop(query)
+
+    def info(self, timeout_s: float = SILENCE_LIMIT_S) -> Info:
+        """What the cluster serves, which is asked once. Raises ConnectionLost when no answer comes in time."""
+        if self._info is None:
+            self._outbox.send(GetInfo(next(self._numbers) & MAX_RID))
+            self._receive_until(lambda: self._info is not None, timeout_s)
+        assert self._info is not None
+        return self._info
 
     def close(self) -> None:
         """Close at once; messages that were sent, such as aborts, get half a second to leave."""
         self._inbox.socket.disable_monitor()
         self._context.destroy(linger=self._linger_ms)
+
+    def _receive_until(self, answered: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not answered():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ConnectionLost(f"the cluster did not answer within {timeout_s:g} s")
+            self._receive(left)
 
     def _receive(self, timeout_s: float) -> None:
         wanted = zmq.POLLIN | (zmq.POLLOUT if self._outbox.backlog else 0)
@@ -195,6 +209,8 @@ class Connection:
     def _take(self, msg: object, now_ns: int) -> None:
         if isinstance(msg, Stats):
             self._stats[msg.query] = msg.values
+        elif isinstance(msg, Info):
+            self._info = msg
         elif isinstance(msg, RequestError):
             self._reader.forget(msg.rid)
             if self._live.pop(msg.rid, None) is not None:
@@ -238,13 +254,14 @@ class Answer:
     finish: Finish = Finish.NONE
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)  # where they are told from the texts
     tokens_so_far: int | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     stop_reason: int | str | None = None
 
     def add(self, row: Row) -> None:
-        if not self.first_ns and (row.token_ids or row.text):
+        if not self.first_ns and (row.token_ids or row.text or row.reasoning):
             self.first_ns = row.received_ns
         if row.tokens_so_far is not None:
             self.tokens_so_far = row.tokens_so_far
@@ -254,6 +271,8 @@ class Answer:
         self.stop_reason = row.stop_reason
         self.last_ns = row.received_ns
         self.texts.append(row.text)
+        if row.reasoning:
+            self.thoughts.append(row.reasoning)
         self.token_ids.extend(row.token_ids)
         self.prompt_tokens, self.cached_tokens, self.finish = row.prompt_tokens, row.cached_tokens, row.finish
 
@@ -264,7 +283,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, object]:
         """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens. Log
-        probabilities are there if they were asked for."""
+        probabilities are there if they were asked for, reasoning where the text is without it."""
         tokens = self.tokens
         ttft_ms = (self.first_ns - self.sent_ns) / 1e6 if self.first_ns else None
         itl_ms = (self.last_ns - self.first_ns) / 1e6 / (tokens - 1) if tokens > 1 else None
@@ -279,6 +298,8 @@ class Answer:
             "itl_ms": None if itl_ms is None else round(itl_ms, 3),
             "e2e_ms": round((self.last_ns - self.sent_ns) / 1e6, 3),
         }
+        if self.thoughts:
+            result["reasoning"] = "".join(self.thoughts)
         if self.logprobs is not None:
             result["logprobs"] = [entry.as_dict() for entry in self.logprobs]
         if self.prompt_logprobs is not None:
@@ -290,7 +311,7 @@ def result_of(answers: Sequence[Answer]) -> dict[str, object]:
     """A request as JSON-ready values: those of its first choice, and where it has several, all of them in `choices`."""
     result = answers[0].as_dict()
     if len(answers) > 1:
-        shown = ("text", "token_ids", "finish_reason", "cached_tokens", "logprobs")
+        shown = ("text", "reasoning", "token_ids", "finish_reason", "cached_tokens", "logprobs")
         each = [answer.as_dict() for answer in answers]
         result["choices"] = [
             {"index": i} | {name: values[name] for name in shown if name in values} for i, values in enumerate(each)

@@ -19,6 +19,7 @@ class Row:
     `stop_reason` is the stop token or stop string that ended the choice, None in other rows and at the model's own
     end-of-sequence token.
     `timing` is in the rows with a choice's first tokens and with its end, where they come from a cluster.
+    `reasoning` is what the model thought, where somebody has told it from the `text`.
     `tokens_so_far` is for transports that count a choice's tokens without naming them (HTTP); None: count the ids.
     """
 
@@ -36,6 +37,7 @@ class Row:
     stop_reason: int | str | None = None
     tokens_so_far: int | None = None
     timing: Timing | None = None
+    reasoning: str = ""
 
 
 class RowReader:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from common.async_connection import AsyncConnection, RequestFailed, Stream
+from common.chat_answers import ChatFormat
 from common.codec import FrameError
 from common.connection import ConnectionLost
 from common.json_request import JsonRequest
@@ -21,10 +22,13 @@ from rhizome.requests import (
     Params,
     Progress,
     Prompt,
+    begin,
     conversations_of,
     keywords,
     make_request,
     make_requests,
+    needs_format,
+    numbered,
     prompts_of,
     stream_output,
 )
@@ -43,6 +47,7 @@ class AsyncLLM:
         self._run_dir: str | os.PathLike[str] | None = None
         self._own: ChildCluster | None = None
         self._connection: AsyncConnection | None = None
+        self._known_format: ChatFormat | None = None
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None) -> "AsyncLLM":
@@ -104,10 +109,11 @@ class AsyncLLM:
         """As LLM.stream: `async for piece in llm.stream("..."): ...`."""
         request = make_request(prompt, params, options)
         await self._reconnect()
-        progress = Progress(0, request)
-        stream = self._submit(request, stream=True)
+        progress = begin(0, request, await self._format([request]))
+        stream = self._submit(progress.request, stream=True)
         try:
-            async for row in stream:
+            async for found in stream:
+                row = progress.read(found)
                 progress.take(row)
                 yield stream_output(row)
         except (RequestFailed, ConnectionLost) as error:
@@ -133,8 +139,20 @@ class AsyncLLM:
         """A new connection for one that broke, as when the cluster restarts the process at its other end."""
         if self._open.lost is not None:
             broken, self._connection = self._open, AsyncConnection(self._address)
+            self._known_format = None
             await self._connection.__aenter__()
             await broken.aclose()
+
+    async def _format(self, requests: list[JsonRequest]) -> ChatFormat | None:
+        """The model's, if one of the requests needs it; asked once on each connection."""
+        if not any(map(needs_format, requests)):
+            return None
+        if self._known_format is None:
+            try:
+                self._known_format = ChatFormat.of_template((await self._open.info()).chat_template)
+            except (RequestFailed, ConnectionLost) as error:
+                raise await self._error(0, error) from None
+        return self._known_format
 
     def _submit(self, request: JsonRequest, *, stream: bool) -> Stream:
         try:
@@ -145,23 +163,23 @@ class AsyncLLM:
     async def _run(self, requests: list[JsonRequest]) -> list[RequestOutput]:
         """At most MAX_LIVE at once; the first failure aborts the others."""
         await self._reconnect()
+        form = await self._format(requests)
         room = asyncio.Semaphore(MAX_LIVE)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(i, request, room)) for i, request in enumerate(requests)]
+                tasks = [group.create_task(self._one(progress, room)) for progress in numbered(requests, form)]
         except* (GenerationError, ClusterError) as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _one(self, index: int, request: JsonRequest, room: asyncio.Semaphore) -> RequestOutput:
+    async def _one(self, progress: Progress, room: asyncio.Semaphore) -> RequestOutput:
         async with room:
-            progress = Progress(index, request)
-            stream = self._submit(request, stream=False)
+            stream = self._submit(progress.request, stream=False)
             try:
                 async for row in stream:
-                    progress.take(row)
+                    progress.take(progress.read(row))
             except (RequestFailed, ConnectionLost) as error:
-                raise await self._error(index, error) from None
+                raise await self._error(progress.index, error) from None
             finally:
                 stream.abort()
             return progress.output

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+from common.chat_answers import ChatFormat
 from common.codec import FrameError
-from common.connection import Connection, ConnectionLost, Row
+from common.connection import Connection, ConnectionLost
 from common.json_request import JsonRequest
 from common.run_dir import RunDirError, find_cluster
 from common.sockets import PeerStalled
@@ -22,10 +23,12 @@ from rhizome.requests import (
     Params,
     Progress,
     Prompt,
+    begin,
     conversations_of,
     keywords,
     make_request,
     make_requests,
+    needs_format,
     numbered,
     prompts_of,
     stream_output,
@@ -106,7 +109,8 @@ class LLM:
         use_tqdm: bool = True,
         **options: Unpack[Options],
     ) -> list[RequestOutput]:
-        """The same for conversations, lists of {"role": ..., "content": ...}, through the model's chat template."""
+        """The same for conversations, lists of {"role": ..., "content": ...}, through the model's chat template. What
+        it thought comes apart from the text; with `skip_special_tokens=False` the text is all that it wrote."""
         return self._run(make_requests("messages", conversations_of(messages), params, options), use_tqdm)
 
     def stream(
@@ -131,15 +135,15 @@ class LLM:
             return run_all(connection, requests, show)
 
     def _stream(self, request: JsonRequest) -> Iterator[StreamOutput]:
-        progress = Progress(0, request)
         with self._connection() as connection:
-            connection.submit(request.prompt, request.params, **keywords(request))
+            progress = begin(0, request, _format(connection, [request]))
+            connection.submit(request.prompt, progress.request.params, **keywords(request))
             ended = False
             while not ended:
-                for row in connection.poll(POLL_S):
+                for found in connection.poll(POLL_S):
+                    row = progress.read(found)
                     ended = progress.take(row)
-                    if isinstance(row, Row):
-                        yield stream_output(row)
+                    yield stream_output(row)
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
@@ -183,11 +187,17 @@ def _broken(connection: Connection) -> bool:
     return False
 
 
+def _format(connection: Connection, requests: list[JsonRequest]) -> ChatFormat | None:
+    """The model's, if one of the requests needs it."""
+    needed = any(map(needs_format, requests))
+    return ChatFormat.of_template(connection.info().chat_template) if needed else None
+
+
 def run_all(
     connection: Connection, requests: list[JsonRequest], show: Callable[[Progress], None]
 ) -> list[RequestOutput]:
     """Run requests, at most MAX_LIVE at once. Raises GenerationError for the first that fails."""
-    waiting = numbered(requests)
+    waiting = numbered(requests, _format(connection, requests))
     live: dict[int, Progress] = {}
     outputs: dict[int, RequestOutput] = {}
     while len(outputs) < len(requests):
@@ -196,7 +206,7 @@ def run_all(
             live[connection.submit(request.prompt, request.params, stream=False, **keywords(request))] = following
         for row in connection.poll(POLL_S):
             progress = live[row.rid]
-            if progress.take(row):
+            if progress.take(progress.read(row)):
                 outputs[progress.index] = progress.output
                 del live[row.rid]
                 show(progress)

@@ -10,7 +10,9 @@ from common.logprobs import TokenLogprobs
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One answer to a prompt. `finish_reason` is stop, length or abort; `stop_reason` the stop token or stop string
-    that ended it, None for the model's own end. `logprobs` has an entry per token where they were asked for."""
+    that ended it, None for the model's own end. `logprobs` has an entry per token where they were asked for. Of a chat
+    `text` is the answer alone and `reasoning` what the model thought before, None where it did not; `token_ids` are
+    those of both."""
 
     index: int
     text: str
@@ -18,6 +20,7 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    reasoning: str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -40,7 +43,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """New text and tokens of one answer to one prompt; `finish_reason` is set in its last one."""
+    """New text, reasoning and tokens of one answer to one prompt; `finish_reason` is set in its last one."""
 
     index: int
     text: str
@@ -49,13 +52,15 @@ class StreamOutput:
     prompt_tokens: int
     cached_tokens: int
     logprobs: list[TokenLogprobs] | None = None
+    reasoning: str = ""
 
 
 def to_output(prompt: str | None, token_ids: Sequence[int] | None, answers: Sequence[Answer]) -> RequestOutput:
     """The result of a request whose choices have all ended."""
     outputs = [
         CompletionOutput(
-            index, "".join(a.texts), list(a.token_ids), a.finish.name.lower(), a.stop_reason, a.logprobs
+            index, "".join(a.texts), list(a.token_ids), a.finish.name.lower(), a.stop_reason, a.logprobs,
+            "".join(a.thoughts) or None,
         )
         for index, a in enumerate(answers)
     ]  # fmt: skip

@@ -1,9 +1,10 @@
 """From the arguments of a call to checked requests, and from rows to results. No I/O."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypedDict, cast
 
+from common.chat_answers import AnswerReader, ChatFormat, is_read
 from common.connection import Answer, Row
 from common.fields import FieldError
 from common.json_request import JsonRequest, parse_request
@@ -94,19 +95,24 @@ def keywords(request: JsonRequest) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Progress:
-    """A request on its way; `index` is its place in the call."""
+    """A request on its way; `index` is its place in the call. A `reader` is for answers to chats."""
 
     index: int
     request: JsonRequest
+    reader: AnswerReader | None = None
     answers: list[Answer] = field(init=False)
 
     def __post_init__(self) -> None:
         self.answers = [Answer() for _ in range(self.request.n)]
 
-    def take(self, row: Row | RequestError) -> bool:
-        """Add a row; true when all choices have ended. Raises GenerationError."""
+    def read(self, row: Row | RequestError) -> Row:
+        """What a row says. Raises GenerationError."""
         if isinstance(row, RequestError):
             raise GenerationError.of(self.index, row)
+        return row if self.reader is None else self.reader.read(row)
+
+    def take(self, row: Row) -> bool:
+        """Add a row that has been read; true when all choices have ended. Raises GenerationError."""
         self.answers[row.choice].add(row)
         if any(answer.finish is Finish.NONE for answer in self.answers):
             return False
@@ -127,15 +133,27 @@ class Progress:
         return sum(answer.tokens for answer in self.answers)
 
 
+def begin(index: int, request: JsonRequest, form: ChatFormat | None) -> Progress:
+    """A request that begins, as it is sent: an answer to a chat is read in the model's format, where that is given."""
+    if form is None or not needs_format(request):
+        return Progress(index, request)
+    return Progress(index, replace(request, params=form.asked(request.params)), form.reader(request.n))
+
+
+def needs_format(request: JsonRequest) -> bool:
+    """Whether the model's format must be known to read the answer."""
+    return is_read(request.prompt, request.params)
+
+
 def stream_output(row: Row) -> StreamOutput:
     """A row as a piece of an answer."""
     finish = None if row.finish is Finish.NONE else row.finish.name.lower()
     logprobs = None if row.logprobs is None else list(row.logprobs)
     return StreamOutput(
-        row.choice, row.text, list(row.token_ids), finish, row.prompt_tokens, row.cached_tokens, logprobs
+        row.choice, row.text, list(row.token_ids), finish, row.prompt_tokens, row.cached_tokens, logprobs, row.reasoning
     )
 
 
-def numbered(requests: Sequence[JsonRequest]) -> Iterator[Progress]:
+def numbered(requests: Sequence[JsonRequest], form: ChatFormat | None) -> Iterator[Progress]:
     """Requests that begin, in their order."""
-    return (Progress(index, request) for index, request in enumerate(requests))
+    return (begin(index, request, form) for index, request in enumerate(requests))

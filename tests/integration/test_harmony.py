@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from common.harmony import END
+from rhizome import LLM, SamplingParams
 from tests.helpers_harmony import make_harmony_checkpoint, token_id
 from tests.integration.cluster import Cluster, running
 
@@ -219,3 +220,29 @@ def test_responses_show_the_final_channel_alone(http: httpx.Client) -> None:
         events = [json.loads(line.removeprefix("data: ")) for line in stream if line.startswith("data: {")]
         assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == text
     assert complete >= 6 and thought >= 1
+
+
+def test_the_client_and_the_python_api_show_the_final_channel(cluster: Cluster) -> None:
+    """Over the cluster's own socket; a prompt that is no chat stays raw text."""
+    flags = ("--max-tokens", "400", "--logit-bias", f"{token_id(END)}:4", "--choice", "So be it.")
+    seen = set()
+    for seed in range(8):
+        asked = ("hi", "--chat", "--seed", str(seed), *flags)
+        result = json.loads(cluster.client(*asked, "--json").stdout)
+        if result["finish_reason"] == "stop":
+            assert result["text"] == "So be it." and "<|" not in result.get("reasoning", "")
+            seen.add("reasoning" in result)
+    assert seen == {True, False}
+    said = cluster.client("chat", "--seed", "0", *flags, input="hi\nand now?\n")
+    assert said.returncode == 0 and set(said.stdout.splitlines()) <= {"So be it.", ""}, said.stderr
+    raw = cluster.client("hi", "--chat", "--max-tokens", "30", "--keep-special-tokens", "--lark", "/dev/stdin",
+                         input='start: <|channel|> "final" <|message|> "x"\n')  # fmt: skip
+    assert raw.stdout == "<|channel|>final<|message|>x\n", raw.stderr
+    with LLM.connect(cluster.run_dir) as llm:
+        params = SamplingParams(n=8, seed=5, max_tokens=400, logit_bias={token_id(END): 4.0}, choice=["So be it."])
+        (output,) = llm.chat([USER], params)
+        answers = [answer for answer in output.outputs if answer.finish_reason == "stop"]
+        assert {answer.text for answer in answers} == {"So be it."}
+        assert {answer.reasoning is None for answer in answers} == {True, False}
+        (plain,) = llm.generate("hi", SamplingParams(max_tokens=5, ignore_eos=True))
+        assert plain.outputs[0].reasoning is None and len(plain.outputs[0].token_ids) == 5

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import zmq
 
 from common.codec import decode, encode, message_types
-from common.messages import Abort, Beat, Finish, Generate, RequestError, TextBatch, ints
+from common.messages import Abort, Beat, Finish, Generate, GetInfo, Info, RequestError, TextBatch, ints
 from common.run_dir import RunDir
 from common.sockets import Endpoints, open_socket
 
@@ -34,12 +35,14 @@ def rows(
 class FakeFrontend:
     """Answers each message of a client with what `answer(message)` yields: messages, or raw bytes as they are.
 
-    It lives in a run directory, so that clients find it like a real cluster. `received` holds every message.
+    It lives in a run directory, so that clients find it like a real cluster. `received` holds every message, but those
+    that ask what it serves if it has an `info` to answer them.
     """
 
-    def __init__(self, path: Path, answer: Answer, *, address: str | None = None):
+    def __init__(self, path: Path, answer: Answer, *, address: str | None = None, info: Info | None = None):
         self._run_dir = RunDir(path)
         self._answer = answer
+        self._info = info
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._router = open_socket(self._context, zmq.ROUTER, bind=address or Endpoints(path).frontend)
         self.address = self._router.get(zmq.LAST_ENDPOINT).decode()
@@ -84,6 +87,9 @@ class FakeFrontend:
             if self._router in ready:
                 owner, frame = self._router.recv_multipart()
                 msg = decode(frame, message_types())
+                if isinstance(msg, GetInfo) and self._info is not None:
+                    self._router.send_multipart([owner, encode(replace(self._info, rid=msg.rid))])
+                    continue
                 self.received.put(msg)
                 for answer in self._answer(msg):
                     try:

@@ -18,6 +18,7 @@ from common.messages import Abort, ErrorCode, Finish, Generate, RequestError, in
 from tests.unit.client_runs import run, start
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.fake_openai import FakeOpenAI
+from tests.unit.frontend_world import INFO
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -147,7 +148,7 @@ def test_a_batch_over_ipc(short_dir: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     lines = [line("a", prompt="x", n=2), line("b", CHAT, messages=chat), line("c", prompt="bad"), line("d", zzz=1)]
     output = short_dir / "out"
-    with FakeFrontend(short_dir / "run", serve) as cluster:
+    with FakeFrontend(short_dir / "run", serve, info=INFO) as cluster:
         ended = run("batch", write(short_dir / "in", lines), str(output), "--run-dir", str(short_dir / "run"))
         assert not cluster.next(Generate).stream
     assert ended.returncode == 1 and "2 of 4 requests failed" in ended.stderr

@@ -21,6 +21,7 @@ from common.messages import Abort, ErrorCode, Finish, Generate, RequestError
 from tests.unit.client_runs import CLIENT, run
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.fake_openai import FakeOpenAI
+from tests.unit.frontend_world import INFO
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def contents(msg: Generate) -> list[tuple[str, str]]:
 def test_lines_of_a_pipe(short_dir: Path) -> None:
     saved = short_dir / "saved.json"
     lines = ["one", "", "two", "fail", "/nonsense", f"/save {saved}", "/reset", "three", "/system s", "four", "/system"]
-    with FakeFrontend(short_dir / "run", parrot) as cluster:
+    with FakeFrontend(short_dir / "run", parrot, info=INFO) as cluster:
         flags = ("--max-tokens", "9", "--temperature", "0.5", "--run-dir", str(short_dir / "run"))
         ended = run("chat", *flags, stdin="\n".join(lines))
         sent = [cluster.next(Generate) for _ in range(5)]
@@ -178,7 +179,7 @@ def _take_terminal() -> None:
 
 
 def test_a_terminal_with_ctrl_c_in_an_answer_and_at_the_prompt(short_dir: Path) -> None:
-    with FakeFrontend(short_dir, parrot) as cluster:
+    with FakeFrontend(short_dir, parrot, info=INFO) as cluster:
         terminal = Terminal("chat", "--run-dir", str(short_dir))
         terminal.wait_for("> ")
         terminal.type("one\n")
@@ -208,14 +209,14 @@ def test_a_terminal_with_ctrl_c_in_an_answer_and_at_the_prompt(short_dir: Path) 
 
 def test_a_cluster_that_dies_does_not_take_the_conversation_with_it(short_dir: Path) -> None:
     terminal = None
-    with FakeFrontend(short_dir / "run", parrot):
+    with FakeFrontend(short_dir / "run", parrot, info=INFO):
         terminal = Terminal("chat", "--run-dir", str(short_dir / "run"))
         terminal.wait_for("> ")
         terminal.type("one\n")
         terminal.wait_for("one!1")
     terminal.type("lost\n")
     terminal.wait_for("Error: ")
-    with FakeFrontend(short_dir / "run", parrot):
+    with FakeFrontend(short_dir / "run", parrot, info=INFO):
         terminal.type("two\n")
         terminal.wait_for("two!3")
         terminal.type("/exit\n")
@@ -231,7 +232,7 @@ def test_over_http() -> None:
 
 
 def test_an_interrupt_on_a_pipe_ends_it(short_dir: Path) -> None:
-    with FakeFrontend(short_dir, parrot):
+    with FakeFrontend(short_dir, parrot, info=INFO):
         process = subprocess.Popen(
             [*CLIENT, "chat", "--run-dir", str(short_dir)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -27,6 +27,7 @@ from tests.unit.fake_frontend import (
     rows,
     silent_after_one_row,
 )
+from tests.unit.frontend_world import INFO
 
 
 def test_streams_the_answer(short_dir: Path) -> None:
@@ -134,7 +135,7 @@ def test_an_error_after_the_first_choice_is_a_failure(short_dir: Path) -> None:
     ],
 )
 def test_chat(short_dir: Path, args: list[str], chat: tuple[ChatMessage, ...]) -> None:
-    with FakeFrontend(short_dir, echo) as cluster:
+    with FakeFrontend(short_dir, echo, info=INFO) as cluster:
         assert run(*args, "--run-dir", str(short_dir)).returncode == 0
         assert cluster.next(Generate).chat == chat
 

@@ -19,6 +19,7 @@ from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, Req
 from common.sampling_params import SamplingParams
 from tests.unit.client_runs import run, start
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, choices_backwards, echo, rows, silent_after_one_row
+from tests.unit.frontend_world import INFO
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> str:
@@ -108,7 +109,7 @@ def test_jsonl_goes_on_after_a_refused_request(short_dir: Path) -> None:
 def test_jsonl_from_stdin_and_every_kind_of_prompt(short_dir: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     lines = [{"token_ids": [1, 2], "stop": "x"}, {"messages": chat, "stop": ["y"], "max_tokens": None}, {"prompt": ""}]
-    with FakeFrontend(short_dir, lambda msg: [rows(msg.rid, "", 5, finish=Finish.STOP)]) as cluster:
+    with FakeFrontend(short_dir, lambda msg: [rows(msg.rid, "", 5, finish=Finish.STOP)], info=INFO) as cluster:
         stdin = "\n".join(map(json.dumps, lines))
         assert run("--jsonl", "-", "--run-dir", str(short_dir), stdin=stdin).returncode == 0
         first, second, third = (cluster.next(Generate) for _ in lines)

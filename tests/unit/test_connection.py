@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from common.messages import (
     ErrorCode,
     Finish,
     Generate,
+    GetInfo,
     GetStats,
     RequestError,
     Stats,
@@ -32,6 +34,7 @@ from tests.unit.fake_frontend import (
     rows,
     silent_after_one_row,
 )
+from tests.unit.frontend_world import INFO
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5)
 
@@ -174,6 +177,25 @@ def test_a_refusal_ends_the_request(short_dir: Path) -> None:
     ):
         connection.submit("x", PARAMS)
         assert collect(connection) == [error]
+
+
+def test_what_is_served_is_asked_once(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, GetInfo):
+            yield rows(0, "x", 1, finish=Finish.LENGTH)
+            yield replace(INFO, rid=msg.rid)
+
+    with FakeFrontend(short_dir, answer) as cluster, Connection(cluster.address) as connection:
+        connection.submit("x", PARAMS)
+        assert connection.info(TIMEOUT_S) == connection.info(TIMEOUT_S) == replace(INFO, rid=1)
+        (row,) = connection.poll(0)
+        assert isinstance(row, Row) and row.text == "x"
+        cluster.next(Generate)
+        cluster.next(GetInfo)
+        assert cluster.received.empty()
+    silent, late = FakeFrontend(short_dir, lambda msg: []), r"did not answer within 0\.1 s"
+    with silent, Connection(silent.address) as connection, pytest.raises(ConnectionLost, match=late):
+        connection.info(0.1)
 
 
 def test_stats_do_not_swallow_rows(short_dir: Path) -> None:

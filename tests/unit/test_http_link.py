@@ -118,9 +118,9 @@ def test_an_abort_reaches_the_server_and_ends_the_choice(server: FakeOpenAI) -> 
     link.close()
 
 
-def test_reasoning_reads_as_from_the_model(server: FakeOpenAI) -> None:
+def test_reasoning_is_apart(server: FakeOpenAI) -> None:
     _, rows = asked(server, [ChatMessage("user", "think")])
-    assert "".join(row.text for row in rows) == "<think>hmm</think>think"
+    assert "".join(row.reasoning for row in rows) == "hmm" and "".join(row.text for row in rows) == "think"
 
 
 @pytest.mark.parametrize("prompt", ["ab", [ChatMessage("user", "ab")]])

@@ -16,6 +16,7 @@ from rhizome import LLM, AsyncLLM, ClusterError, GenerationError, SamplingParams
 from rhizome.cluster import _command
 from rhizome.requests import Options, conversations_of, make_requests, prompts_of
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, echo, rows, silent_after_one_row
+from tests.unit.frontend_world import INFO
 
 GRAMMAR = ("json_schema", "regex", "choice", "lark", "ebnf")
 
@@ -131,7 +132,7 @@ def texts(outputs: Any) -> list[list[str]]:
 
 
 def test_generate_and_chat(short_dir: Path) -> None:
-    with FakeFrontend(short_dir, answers), LLM.connect(short_dir) as llm:
+    with FakeFrontend(short_dir, answers, info=INFO), LLM.connect(short_dir) as llm:
         found = llm.generate(["a", [1, 2], "c"], SamplingParams(n=2), use_tqdm=False)
         assert texts(found) == [["a 0!", "a 1!"], ["ids 0!", "ids 1!"], ["c 0!", "c 1!"]]
         first = found[0]
@@ -147,7 +148,7 @@ def test_generate_and_chat(short_dir: Path) -> None:
 
 
 def test_an_error_names_the_prompt_and_aborts_the_others(short_dir: Path) -> None:
-    with FakeFrontend(short_dir, answers) as cluster, LLM.connect(short_dir) as llm:
+    with FakeFrontend(short_dir, answers, info=INFO) as cluster, LLM.connect(short_dir) as llm:
         with pytest.raises(GenerationError, match="prompt 1: prompt: is too long") as caught:
             llm.generate(["slow", "bad"])
         assert (caught.value.index, caught.value.code, caught.value.field, caught.value.limit) == (
@@ -160,7 +161,7 @@ def test_an_error_names_the_prompt_and_aborts_the_others(short_dir: Path) -> Non
 
 
 def test_streams(short_dir: Path) -> None:
-    with FakeFrontend(short_dir, answers) as cluster, LLM.connect(short_dir) as llm:
+    with FakeFrontend(short_dir, answers, info=INFO) as cluster, LLM.connect(short_dir) as llm:
         pieces = list(llm.stream("x", SamplingParams(max_tokens=2)))
         assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in pieces] == [
             (0, "x 0", [5], None), (0, "!", [6], "length"),
@@ -176,7 +177,7 @@ def test_streams(short_dir: Path) -> None:
 
 def test_threads_share_one(short_dir: Path) -> None:
     found: dict[int, Any] = {}
-    with FakeFrontend(short_dir, answers), LLM.connect(short_dir) as llm:
+    with FakeFrontend(short_dir, answers, info=INFO), LLM.connect(short_dir) as llm:
 
         def work(i: int) -> None:
             found[i] = texts(llm.generate([f"{i}-{j}" for j in range(5)], use_tqdm=False))
@@ -221,7 +222,7 @@ def test_async(short_dir: Path) -> None:
             async with AsyncLLM.connect(short_dir / "nowhere"):
                 pass
 
-    with FakeFrontend(short_dir, answers):
+    with FakeFrontend(short_dir, answers, info=INFO):
         asyncio.run(use())
 
 
