@@ -68,6 +68,9 @@ def conversation_of(request: ChatRequest, info: Info, *, effort_field: str = "re
     thinking = arguments.get("enable_thinking", arguments.get("thinking", True))
     formats = detect_formats(info.chat_template, thinking=bool(thinking))
     reasoning = formats.reasoning.together if request.separate_reasoning is False else formats.reasoning
+    goes_on = bool(request.continue_final_message)
+    if goes_on and reasoning is Reasoning.OPENED:
+        reasoning = Reasoning.TAGS  # the prompt ends with the message
     grammar, grammar_field = grammar_of(request)
     tools = request.tools or []
     choice = request.tool_choice or ("auto" if tools or arguments.get("builtin_tools") else "none")
@@ -88,7 +91,7 @@ def conversation_of(request: ChatRequest, info: Info, *, effort_field: str = "re
                 raise refused("tool_choice", f"cannot be forced together with {grammar_field}")
             wanted = _wanted(request)
             grammar, grammar_field = force_call(wanted, tool_format, parallel=parallel), "tools"
-    if grammar is not None:
+    if grammar is not None and (forced or not goes_on):
         grammar = after_reasoning(grammar, reasoning, forced=forced)
     return Conversation(
         messages=[wire_message(message, i) for i, message in enumerate(request.messages)],

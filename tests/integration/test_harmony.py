@@ -198,6 +198,14 @@ def test_a_second_turn_with_the_result_of_a_call(http: httpx.Client) -> None:
     assert stray["param"] == "messages"
 
 
+def test_an_answer_goes_on_under_a_grammar(http: httpx.Client) -> None:
+    begun = {"role": "assistant", "content": "It is"}
+    answer = ask(http, **chat(USER, begun, continue_final_message=True, structured_outputs={"choice": [" sunny."]}))
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (" sunny.", "stop")
+    assert answer["usage"]["completion_tokens"] <= len(" sunny.") + 1, "no thought, no header"
+
+
 def check_schema(answer: dict[str, Any]) -> bool:
     (choice,) = answer["choices"]
     if choice["finish_reason"] == "stop":

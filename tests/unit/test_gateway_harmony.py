@@ -122,6 +122,16 @@ def test_formats_and_grammars() -> None:
     assert "to=functions.weather" in forced.text and "to=functions.clock" in forced.text
 
 
+def test_an_answer_that_goes_on_is_in_its_channel_already() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So"}]
+    found = conversation(HARMONY, messages=messages, continue_final_message=True, guided_regex="a+")
+    assert found.grammar == Grammar("regex", "a+") and found.reasoning is Reasoning.CHANNEL
+    opened = "<think></think>{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    assert conversation(opened, guided_regex="a+").reasoning is Reasoning.OPENED
+    found = conversation(opened, messages=messages, continue_final_message=True, guided_regex="a+")
+    assert found.grammar == Grammar("regex", "a+") and found.reasoning is Reasoning.TAGS
+
+
 def test_reasoning_of_earlier_turns_under_any_name() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", name: "hm"}]
