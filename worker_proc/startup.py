@@ -171,12 +171,13 @@ def load_worker(
     kernels: str = library.level if library is not None else "torch"
     if device.type == "cuda":
         kernels = type(attention).__name__.removesuffix("Attention").lower()
+    held = [str(way) for way in (info.quantization, scheme) if way is not None]
     labels = {
         "architecture": info.architecture,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "kernels": kernels,
-        "quantization": info.quantization or (str(scheme) if scheme is not None else "none"),
+        "quantization": ", else ".join(held) or "none",
         "kv_cache_dtype": "int8" if spec.int8 else str(spec.dtype).removeprefix("torch."),
     }
     host_pages = host.num_pages if host is not None else 0

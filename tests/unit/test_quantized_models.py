@@ -290,10 +290,22 @@ def test_experts_in_fp4_are_those_of_torch(level: Level, tmp_path: Path) -> None
     assert generate(native, prompts, 16, page_size=8, chunk=9) == together
 
 
+@pytest.mark.parametrize("scheme", [INT8, INT4, FP8], ids=str)
+def test_the_rest_of_a_gpt_oss_may_become_codes(scheme: Scheme, tmp_path: Path) -> None:
+    """Attention and head; experts stay as they are stored, and routers and embeddings plain."""
+    codes, _ = store_mxfp4(make_checkpoint("gpt-oss", tmp_path / "source", **GPT_OSS), tmp_path)
+    native, plain = load_native(codes, scheme), load_native(codes, None)
+    layer, other = native.weights.layers[0], plain.weights.layers[0]
+    assert torch.equal(layer.experts[2].up.memory, other.experts[2].up.memory)
+    assert layer.router is not None and layer.router.struct.format == Format.BFLOAT16
+    formats = {Format(matrix.struct.format) for matrix in (layer.qkv, layer.o, native.weights.head)}
+    assert formats <= {Format.INT8_CHANNEL, Format.INT4, Format.FLOAT8_CHANNEL}
+    assert error(logits(native), logits(load_torch(codes, scheme))) < 0.03
+    assert error(logits(native), logits(plain)) > 1e-3, "nothing was quantized"
+
+
 def test_stored_fp4_is_checked(tmp_path: Path) -> None:
     codes, _ = store_mxfp4(make_checkpoint("gpt-oss", tmp_path / "source"), tmp_path)
-    with pytest.raises(ModelError, match="quantization = 'mxfp4': the checkpoint is quantized already"):
-        load_native(codes, INT8)
     weights, base = load_file(codes / SINGLE_FILE), "model.layers.1.mlp.experts.down_proj"
     broken = weights[base + "_scales"].clone()
     broken[4, 7, 1] = 255

@@ -21,8 +21,9 @@ class WeightSource:
         stored: StoredQuantization | None = None,
         quantize: Quantize = quantize_rows,
     ) -> None:
-        """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has; not both."""
-        if scheme is not None and stored is not None:
+        """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has. Not both, but for
+        MXFP4, which experts have, and nothing beside them."""
+        if scheme is not None and stored is not None and stored.method != "mxfp4":
             raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
         self._load = load
         self._scheme = scheme
@@ -38,7 +39,7 @@ class WeightSource:
         if any(stored) != all(stored):
             plain = parts[stored.index(False)].name
             raise ModelError(plain, "not quantized", "projections that are computed together must be alike")
-        return self._stored.scheme if all(stored) else None
+        return self._stored.scheme if all(stored) else self._scheme
 
     def head_scheme(self, head: Part) -> Scheme | None:
         """How the output head is held."""
@@ -49,7 +50,7 @@ class WeightSource:
         group."""
         cols = part.cols or (0, part.shape[1])
         scheme.check_columns(part.name, cols, part.shape[1])
-        if self._stored is None:
+        if self._stored is None or not is_stored(self._stored, self._load.checkpoint, part):
             self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols, self._quantize))
             return
         read = plan_read(self._stored, self._load.checkpoint, part, target)
