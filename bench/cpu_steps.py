@@ -2,6 +2,7 @@
 
     python -m bench.cpu_steps --model DIR
     python -m bench.cpu_steps --model DIR --cases "decode 32 x 192" --repeats 20
+    python -m bench.cpu_steps --model DIR --quantization int8
 
 No scheduler, no sockets: the native decoder is called with steps as the worker would build them. The floor of an
 operation is what its bytes and its arithmetic take at the rates that are measured in the same run.
@@ -19,7 +20,6 @@ from bench.cpu_kernels import limits
 from common.config import WEIGHT_COMPRESSIONS
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
 from worker_proc.cpu.library import load_library, num_cpus
@@ -27,6 +27,7 @@ from worker_proc.cpu.linear import PackedMatrix
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
+from worker_proc.quantization.scheme import load_time_scheme
 
 _PAGE_SIZE = 16
 # name: rows, new tokens per row, tokens per row in all, of them in common
@@ -68,13 +69,18 @@ def floors(
     model: CpuDecoder, rows: int, new: int, total: int, shared: int, bandwidth: float, rate: float
 ) -> dict[str, float]:
     """Seconds that each operation takes at least; those that are not named move nothing but activations. The last layer
-    computes one token of a row to the end, and of the others keys and values."""
+    computes one token of a row to the end, and of the others keys and values. A mixture's MLPs are all in "gate_up"."""
     spec, tokens, others = model.spec, rows * new, model.spec.num_layers - 1
 
-    def product(matrix: PackedMatrix, outputs_of: int) -> float:
-        elements = matrix.outputs * matrix.inputs
-        size = 1.5 if isinstance(matrix, CompressedMatrix) and matrix.compressed else 2  # bytes of a weight
-        return max(size * elements / bandwidth, 2 * elements * outputs_of / rate)
+    def product(matrix: PackedMatrix, outputs_of: float, copies: float = 1.0) -> float:
+        return max(copies * matrix.nbytes / bandwidth, 2 * matrix.outputs * matrix.inputs * outputs_of / rate)
+
+    def mlp(matrix: PackedMatrix, tokens: int) -> float:
+        if spec.mixture is None:
+            return product(matrix, tokens)
+        experts, each = spec.mixture.experts, spec.mixture.each
+        taken = experts * (1 - (1 - each / experts) ** tokens)  # of a router that prefers none
+        return product(matrix, tokens * each, taken)
 
     layer = model.weights.layers[0]
     arithmetic, read = 0.0, 0.0
@@ -86,11 +92,11 @@ def floors(
         first = max(0, total - new + 1 - reach)
         tokens_read = max(0, shared - first) + rows * (total - max(first, shared))
         read += tokens_read * model.kv_spec.bytes_per_token / spec.num_layers
+    up, down = (others * mlp(matrix, tokens) + mlp(matrix, rows) for matrix in (layer.up, layer.down))
     return {
         "qkv": spec.num_layers * product(layer.qkv, tokens),
         "o": others * product(layer.o, tokens) + product(layer.o, rows),
-        "gate_up": others * product(layer.up, tokens) + product(layer.up, rows),
-        "down": others * product(layer.down, tokens) + product(layer.down, rows),
+        **({"gate_up": up + down} if spec.mixture is not None else {"gate_up": up, "down": down}),
         "head": product(model.weights.head, rows),
         "attention": max(read / bandwidth, arithmetic / rate),
     }
@@ -115,19 +121,20 @@ def measure(model: CpuDecoder, batch: ForwardBatch, cache: KVCache, repeats: int
 @click.option("--threads", type=int, default=num_cpus())
 @click.option("--cases", default=",".join(_CASES), help="Beginnings of their names, separated by commas.")
 @click.option("--repeats", default=7)
+@click.option("--quantization", type=click.Choice(["auto", "int8", "int4", "fp8"]), default="auto")
 @click.option("--weight-compression", type=click.Choice(WEIGHT_COMPRESSIONS), default="auto")
-def main(path: Path, level: Level, threads: int, cases: str, repeats: int, weight_compression: str) -> None:
+def main(
+    path: Path, level: Level, threads: int, cases: str, repeats: int, quantization: str, weight_compression: str
+) -> None:
     """Print a table for each case."""
     native = load_library(level)
     native.set_threads(threads)
     model = load_model(
         path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), native=native,
-        compression=weight_compression,
+        quantization=load_time_scheme(quantization, None), compression=weight_compression,
     )  # fmt: skip
     if not isinstance(model, CpuDecoder):
         raise click.ClickException("the native kernels do not compute this model")
-    if model.spec.mixture is not None:
-        raise click.ClickException("what a mixture reads depends on its tokens: there is no floor for it here")
     click.echo(f"{machine()}, {level}, {threads} threads")
     for name, case in _CASES.items():
         if not name.startswith(tuple(cases.split(","))):
