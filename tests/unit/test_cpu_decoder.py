@@ -36,6 +36,8 @@ from worker_proc.weights import SINGLE_FILE
 pytestmark = needs_compiler
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = cpu_features().levels()
+# of gpt-oss: with weights as large as the others', logits of torch in bfloat16 are off by up to 2 %, too
+SMALL = {"initializer_range": 0.1}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama-gqa-untied", {}),
@@ -61,8 +63,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"num_experts_per_tok": 4}),
     ("qwen3-moe", {"num_experts_per_tok": 7}),
     ("qwen3-moe", {"num_experts_per_tok": 7, "hidden_size": 72, "moe_intermediate_size": 50, "head_dim": 20}),
-    ("gpt-oss", {"num_experts_per_tok": 5}),
-    ("gpt-oss", {"num_experts_per_tok": 5, "hidden_size": 72, "intermediate_size": 50, "head_dim": 20}),
+    ("gpt-oss", {"num_experts_per_tok": 5, **SMALL}),
+    ("gpt-oss", {"num_experts_per_tok": 5, **SMALL, "hidden_size": 72, "intermediate_size": 50, "head_dim": 20}),
 ]
 IDS = [f"{kind}{'-' + '-'.join(overrides) if overrides else ''}" for kind, overrides in KINDS]
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -151,7 +153,7 @@ def test_logits_are_those_of_the_torch_decoder(
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_tokens_go_through_the_experts_of_the_torch_decoder(kind: str, level: Level, tmp_path: Path) -> None:
     """Of twenty first tokens of texts: few are near a choice, and two may be so near that rounding decides."""
-    path = make_checkpoint(kind, tmp_path, num_hidden_layers=1)
+    path = make_checkpoint(kind, tmp_path, num_hidden_layers=1, **(SMALL if kind == "gpt-oss" else {}))
     exact, native = load_exact(path), load_native(path, level)
     rows = [Row([(7 * i + 3) % VOCAB_SIZE], [i]) for i in range(20)]
     batch = make_batch(rows, [1] * 20, PAGE_SIZE)
