@@ -5,7 +5,7 @@ import string
 from collections.abc import Callable, Collection
 
 from common.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from common.parsers.driver import CallParser
+from common.parsers.driver import TextParser
 from common.parsers.formats import Reasoning, ToolFormat
 from common.parsers.harmony import HarmonyParser
 from common.parsers.hermes import HermesParser
@@ -20,9 +20,7 @@ class AnswerParser:
     """See the package's docstring. Without a splitter all is content and calls, without tools all is content. Of calls
     beyond `most` nothing is shown (None: of all calls everything is)."""
 
-    def __init__(
-        self, splitter: ReasoningSplitter | None, tools: CallParser | HarmonyParser | None, most: int | None = None
-    ) -> None:
+    def __init__(self, splitter: ReasoningSplitter | None, tools: TextParser | None, most: int | None = None) -> None:
         self._splitter = splitter
         self._tools = tools
         self._most = most
@@ -67,7 +65,7 @@ def make_parser(
         separate, calls = reasoning is Reasoning.CHANNEL, tools is ToolFormat.HARMONY
         return AnswerParser(None, HarmonyParser(new_id or _call_id, reasoning=separate, calls=calls), most)
     splitter = None if reasoning is Reasoning.NONE else ReasoningSplitter(opened=reasoning is Reasoning.OPENED)
-    parser: CallParser | None = None
+    parser: TextParser | None = None
     match tools:
         case ToolFormat.HERMES:
             parser = HermesParser(new_id or _call_id)

@@ -1,7 +1,7 @@
 """What a parser finds in an answer, piece by piece."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 
@@ -44,20 +44,10 @@ class DeltaWriter:
         self.calls = 0
 
     def content(self, text: str) -> None:
-        if text:
-            before = self._deltas[-1] if self._deltas else None
-            if isinstance(before, ContentDelta):
-                self._deltas[-1] = ContentDelta(before.text + text)
-            else:
-                self._deltas.append(ContentDelta(text))
+        self._add(ContentDelta(text))
 
     def reasoning(self, text: str) -> None:
-        if text:
-            before = self._deltas[-1] if self._deltas else None
-            if isinstance(before, ReasoningDelta):
-                self._deltas[-1] = ReasoningDelta(before.text + text)
-            else:
-                self._deltas.append(ReasoningDelta(text))
+        self._add(ReasoningDelta(text))
 
     def start_call(self, name: str) -> None:
         self._deltas.append(ToolCallDelta(self.calls, self._new_id(), name))
@@ -65,12 +55,14 @@ class DeltaWriter:
 
     def arguments(self, text: str) -> None:
         """The next part of the arguments of the call that was started last."""
-        if text:
-            before = self._deltas[-1] if self._deltas else None
-            if isinstance(before, ArgumentsDelta):
-                self._deltas[-1] = ArgumentsDelta(before.index, before.text + text)
-            else:
-                self._deltas.append(ArgumentsDelta(self.calls - 1, text))
+        self._add(ArgumentsDelta(self.calls - 1, text))
+
+    def _add(self, delta: ContentDelta | ReasoningDelta | ArgumentsDelta) -> None:
+        before = self._deltas[-1] if self._deltas else None
+        if isinstance(before, type(delta)):
+            self._deltas[-1] = replace(before, text=before.text + delta.text)
+        elif delta.text:
+            self._deltas.append(delta)
 
     def take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []

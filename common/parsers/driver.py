@@ -1,4 +1,4 @@
-"""What the parsers of tool calls share: text in, deltas out, and the call that is being read."""
+"""What the parsers of answers share: text in, deltas out; and those of tool calls, the call that is being read."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,14 +8,11 @@ from common.parsers.content import Content
 from common.parsers.deltas import Delta, DeltaWriter
 
 
-class CallParser(ABC):
-    """Content and calls of a text. A format says in `_step` how it goes on from what is in `_text`, and in `_end_call`
-    what follows a call."""
+class TextParser(ABC):
+    """Reads what is in `_text` and writes deltas."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._writer = DeltaWriter(new_id)
-        self._content = Content(self._writer)
-        self._call: CallObject | None = None
         self._text = ""
 
     @property
@@ -32,12 +29,26 @@ class CallParser(ABC):
     def finish(self) -> list[Delta]:
         """What was held back, once no more text comes."""
         self._run(final=True)
-        if self._call is not None:
-            self._call.finish()
-            self._close(self._call)
-            self._run(final=True)
         self._at_end()
         return self._writer.take()
+
+    @abstractmethod
+    def _run(self, *, final: bool) -> None:
+        """Read as far as it is known without more text, or, where it is `final`, all."""
+
+    @abstractmethod
+    def _at_end(self) -> None:
+        """All text has been read."""
+
+
+class CallParser(TextParser):
+    """Content and calls of a text. A format says in `_step` how it goes on from what is in `_text`, and in `_end_call`
+    what follows a call."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        super().__init__(new_id)
+        self._content = Content(self._writer)
+        self._call: CallObject | None = None
 
     def _run(self, *, final: bool) -> None:
         while self._text:
@@ -60,5 +71,8 @@ class CallParser(ABC):
     def _end_call(self, call: CallObject) -> None:
         """A call has ended, or turned out to be none."""
 
-    def _at_end(self) -> None:  # noqa: B027 (most formats hold nothing else back)
-        """All text has been read."""
+    def _at_end(self) -> None:
+        if self._call is not None:
+            self._call.finish()
+            self._close(self._call)
+            self._run(final=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
-from common.parsers.deltas import Delta, DeltaWriter
+from common.parsers.driver import TextParser
 from common.parsers.scanning import find_marker
 
 _MAX_HEADER = 256  # characters, with the mark behind it
@@ -42,7 +42,7 @@ class _Header:
     recipient: str
 
 
-class HarmonyParser:
+class HarmonyParser(TextParser):
     """Reads a whole answer. Without `reasoning` the model's reasoning is content, without `calls` so are calls.
 
     What looks like a header and is none is text of the message that it stands in. A header that the answer's end cuts
@@ -50,36 +50,21 @@ class HarmonyParser:
     """
 
     def __init__(self, new_id: Callable[[], str], *, reasoning: bool, calls: bool) -> None:
-        self._writer = DeltaWriter(new_id)
+        super().__init__(new_id)
         self._reasoning = reasoning
         self._calls = calls
         self._state = _State.BEGINNING
         self._kind = _Kind.CONTENT
-        self._text = ""
         self._inside = False  # the header that is being read began within a message
         self._fresh = True  # nothing of this message has been written
         self._written: set[_Kind] = set()
 
-    @property
-    def calls(self) -> int:
-        """How many have begun."""
-        return self._writer.calls
-
-    def feed(self, text: str) -> list[Delta]:
-        """What more text adds."""
-        self._text += text
-        self._run(final=False)
-        return self._writer.take()
-
-    def finish(self) -> list[Delta]:
-        """What was held back, once no more text comes."""
-        self._run(final=True)
-        self._end_message()
-        return self._writer.take()
-
     def _run(self, *, final: bool) -> None:
         while self._text and self._step(final=final):
             pass
+
+    def _at_end(self) -> None:
+        self._end_message()
 
     def _step(self, *, final: bool) -> bool:
         """Whether more can be read without more text."""

@@ -31,6 +31,7 @@ class MistralParser(CallParser):
         self._value = JsonValue()
 
     def _at_end(self) -> None:
+        super()._at_end()
         if self._state is _State.MARKED:
             self._content.restore(self._raw)
 

@@ -196,18 +196,13 @@ def _parse_gpt_oss(config: Config) -> DecoderSpec:
             raise ModelError(key, config[key], f"only {only} is supported")
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         config = {**config, "rope_scaling": _GPT_OSS_ROPE}
-    spec, window = _parse_llama(config), optional_int(config, "sliding_window")
-    slides = [layer % 2 == 0 for layer in range(spec.num_layers)]
-    if config.get("layer_types") is not None:
-        slides = [kind == "sliding_attention" for kind in _layer_types(config, spec.num_layers)]
-    if window is None and any(slides):
-        raise ModelError("sliding_window", None, "must be given where layers slide")
+    spec = _parse_llama(config)
     return replace(
         spec,
         layout="gpt_oss",
         activation=CLAMPED_SWIGLU,
         mlp_bias=True,
-        windows=tuple(window if slide else None for slide in slides),
+        windows=_some_windows(config, spec.num_layers, every=2),
         mixture=MixtureSpec(*_experts(config), renormalizes=True, router_bias=True),
         sinks=True,
     )
@@ -241,20 +236,15 @@ def _parse_gemma(config: Config) -> DecoderSpec:
 
 
 def _parse_gemma2(config: Config) -> DecoderSpec:
-    spec, window = _parse_gemma(config), optional_int(config, "sliding_window")
-    layers = spec.num_layers
-    if config.get("layer_types") is None:
-        every = positive_int(config, "sliding_window_pattern") if config["model_type"] == "gemma3_text" else 2
-        slides = [(layer + 1) % every != 0 for layer in range(layers)]
-    else:
-        slides = [kind == "sliding_attention" for kind in _layer_types(config, layers)]
-    if window is None and any(slides):
-        raise ModelError("sliding_window", None, "must be given where layers slide")
+    spec = _parse_gemma(config)
+    layers, every = spec.num_layers, 2
+    if config["model_type"] == "gemma3_text" and config.get("layer_types") is None:
+        every = positive_int(config, "sliding_window_pattern")
     return replace(
         spec,
         output_norms=True,
         scales=(positive_float(config, "query_pre_attn_scalar", 256.0) ** -0.5,) * layers,
-        windows=tuple(window if slide else None for slide in slides),
+        windows=_some_windows(config, layers, every),
         softcap=optional_float(config, "attn_logit_softcapping"),
         logit_softcap=optional_float(config, "final_logit_softcapping"),
     )
@@ -307,6 +297,17 @@ def _windows(config: Config, model_type: str, layers: int) -> tuple[int | None, 
     elif windows != (window,) * layers:
         raise ModelError("layer_types", kinds, f"{model_type} has the same sliding_window ({window}) in every layer")
     return windows
+
+
+def _some_windows(config: Config, layers: int, every: int) -> tuple[int | None, ...]:
+    """Of layers that `layer_types` names, else of all but each `every`th one."""
+    window = optional_int(config, "sliding_window")
+    slides = [(layer + 1) % every != 0 for layer in range(layers)]
+    if config.get("layer_types") is not None:
+        slides = [kind == "sliding_attention" for kind in _layer_types(config, layers)]
+    if window is None and any(slides):
+        raise ModelError("sliding_window", None, "must be given where layers slide")
+    return tuple(window if slide else None for slide in slides)
 
 
 def _layer_types(config: Config, layers: int) -> list[str]:

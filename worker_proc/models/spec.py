@@ -5,9 +5,8 @@ from typing import Final, Literal
 
 from worker_proc.models.rope_spec import RopeSpec
 
-CLAMPED_SWIGLU: Final = (
-    "clamped_swiglu"  # an activation of gated MLPs: gate * sigmoid(alpha * gate) * (up + 1), clamped
-)
+# An activation of gated MLPs: gate * sigmoid(alpha * gate) * (up + 1), clamped.
+CLAMPED_SWIGLU: Final = "clamped_swiglu"
 SWIGLU_ALPHA: Final = 1.702  # as in every gpt-oss that is published; the native kernels know no other numbers
 SWIGLU_LIMIT: Final = 7.0
 
