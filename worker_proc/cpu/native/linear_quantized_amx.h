@@ -73,8 +73,7 @@ class Widener {
     left_ = per_group_;
     const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512 middle = _mm512_sub_ps(codes, _mm512_set1_ps(middle_code(kFormat)));
-    if constexpr (kFormat == Format::kFloat4)
-      middle = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFloat4Numbers))));
+    if constexpr (kFormat == Format::kFloat4) middle = float4_table();
     for (int output = 0; output < 32; ++output) {
       const __m512 steps = zeros_ != nullptr ? _mm512_sub_ps(codes, _mm512_set1_ps(zeros_[output])) : middle;
       const __m512 weights = _mm512_mul_ps(steps, _mm512_set1_ps(scale_of(scales_[output])));

@@ -41,15 +41,9 @@ class CodeScales {
   void enter() {
     const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     for (int half = 0; half < 4; ++half) {
-      scale_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(eight(scales_ + 8 * half)));
+      scale_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(eight_scales(scales_ + 8 * half)));
       if (kZeros) zero_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(zeros_ + 8 * half)));
     }
-  }
-
-  static __m256 eight(const float* scales) { return _mm256_loadu_ps(scales); }
-  static __m256 eight(const uint8_t* exponents) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents));
-    return (__m256)_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
   }
 
   __m512 weight(int half, __m512 codes) const {
@@ -111,8 +105,7 @@ class CodePairs<kFormat, kZeros> {
 
   // What the sixteen codes are.
   static __m512 numbers() {
-    if constexpr (kFormat == Format::kFloat4)
-      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFloat4Numbers))));
+    if constexpr (kFormat == Format::kFloat4) return float4_table();
     if constexpr (kZeros) return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
   }
