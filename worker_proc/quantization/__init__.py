@@ -1,5 +1,5 @@
 """Weights and KV in fewer bits: which scheme, how numbers become codes, and checkpoints that hold codes.
 
 `scheme` and `stored_config` say what is wanted or stored, without torch; `rows` quantizes and dequantizes, `source`
-says where each projection's codes come from, `stored` unpacks GPTQ, AWQ and compressed-tensors; `kv` is the int8 cache.
+says where each projection's codes come from, `stored` reads codes as checkpoints hold them; `kv` is the int8 cache.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part
 from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.stored_config import StoredBytes
+from worker_proc.quantization.stored_config import StoredBytes, StoredQuantization
 from worker_proc.quantization.stored_entries import SCALE_DTYPES, find_entry, module_of
 from worker_proc.weights import Checkpoint, TensorEntry
 
@@ -20,23 +20,23 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 _UNREAD = ("input_scale", "input_zero_point", "activation_scale")
 
 
-def holds_bytes(stored: StoredBytes, checkpoint: Checkpoint, part: Part) -> bool:
-    """Whether the checkpoint holds this projection so."""
+def holds(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> bool:
+    """See `stored.StoredLayout`."""
     entry = checkpoint.tensors.get(f"{module_of(part)}.weight")
-    return entry is not None and entry.dtype == stored.dtype
+    return entry is not None and entry.dtype == _bytes(stored).dtype
 
 
-def find_bytes(stored: StoredBytes, checkpoint: Checkpoint, part: Part) -> dict[str, TensorEntry]:
-    """The tensors to read as `unpack_bytes` wants them. Raises ModelError for one that is missing or of another shape
-    than expected."""
-    module, blocks = module_of(part), stored.blocks(part.shape)
+def find(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> dict[str, TensorEntry]:
+    """See `stored.StoredLayout`."""
+    as_bytes = _bytes(stored)
+    module, blocks = module_of(part), as_bytes.blocks(part.shape)
     shapes: tuple[tuple[int, ...], ...] = (blocks,)
     if blocks[1] == 1:
         shapes += ((blocks[0],), ()) if blocks[0] == 1 else ((blocks[0],),)
     names = [f"{module}.{suffix}" for suffix in _SCALES]
     scale = names[1] if names[1] in checkpoint.tensors else names[0]
     return {
-        "weight": find_entry(checkpoint, f"{module}.weight", (part.shape,), (stored.dtype,)),
+        "weight": find_entry(checkpoint, f"{module}.weight", (part.shape,), (as_bytes.dtype,)),
         "scale": find_entry(checkpoint, scale, shapes, SCALE_DTYPES),
     }
 
@@ -47,14 +47,19 @@ def unread_names(checkpoint: Checkpoint, part: Part) -> tuple[str, ...]:
     return tuple(name for name in names if name in checkpoint.tensors)
 
 
-def unpack_bytes(stored: StoredBytes, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
-    """The whole projection. Raises ModelError for FP8 that is not a number."""
-    scheme, outputs = stored.scheme, part.shape[0]
+def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
+    """See `stored.StoredLayout`. Refuses FP8 that is not a number."""
+    as_bytes, scheme, outputs = _bytes(stored), stored.scheme, part.shape[0]
     codes = tensors["weight"].view(torch.uint8)
     if not scheme.floating:
         codes = codes ^ 128  # two's complement
     elif bool(((codes & 127) == 127).any()):
         raise ModelError(f"{module_of(part)}.weight", "NaN", "a weight is not a number")
-    scales = tensors["scale"].float().reshape(stored.blocks(part.shape))
-    scales = scales.repeat_interleave(stored.block[0] or outputs, 0)[:outputs]
+    scales = tensors["scale"].float().reshape(as_bytes.blocks(part.shape))
+    scales = scales.repeat_interleave(as_bytes.block[0] or outputs, 0)[:outputs]
     return QuantizedRows(scheme, codes, scales.contiguous())
+
+
+def _bytes(stored: StoredQuantization) -> StoredBytes:
+    assert stored.as_bytes is not None
+    return stored.as_bytes

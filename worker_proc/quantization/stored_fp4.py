@@ -14,7 +14,6 @@ from torch import Tensor
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part
 from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import MXFP4
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.stored_entries import find_entry, module_of
 from worker_proc.weights import Checkpoint, TensorEntry
@@ -23,14 +22,13 @@ _GROUP = 32
 _NAN = 255
 
 
-def holds_fp4(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> bool:
-    """Whether the checkpoint holds this projection so."""
+def holds(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> bool:
+    """See `stored.StoredLayout`."""
     return _names(stored, part)[0] in checkpoint.tensors
 
 
-def find_fp4(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> dict[str, TensorEntry]:
-    """The tensors to read, of one matrix each, as `unpack_fp4` wants them. Raises ModelError for one that is missing or
-    of another shape than expected, and for inputs that are no whole groups."""
+def find(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> dict[str, TensorEntry]:
+    """See `stored.StoredLayout`. Of one matrix each; refuses inputs that are no whole groups."""
     outputs, inputs = part.shape[0] * part.turn[1], part.shape[1]
     if inputs % _GROUP:
         raise ModelError(part.name, list(part.shape), f"MXFP4 needs inputs in whole groups of {_GROUP}")
@@ -45,8 +43,8 @@ def find_fp4(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> 
     return {name: entry.of_stack(part.stack) for name, entry in found.items()}
 
 
-def unpack_fp4(part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
-    """The whole projection. Raises ModelError for a scale that is not a number."""
+def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
+    """See `stored.StoredLayout`. Refuses a scale that is not a number."""
     first, step = part.turn
     codes = tensors["codes"].flatten(1)[first::step]
     exponents = tensors["scales"][first::step].int()
@@ -54,7 +52,7 @@ def unpack_fp4(part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
         raise ModelError(part.name, "NaN", "a scale is not a number")
     # float32 has the same exponents, but for the least one, which is a denormal number
     scales = (exponents << 23).clamp_min_(1 << 22).view(torch.float32)
-    return QuantizedRows(MXFP4, codes, scales, halved=True)
+    return QuantizedRows(stored.scheme, codes, scales, halved=True)
 
 
 def _names(stored: StoredQuantization, part: Part) -> tuple[str, str]:
