@@ -1,16 +1,22 @@
-"""How many prompt tokens a step takes beside its decodes.
+"""How many prompt tokens a step takes, beside decodes and without.
 
 Prompt tokens make a step longer for every request that decodes (Sarathi-Serve, Agrawal et al., 2024, sizes chunks by a
 bound on that time). How long a step may be depends on what it delays and what waits: with few prompts waiting, at most
 `slowdown` times a step without them; with many, longer by a part of the waiting tokens, which falls faster than the
 number of those who decode grows, because a long step is felt by all of them. So a burst of prompts starts in large
 chunks, and the more answers are under way, the less each arrival is felt.
+
+Where nobody decodes, prompts that wait together would all get their first tokens at the end of one long step. A step
+takes the next prompt whole, and more only while its fixed time (reading the weights) is still a large part of it: beyond
+that, prompts one after the other take as long in all, and all but the last have their first tokens sooner.
 """
 
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
 LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
 UNKNOWN_TOKENS = 256  # at most, while too few steps with prompts have been timed
+LEAST_ALONE = 64  # tokens without decodes: fewer use the hardware badly, whatever was learned
+_FIXED_SHARE = 0.1  # of a step's time, up to which more prompts in it save time
 _CROWD = 1.4  # power of the number of decodes: more means less ITL p99 in bursts, and less output (docs/benchmarks.md)
 _NEAR = 0.9  # weight of what earlier requests had to compute, per admission
 
@@ -34,17 +40,19 @@ class ChunkBudget:
     def most(self, decodes: StepShape) -> int | None:
         """What `tokens` will not exceed, whatever waits; None is no limit."""
         if not decodes.tokens:
-            return None  # nobody is delayed
+            return self._alone()
         if self._target_s:
             known = self._step_time.tokens_within(self._target_s, decodes.context)
             if known is not None:
                 return max(min(LEAST_TOKENS, self._most), known - decodes.tokens)
         return self._most
 
-    def tokens(self, decodes: StepShape, prefilling: int, waiting: int) -> int | None:
+    def tokens(self, decodes: StepShape, prefilling: int, waiting: int, whole: int = 0) -> int | None:
         """The budget of a step with these decodes, when `prefilling` tokens of prompts that have started are left, and
-        `waiting` requests have not; None is no limit."""
+        `waiting` requests have not; None is no limit. Without decodes, the `whole` tokens of one prompt are never cut."""
         most = self.most(decodes)
+        if most is not None and not decodes.tokens:
+            return max(most, whole)
         if most is None or self._target_s or not self._slowdown:
             return most
         share = self._step_time.tokens_for(self._slowdown, decodes)
@@ -52,3 +60,10 @@ class ChunkBudget:
             return min(most, UNKNOWN_TOKENS)
         backlog = prefilling + waiting * self._typical
         return min(most, max(LEAST_TOKENS, int(share + backlog / decodes.tokens**_CROWD)))
+
+    def _alone(self) -> int | None:
+        """Without decodes, the tokens after which the fixed time of a step is a small part of it."""
+        if not (self._slowdown or self._target_s):
+            return None
+        known = self._step_time.tokens_beside_fixed(_FIXED_SHARE)
+        return max(LEAST_ALONE, UNKNOWN_TOKENS if known is None else known)

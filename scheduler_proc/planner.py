@@ -70,8 +70,10 @@ class Planner:
         elif not preempted:
             self._admit(step, _least(room, self._chunks.most(decodes)), now)
         left = sum(r.extend_len for r in self._residents.prefilling)
-        budget = _least(room, self._chunks.tokens(decodes, left, len(self._waiting)))
-        for request in self._waiting.chunk_order(list(self._residents.prefilling)):
+        order = self._waiting.chunk_order(list(self._residents.prefilling))
+        whole = order[0].extend_len if order and not self._waiting.concurrent_prefills else 0
+        budget = _least(room, self._chunks.tokens(decodes, left, len(self._waiting), whole))
+        for request in order:
             if budget <= 0:
                 break
             room = SCORED_TOKENS - step.num_scored_tokens if request.unscored else budget

@@ -71,6 +71,16 @@ class StepTimeModel:
             return None
         return int((slowdown - 1.0) * _seconds(found, shape) / per_token * 1e3)
 
+    def tokens_beside_fixed(self, share: float) -> int | None:
+        """How many tokens of prompts make what a step takes without any the `share` of its time; None while too little is
+        known."""
+        if self._mixed.samples < 8:
+            return None
+        base, per_token, _ = self.coefficients()
+        if per_token <= 0:
+            return None
+        return int(base * (1.0 / share - 1.0) / per_token * 1e3)
+
 
 def _seconds(coefficients: tuple[float, float, float], shape: StepShape) -> float:
     base, per_token, per_context = coefficients

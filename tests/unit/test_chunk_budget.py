@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_proc.chunk_budget import LEAST_TOKENS, UNKNOWN_TOKENS, ChunkBudget
+from scheduler_proc.chunk_budget import LEAST_ALONE, LEAST_TOKENS, UNKNOWN_TOKENS, ChunkBudget
 from scheduler_proc.step_time import StepShape, StepTimeModel
 from tests.rig import Rig
 
@@ -41,9 +41,35 @@ def test_a_burst_before_few_decodes_comes_in_the_largest_chunks():
     assert ChunkBudget(learned(), 512, 1.5, 0.0).tokens(StepShape(2, 0), 4000, 0) == 512
 
 
-def test_nobody_is_delayed_where_nobody_decodes():
-    assert ChunkBudget(learned(), 512, 1.5, 0.0).tokens(StepShape(0, 0), 4000, 0) is None
-    assert ChunkBudget(learned(), 512, 0.0, 0.01).tokens(StepShape(0, 0), 4000, 0) is None
+ALONE = StepShape(0, 0)
+
+
+@pytest.mark.parametrize("slowdown, target", [(1.5, 0.0), (0.0, 0.01)])
+def test_where_nobody_decodes_a_step_is_as_long_as_makes_its_fixed_time_a_tenth(slowdown, target):
+    budget = ChunkBudget(learned(), 512, slowdown, target)
+    assert budget.tokens(ALONE, 4000, 0) == budget.most(ALONE) == pytest.approx(9 * BASE / PER_TOKEN, rel=0.01)
+
+
+def test_where_nobody_decodes_the_next_prompt_is_not_cut():
+    budget = ChunkBudget(learned(), 512, 1.5, 0.0)
+    assert budget.tokens(ALONE, 4000, 0, whole=900) == 900
+    assert budget.tokens(ALONE, 4000, 0, whole=100) == budget.most(ALONE)
+    assert budget.tokens(StepShape(8, 0), 900, 0, whole=900) == budget.tokens(StepShape(8, 0), 900, 0)
+
+
+def test_where_nobody_decodes_and_little_is_known_a_step_is_moderate():
+    assert ChunkBudget(learned(mixed=7), 512, 1.5, 0.0).tokens(ALONE, 4000, 0) == UNKNOWN_TOKENS
+
+
+def test_where_nobody_decodes_a_step_without_fixed_time_still_has_the_least():
+    model = StepTimeModel()
+    for i in range(50):
+        model.learn(StepShape(8 + i, 0, plain=False), PER_TOKEN * (8 + i))
+    assert ChunkBudget(model, 512, 1.5, 0.0).tokens(ALONE, 4000, 0) == LEAST_ALONE
+
+
+def test_nothing_bounds_a_step_without_decodes_where_chunks_have_one_size():
+    assert ChunkBudget(learned(), 300, 0.0, 0.0).tokens(ALONE, 4000, 0) is None
 
 
 def test_the_most_where_slowdown_is_off():
@@ -116,3 +142,19 @@ def test_the_scheduler_takes_small_chunks_beside_answers_and_large_ones_before_t
     first = prefilled()
     assert first == pytest.approx(43 + 7, abs=3), "half of 40 + 3 ms are 43 tokens, and 1 / 6**1.4 of the 90"
     assert prefilled() == 90 - first
+
+
+def test_a_burst_before_no_answers_gets_its_first_tokens_one_prompt_after_the_other():
+    rig = Rig(chunk_slowdown=1.5, max_batch_tokens=2048, pages=2000, context=2000, steps_in_flight=1)
+    for i in range(60):  # the fixed time is that of 20 tokens: 180 make it a tenth
+        tokens = 8 + 40 * (i % 7)
+        rig.scheduler.step_time.learn(StepShape(tokens, 0, plain=i % 7 == 0), PER_TOKEN * (20 + tokens))
+    for rid, length in enumerate((150, 100, 700, 10)):
+        rig.add(rid, range(1000 * rid, 1000 * rid + length), 1)
+    chunks = []
+    while (plan := rig.scheduler.plan(rig.now)) is not None:
+        chunks.append(list(plan.chunk_lens))
+        result = rig.worker.execute(plan)
+        del result.times[:]
+        rig.take(rig.scheduler.commit(result, rig.now))
+    assert chunks == [[150, 30], [70, 110], [590], [10]], "180 tokens, or the next prompt's whole rest"
