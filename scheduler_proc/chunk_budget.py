@@ -7,8 +7,8 @@ number of those who decode grows, because a long step is felt by all of them. So
 chunks, and the more answers are under way, the less each arrival is felt.
 
 Where nobody decodes, prompts that wait together would all get their first tokens at the end of one long step. A step
-takes the next prompt whole, and more only while its fixed time (reading the weights) is still a large part of it: beyond
-that, prompts one after the other take as long in all, and all but the last have their first tokens sooner.
+takes the next prompt whole, and more only while its fixed time (reading the weights) is still a large part of it:
+beyond that, prompts one after the other take as long in all, and all but the last have their first tokens sooner.
 """
 
 from scheduler_proc.step_time import StepShape, StepTimeModel
@@ -49,7 +49,7 @@ class ChunkBudget:
 
     def tokens(self, decodes: StepShape, prefilling: int, waiting: int, whole: int = 0) -> int | None:
         """The budget of a step with these decodes, when `prefilling` tokens of prompts that have started are left, and
-        `waiting` requests have not; None is no limit. Without decodes, the `whole` tokens of one prompt are never cut."""
+        `waiting` requests have not; None is no limit. Without decodes, the `whole` tokens of one are not cut."""
         most = self.most(decodes)
         if most is not None and not decodes.tokens:
             return max(most, whole)

@@ -72,8 +72,8 @@ class StepTimeModel:
         return int((slowdown - 1.0) * _seconds(found, shape) / per_token * 1e3)
 
     def tokens_beside_fixed(self, share: float) -> int | None:
-        """How many tokens of prompts make what a step takes without any the `share` of its time; None while too little is
-        known."""
+        """How many tokens of prompts make what a step takes without any the `share` of its time; None while too little
+        is known."""
         if self._mixed.samples < 8:
             return None
         base, per_token, _ = self.coefficients()
