@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.user_cache import cache_directory
 from worker_proc.cpu import build as build_module
 from worker_proc.cpu import library
-from worker_proc.cpu.build import BuildError, build, cache_directory, find_compiler
+from worker_proc.cpu.build import BuildError, build, find_compiler
 from worker_proc.cpu.features import CpuFeatures, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library, load_library
 
@@ -102,10 +103,10 @@ def test_without_a_compiler_there_is_one_warning_and_no_library(
 
 def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "rhizome" / "kernels"
+    assert cache_directory("kernels") == tmp_path / "rhizome" / "kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / ".cache" / "rhizome" / "kernels"
+    assert cache_directory("kernels") == tmp_path / ".cache" / "rhizome" / "kernels"
 
 
 @needs_compiler

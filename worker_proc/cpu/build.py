@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from common.user_cache import CacheError, cache_directory, check_private, make_private
 from worker_proc.cpu.features import CpuFeatures, Level
 
 SOURCES = Path(__file__).parent / "native"
@@ -39,13 +39,16 @@ def build(level: Level, features: CpuFeatures, cache: Path | None = None, source
     """
     compiler = find_compiler()
     command = [compiler, *_OPTIONS, *features.options(level)]
-    directory = cache if cache is not None else cache_directory()
+    directory = cache if cache is not None else cache_directory("kernels")
     target = directory / f"{level}-{_key(command, features, sources)}.so"
-    _make_private(directory)
-    with _locked(target.with_suffix(".lock")):
-        if not target.exists():
-            _compile(command, sources, target)
-    _check_private(target)
+    try:
+        make_private(directory)
+        with _locked(target.with_suffix(".lock")):
+            if not target.exists():
+                _compile(command, sources, target)
+        check_private(target)
+    except CacheError as error:
+        raise BuildError(str(error)) from None
     return target
 
 
@@ -56,13 +59,6 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise BuildError(f"no C++ compiler is installed (looked for {', '.join(COMPILERS)})")
-
-
-def cache_directory() -> Path:
-    """`rhizome/kernels` in the user's cache directory (XDG Base Directory specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "rhizome" / "kernels"
 
 
 def _key(command: list[str], features: CpuFeatures, sources: Path) -> str:
@@ -100,21 +96,6 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
     return done.stdout
-
-
-def _make_private(directory: Path) -> None:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(f"the cache directory {directory} cannot be made: {error}") from None
-    _check_private(directory)
-
-
-def _check_private(path: Path) -> None:
-    """Refuse what others could have written, or could write later."""
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise BuildError(f"{path} must belong to the user and be writable by nobody else")
 
 
 @contextlib.contextmanager
