@@ -56,7 +56,8 @@ def without_nan(codes: Tensor, scheme: Scheme) -> Tensor:
 
 
 def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> QuantizedRows:
-    """Any codes, scales of both signs, but for FP4's powers of two, zeros that are codes or one beyond."""
+    """Any codes, scales of both signs, but for FP4's powers of two, zeros that are codes or one beyond, or any in small
+    groups of 4 bits."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**scheme.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     codes = without_nan(codes, scheme)
@@ -67,8 +68,16 @@ def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> Quantiz
     zeros = None
     if not scheme.symmetric:
         zeros = torch.randint(0, 2**scheme.bits + 1, (outputs, groups), generator=generator).float()
+        if any_zeros(scheme) and seed % 2:
+            zeros = 50 * torch.randn(zeros.shape, generator=generator)
     order = torch.randperm(inputs, generator=generator) if scheme.ordered else None
     return QuantizedRows(scheme, codes, scales, zeros, order)
+
+
+def any_zeros(scheme: Scheme) -> bool:
+    """Whether zeros need not be whole: 4-bit codes whose sums are exact in float32."""
+    few = scheme.group_size is not None and scheme.group_size <= 64
+    return few and scheme.bits == 4 and not scheme.symmetric
 
 
 def packed(level: Level, rows: QuantizedRows, paired: bool = False) -> QuantizedMatrix:
@@ -116,9 +125,13 @@ def integer_sums(rows: QuantizedRows, x: Tensor) -> Tensor:
         codes, scales = 2 * floating_numbers(rows.scheme, rows.codes).double(), scales / 2
     total = torch.zeros(len(x), len(rows.codes))
     for begin, end, group in segments(rows.scheme, x.shape[1]):
-        whole = fixed[:, begin:end] @ (codes[:, begin:end] - zeros[:, group, None]).t()
-        assert float(whole.abs().max()) < 2**31
-        total = total + whole.float() * scales[:, group]
+        part, group_zeros = fixed[:, begin:end], zeros[:, group]
+        whole = part @ (codes[:, begin:end] - (0 if any_zeros(rows.scheme) else group_zeros[:, None])).t()
+        assert float(whole.abs().max()) < (2**24 if any_zeros(rows.scheme) else 2**31)
+        sums = whole.float()
+        if any_zeros(rows.scheme):
+            sums = sums - part.sum(dim=1, keepdim=True).float() * group_zeros
+        total = total + sums * scales[:, group]
     total = total * unit.float()
     return total * rows.scales[:, 0] if rows.scheme.by_channel else total
 
@@ -210,6 +223,15 @@ def test_scales_of_fp4_are_powers_of_two(level: Level) -> None:
     for wrong in (3.0, -1.0):
         with pytest.raises(ValueError, match="powers of two"):
             packed(level, replace(rows, scales=scales * wrong))
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 96, symmetric=False), Scheme(8, 32, symmetric=False)], ids=str)
+def test_zeros_are_whole_where_sums_would_not_be_exact(scheme: Scheme) -> None:
+    rows = random_rows(40, 96, scheme, 1)
+    assert rows.zeros is not None
+    packed(LEVELS[0], rows)
+    with pytest.raises(ValueError, match="whole numbers, except for 4 bits in groups up to 64"):
+        packed(LEVELS[0], replace(rows, zeros=rows.zeros + 0.5))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])

@@ -14,6 +14,7 @@ from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
+_EXACT_GROUP = 64  # kExactGroup of native/linear.h
 _FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 
 
@@ -91,6 +92,7 @@ class QuantizedMatrix(PackedMatrix):
             place = place + half
         self._put(self.scales, self._as_held(rows.scales), panel, place)
         if self.zeros is not None and rows.zeros is not None:
+            self._check_zeros(rows.zeros)
             self._put(self.zeros, rows.zeros, panel, place)
 
     def _as_held(self, scales: Tensor) -> Tensor:
@@ -104,6 +106,12 @@ class QuantizedMatrix(PackedMatrix):
         if bool((bits & ~0x7F800000).any()):
             raise ValueError("scales of FP4 are powers of two, and held as their exponents")
         return (bits >> 23).to(torch.uint8)
+
+    def _check_zeros(self, zeros: Tensor) -> None:
+        """Raises ValueError for others than whole numbers, where sums are not exact with them."""
+        small = self.scheme.bits == 4 and self.scheme.group_size is not None and self.scheme.group_size <= _EXACT_GROUP
+        if not small and not torch.equal(zeros, zeros.round()):
+            raise ValueError(f"zeros are whole numbers, except for 4 bits in groups up to {_EXACT_GROUP}")
 
     @staticmethod
     def _put(to: Tensor, values: Tensor, panel: Tensor, place: Tensor) -> None:

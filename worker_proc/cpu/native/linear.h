@@ -20,6 +20,8 @@ inline constexpr int kTile = 16;
 inline constexpr int kTileElements = 512;
 inline constexpr int kBlockRows = 32;  // rows of x that one micro-kernel call takes at most
 
+inline constexpr int kExactGroup = 64;  // 4-bit codes whose sum with x in fixed point is exact in float32
+
 // How the numbers of a matrix are stored, see linear_quantized.h and linear_compressed.h.
 enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4, kCompressed, kFloat8Channel, kFloat8, kFloat4 };
 
@@ -28,7 +30,7 @@ struct PackedMatrix {
   const bf16* data;     // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64; else codes
   const float* bias;    // [panels * 32] in the order of the packed outputs, or null
   const float* scales;  // [panels][groups][32], or null if it is not quantized; of FP4, bytes (float4.h)
-  const float* zeros;   // the same, or null: the middle code
+  const float* zeros;   // the same, whole numbers except for kInt4 in groups up to kExactGroup, or null: the middle code
   int32_t inputs;
   int32_t outputs;      // packed outputs: for gate and up, both
   Format format;

@@ -281,8 +281,16 @@ __attribute__((always_inline)) inline void take_sums(const IntegerPlace& place, 
     return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scale(v); });
   if (weights.zeros == nullptr)
     return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - 8 * of_x(row)) * scale(v); });
-  const auto zeros = [&](int v) { return __builtin_convertvector(load(weights.zeros + at + v * kLanes), pairs); };
-  put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x(row) * zeros(v)) * scale(v); });
+  const auto zeros = [&](int v) { return load(weights.zeros + at + v * kLanes); };
+  // In small groups, all sums are exact in float32, and zeros may be any numbers.
+  if (weights.format == Format::kInt4 && weights.group <= kExactGroup)
+    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) {
+      floats of_zeros = static_cast<float>(of_x(row)) * zeros(v);
+      hold(of_zeros);
+      return (single(sum) - of_zeros) * scale(v);
+    });
+  const auto whole = [&](int v) { return __builtin_convertvector(zeros(v), pairs); };
+  put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x(row) * whole(v)) * scale(v); });
 }
 
 // kTiles tiles of 16 outputs for kRows rows.
