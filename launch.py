@@ -22,7 +22,7 @@ from common.log import set_up_logging
 from common.run_dir import RunDir, RunDirError
 from common.sockets import Endpoints
 from gateway_proc.options import http_options
-from launcher import hub
+from launcher import gguf, hub
 from launcher.options import cache_options, model_options, scheduler_options, supervision_options
 from launcher.show import VERSION, panel, progress_bar
 from launcher.supervisor import ClusterError, Supervisor
@@ -63,9 +63,9 @@ def main(
     if parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
     try:
-        path, hub_id = _find_model(model.path)
-        if hub_id is not None and not http.served_names:
-            http = replace(http, served_names=(hub_id,))
+        path, name = _find_model(model.path)
+        if name is not None and not http.served_names:
+            http = replace(http, served_names=(name,))
         _check_record(record)
         directory = RunDir(run_dir)
         try:
@@ -117,14 +117,20 @@ def _end_with_parent(parent_fd: int) -> None:
 
 
 def _find_model(model: str) -> tuple[Path, str | None]:
-    """The checkpoint's directory, and its name on the hub where it has one. Raises ClusterError."""
+    """The checkpoint's directory, and its name where that is not the directory's. Raises ClusterError."""
     if named := hub.split_id(model):
         try:
             return hub.fetch(*named), named[0]
         except hub.HubError as error:
             raise ClusterError(f"--model {model}: {error}") from None
+    if Path(model).suffix == gguf.SUFFIX and Path(model).is_file():
+        try:
+            return gguf.directory_for(Path(model)), Path(model).stem
+        except gguf.GgufError as error:
+            raise ClusterError(f"--model {model}: {error}") from None
     if not (Path(model) / "config.json").is_file():
-        raise ClusterError(f"--model {model}: not a directory with a Hugging Face checkpoint (no config.json)")
+        reason = "not a directory with a Hugging Face checkpoint (no config.json), and no GGUF file"
+        raise ClusterError(f"--model {model}: {reason}")
     return Path(model), None
 
 

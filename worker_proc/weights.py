@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from worker_proc.errors import ModelError
+from worker_proc.gguf.kinds import CODED
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,10 +29,12 @@ class TensorEntry:
 
     name: str
     file: Path
-    dtype: str  # safetensors' name, e.g. "BF16"
+    dtype: str  # safetensors' name, e.g. "BF16", or that of a block in GGUF files, e.g. "Q4_K"
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+    heads: int = 0  # the rows of each of so many heads lie by turns: one of its first half, one of its second (GGUF)
+    shift: float = 0.0  # is added to the stored numbers (GGUF)
 
     def of_stack(self, which: tuple[int, int] | None) -> "TensorEntry":
         """One of the equal parts of it along the first dimension: which, of how many. None: all of it."""
@@ -39,6 +42,10 @@ class TensorEntry:
             return self
         size = self.nbytes // which[1]
         return replace(self, shape=self.shape[1:], begin=self.begin + which[0] * size, nbytes=size)
+
+    def renamed(self, name: str, heads: int = 0, shift: float = 0.0) -> "TensorEntry":
+        """The same under another name, and with what has to be undone."""
+        return replace(self, name=name, heads=heads, shift=shift)
 
 
 class Checkpoint:
@@ -81,11 +88,12 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.tensors.values())
 
     def entry(self, name: str) -> TensorEntry:
-        """Raises ModelError if the checkpoint lacks the tensor or stores it in a type that is not floating point."""
+        """Raises ModelError if the checkpoint lacks the tensor or stores it in a type that cannot become floating
+        point."""
         if name not in self.tensors:
             raise ModelError(name, None, "the checkpoint lacks this tensor")
         entry = self.tensors[name]
-        if entry.dtype not in _DTYPE_BYTES:
+        if entry.dtype not in _DTYPE_BYTES and entry.dtype not in CODED:
             raise ModelError(
                 name, entry.dtype, f"tensor type in {entry.file.name} is not one of {', '.join(_DTYPE_BYTES)}"
             )

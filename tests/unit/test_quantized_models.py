@@ -22,6 +22,7 @@ from tests.helpers_quantized import (
 from tests.unit.test_cpu_build import needs_compiler
 from tests.unit.test_quantized_linear import rounds
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
@@ -40,7 +41,7 @@ from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import FP8, Scheme
 from worker_proc.quantization.source import WeightSource
 from worker_proc.quantization.stored_config import parse_stored
-from worker_proc.weights import SINGLE_FILE, Checkpoint
+from worker_proc.weights import SINGLE_FILE
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -92,7 +93,7 @@ def shard_weights(path: Path, rank: int, size: int, scheme: Scheme | None) -> li
     """What the projections of a shard stand for, in the order in which they are packed."""
     config = read_config(path)
     spec = parse_spec(config)
-    loader = WeightLoader(Checkpoint.open(path), torch.bfloat16, torch.device("cpu"))
+    loader = WeightLoader(open_checkpoint(path), torch.bfloat16, torch.device("cpu"))
     source = WeightSource(loader, scheme, parse_stored(config))
     plan = PackedWeightPlan(spec, Shard.of(spec, rank, size), loader, load_library(LEVELS[0]), source)
     loader.run()

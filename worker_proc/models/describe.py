@@ -4,7 +4,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from worker_proc.checkpoint import open_checkpoint
 from worker_proc.errors import ModelError
+from worker_proc.gguf.kinds import CODED
 from worker_proc.models.config_fields import Config, positive_int
 from worker_proc.models.families import check_servable, is_native, parse_spec
 from worker_proc.models.interface import ModelInfo
@@ -20,7 +22,7 @@ _SCALES = (".scales", "_scale", "_scale_inv")  # whose precision is not that of 
 def describe(path: str | Path) -> ModelInfo:
     """Raises ModelError naming the config key, file or tensor that is missing, malformed or not supported."""
     directory = Path(path)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = open_checkpoint(directory)
     config = read_config(directory)
     native, stored = is_native(config), parse_stored(config)
     if native:
@@ -106,6 +108,8 @@ def _eos_token_ids(directory: Path, config: Config) -> tuple[int, ...]:
 def _dtype(checkpoint: Checkpoint) -> str:
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
-        if entry.dtype not in _CODE_DTYPES and not entry.name.endswith(_SCALES):
+        if entry.dtype in CODED:
+            sizes["bfloat16"] += entry.nbytes
+        elif entry.dtype not in _CODE_DTYPES and not entry.name.endswith(_SCALES):
             sizes[_DTYPES.get(entry.dtype, "float32")] += entry.nbytes
     return sizes.most_common(1)[0][0] if sizes else "float32"

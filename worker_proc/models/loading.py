@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.errors import ModelError
+from worker_proc.gguf.kinds import CODED, KINDS
 from worker_proc.weights import Checkpoint, TensorEntry
 
 Progress = Callable[[int, int], None]
@@ -110,12 +111,18 @@ class _PartRead:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.part.local_shape()) * _DTYPES[self.entry.dtype].itemsize
+        kind = KINDS[self.entry.dtype]
+        return math.prod(self.part.local_shape()) * kind.nbytes // kind.numbers
 
     def run(self, open_file: OpenFile) -> Iterator[int]:
+        done, given = 0, 0
+        outputs = self.part.local_shape()[0]
         for first, rows in _pieces(open_file(self.entry), self):
             self.target.copy_rows(first, rows)
-            yield rows.nbytes
+            done += len(rows)
+            now = self.nbytes * done // outputs - given  # numbers of codes take more bytes than was read
+            given += now
+            yield now
 
 
 class WeightLoader:
@@ -147,13 +154,18 @@ class WeightLoader:
 
     def into(self, part: Part, target: Target) -> None:
         """Plan to copy `part` to `target`. Raises ModelError as `tensor` does."""
+        entry = self.find(part)
+        self._used.add(entry.name)
+        if part.local_shape()[0]:
+            self._reads.append(_PartRead(entry.of_stack(part.stack), part, target))
+
+    def find(self, part: Part) -> TensorEntry:
+        """The stored tensor. Raises ModelError as `tensor` does."""
         entry = self.checkpoint.entry(part.name)
         if entry.shape != part.stored_shape:
             expected = list(part.stored_shape)
             raise ModelError(part.name, list(entry.shape), f"shape in {entry.file.name} should be {expected}")
-        self._used.add(entry.name)
-        if part.local_shape()[0]:
-            self._reads.append(_PartRead(entry.of_stack(part.stack), part, target))
+        return entry
 
     def add(self, read: Read, names: Iterable[str]) -> None:
         """Plan another kind of read, which uses the tensors `names`."""
@@ -228,8 +240,11 @@ def _pieces(file: FileIO, read: _PartRead) -> Iterator[tuple[int, Tensor]]:
         yield 0, _slice(file, read.entry, part).t()
         return
     begin, end = part.rows or (0, part.shape[0])
-    row_bytes = max(1, math.prod(part.shape[1:])) * part.turn[1] * _DTYPES[read.entry.dtype].itemsize
+    numbers = 4 if read.entry.dtype in CODED else KINDS[read.entry.dtype].nbytes  # become float32
+    row_bytes = max(1, math.prod(part.shape[1:])) * part.turn[1] * numbers
     at_once = max(1, _PIECE_BYTES // row_bytes)
+    if read.entry.heads:  # whole heads, and so whatever a rank has
+        at_once = end - begin
     for first in range(begin, end, at_once):
         rows = (first, min(end, first + at_once))
         yield first - begin, _slice(file, read.entry, replace(part, rows=rows))
@@ -238,10 +253,34 @@ def _pieces(file: FileIO, read: _PartRead) -> Iterator[tuple[int, Tensor]]:
 def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
     """A part in the order of the file. Whole rows are read, then what is wanted of them is cut out."""
     rows, *columns = part.stored_slices()
+    if entry.dtype in CODED:
+        from worker_proc.gguf.blocks import dequantize  # which needs what is defined here
+
+        numbers = dequantize(entry.dtype, read_blocks(file, entry, (rows.start, rows.stop)))
+        return in_order(entry, numbers)[(slice(None, None, rows.step), *columns)] + entry.shift
     read = torch.empty((rows.stop - rows.start, *part.matrix_shape[1:]), dtype=_DTYPES[entry.dtype])
     row_bytes = read.nbytes // max(1, len(read))
     _fill(read, file, entry.begin + rows.start * row_bytes)
-    return read[(slice(None, None, rows.step), *columns)]
+    if entry.shift:
+        read = read.float() + entry.shift
+    return in_order(entry, read)[(slice(None, None, rows.step), *columns)]
+
+
+def read_blocks(file: FileIO, entry: TensorEntry, rows: tuple[int, int]) -> Tensor:
+    """Rows of a matrix in blocks (GGUF), uint8 `[rows, bytes]`."""
+    kind = CODED[entry.dtype]
+    width = entry.shape[-1] // kind.numbers * kind.nbytes
+    raw = torch.empty((rows[1] - rows[0], width), dtype=torch.uint8)
+    _fill(raw, file, entry.begin + rows[0] * width)
+    return raw
+
+
+def in_order(entry: TensorEntry, rows: Tensor) -> Tensor:
+    """Rows of whole heads, half after half, where they are stored by turns (see `TensorEntry.heads`)."""
+    if not entry.heads:
+        return rows
+    size = entry.shape[0] // entry.heads
+    return rows.view(-1, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _fill(tensor: Tensor, file: FileIO, begin: int) -> None:

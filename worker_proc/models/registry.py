@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.decoder import CpuDecoder, supports
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.quantized import NativeQuantizer
@@ -23,7 +24,6 @@ from worker_proc.quantization.rows import QuantizedWeight, quantize_rows
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
 from worker_proc.quantization.stored_config import parse_stored
-from worker_proc.weights import Checkpoint
 
 
 def load_model(
@@ -69,7 +69,7 @@ def load_model(
     spec = parse_spec(config)
     shard = Shard.of(spec, tp.rank, tp.size)
     with torch.inference_mode():
-        loader = WeightLoader(Checkpoint.open(directory), dtype, device)
+        loader = WeightLoader(open_checkpoint(directory), dtype, device)
         quantize = NativeQuantizer(native) if native is not None else quantize_rows
         source = WeightSource(loader, quantization, parse_stored(config), quantize)
         if native is not None and supports(spec, dtype):

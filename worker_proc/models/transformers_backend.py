@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
+from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.modules import pack_modules, plain_bytes
 from worker_proc.cpu.weights import compresses
@@ -28,7 +29,6 @@ from worker_proc.models.families import check_servable
 from worker_proc.models.loading import Progress
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
-from worker_proc.weights import Checkpoint
 
 hf: Any = transformers  # its annotations vary between the versions that are supported
 
@@ -216,7 +216,7 @@ def load_transformers_model(
     if tp.size > 1:
         reason = f"{model_type} runs through transformers, which is not split over ranks here: use tp = 1"
         raise ModelError("tp", tp.size, reason)
-    total = Checkpoint.open(directory).nbytes
+    total = open_checkpoint(directory).nbytes
     if progress is not None:
         progress(0, total)
     model = _read_model(directory, str(model_type), dtype).eval().to(device)

@@ -7,6 +7,7 @@ from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 from worker_proc.quantization.stored import is_stored, plan_read
+from worker_proc.quantization.stored_blocks import BlocksRead, scheme_of_parts
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.target import Quantize, QuantizedTarget, QuantizingTarget
 
@@ -35,6 +36,8 @@ class WeightSource:
         are stored as codes."""
         if self._stored is None:
             return self._scheme
+        if self._stored.method == "gguf":
+            return scheme_of_parts(self._load.checkpoint, parts)
         stored = [is_stored(self._stored, self._load.checkpoint, part) for part in parts]
         if any(stored) != all(stored):
             plain = parts[stored.index(False)].name
@@ -50,7 +53,15 @@ class WeightSource:
         group."""
         cols = part.cols or (0, part.shape[1])
         scheme.check_columns(part.name, cols, part.shape[1])
-        if self._stored is None or not is_stored(self._stored, self._load.checkpoint, part):
+        if self._stored is not None and self._stored.method == "gguf" and scheme.bits == 4:
+            entry = self._load.find(part)
+            self._load.add(BlocksRead(entry, part, scheme, target), [entry.name])
+            return
+        if (
+            self._stored is None
+            or self._stored.method == "gguf"
+            or not is_stored(self._stored, self._load.checkpoint, part)
+        ):
             self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols, self._quantize))
             return
         read = plan_read(self._stored, self._load.checkpoint, part, target)

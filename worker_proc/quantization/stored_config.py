@@ -11,8 +11,8 @@ from typing import Any, Literal
 from worker_proc.errors import ModelError
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, MXFP4, Scheme
 
-Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "mxfp4"]
-METHODS: tuple[Method, ...] = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp4")
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "gguf"]
+METHODS: tuple[Method, ...] = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "gguf")
 _COMPRESSED_FORMATS = (
     "pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "mxfp4-pack-quantized"
 )  # fmt: skip
@@ -64,6 +64,8 @@ def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
         return _fp8(stored)
     if method == "mxfp4":
         return StoredQuantization("mxfp4", MXFP4)
+    if method == "gguf":  # tensors say how they are held, each for itself
+        return StoredQuantization("gguf", Scheme(8, GROUP_MULTIPLE))
     raise ModelError("quantization_config: quant_method", method, f"only {', '.join(METHODS)} are supported")
 
 

@@ -1,0 +1,29 @@
+"""`launch.py --model FILE.gguf`: a model directory for a GGUF file, see worker_proc/gguf/directory.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SUFFIX = ".gguf"
+_TIMEOUT_S = 120
+
+
+class GgufError(Exception):
+    """A GGUF file that cannot be served, and why."""
+
+
+def directory_for(file: Path) -> Path:
+    """The model directory, which is made at the first start. Raises GgufError."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "worker_proc.gguf", str(file.resolve())],
+            capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL,
+            cwd=Path(__file__).resolve().parent.parent, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise GgufError(f"reading its header and tokenizer took more than {_TIMEOUT_S} s") from None
+    if done.returncode:
+        problem = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise GgufError(problem[:1000])
+    return Path(done.stdout.splitlines()[-1])

@@ -1,0 +1,213 @@
+"""GGUF files of checkpoints, written as llama.cpp's converter does: with the names, settings and types that the package
+gguf knows, rows of queries and keys by turns where an architecture has them so, and norms around 0 as norms around 1.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from worker_proc.gguf.config import config_of
+from worker_proc.gguf.names import GgufModel
+from worker_proc.weights import SINGLE_FILE
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES |= {"gemma2": "gemma2", "gemma3_text": "gemma3"}
+_QUANTIZED_HERE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # the package cannot make the others
+_MIDDLES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q4_1": -7.5, "Q5_1": -15.5}  # of codes
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def write_gguf(
+    source: Path,
+    file: Path,
+    kind_of: Callable[[str], str],
+    *,
+    plain: Path | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Path:
+    """`kind_of` says by its name in the file how a matrix is stored; those of kinds that cannot be made here become
+    random. `plain` is where a checkpoint goes with what the file stands for. `settings` replace those of the
+    architecture, None leaves one out."""
+    config = json.loads((source / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    _settings(writer, config, settings)
+    add_tokenizer(writer, source)
+    names = gguf.get_tensor_name_map(_architecture(writer.arch), config["num_hidden_layers"])
+    stands_for: dict[str, Tensor] = {}
+    random = np.random.default_rng(seed)
+    for name, numbers in _stacked(load_file(source / SINGLE_FILE)).items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        to_file, back = _changes(config, name)
+        data = to_file(numbers.float().numpy())
+        kind = kind_of(stored) if numbers.dim() > 1 else "F32"
+        raw, meant = _stored(data, kind, random)
+        writer.add_tensor(stored, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+        means = torch.from_numpy(np.ascontiguousarray(back(meant)))
+        stands_for[name] = means.to(torch.bfloat16) if kind == "BF16" else means
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    if plain is not None:
+        shutil.copytree(source, plain)
+        save_file(_single(stands_for), plain / SINGLE_FILE)
+    return file
+
+
+def directory_of(file: Path) -> Path:
+    """A model directory as worker_proc/gguf/directory.py makes it, without a tokenizer, which takes seconds."""
+    directory = file.with_suffix("")
+    directory.mkdir()
+    (directory / "model.gguf").symlink_to(file)
+    model = GgufModel.open([file])
+    (directory / "config.json").write_text(json.dumps(config_of(model.header, model.rope_factors())))
+    return directory
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], deviation: float, random: np.random.Generator) -> np.ndarray:
+    """Rows of random blocks whose numbers have about this deviation."""
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = random.integers(0, 256, (*shape[:-1], shape[-1] // numbers, nbytes), dtype=np.uint8)
+    halfs = {"Q3_K": (108,), "Q6_K": (208,), "Q2_K": (80, 82)}
+    places = halfs.get(kind, (0, 2) if kind in _MIDDLES else (0,))
+    factors = 0.5 + random.random(raw.shape[:-1])
+    for place in places:
+        # the second one is of what is added: so numbers are around 0
+        middle = _MIDDLES[kind] if place != places[0] else 1.0
+        raw[..., place : place + 2] = (factors * middle).astype(np.float16)[..., None].view(np.uint8)
+    found = gguf.dequantize(raw.reshape(*shape[:-1], -1), gguf.GGMLQuantizationType[kind])
+    scale = deviation / found.std()
+    for place in places:
+        now = raw[..., place : place + 2].copy().view(np.float16) * np.float16(scale)
+        raw[..., place : place + 2] = now.view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
+    """A byte-level BPE of tokenizer.json, as llama.cpp calls it."""
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = dict(tokenizer["model"]["vocab"])
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    tokens = [token for token, _ in sorted((vocabulary | special).items(), key=lambda pair: pair[1])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(special[min(special, key=lambda token: special[token])])
+    template = json.loads((source / "tokenizer_config.json").read_text()).get("chat_template")
+    template_file = source / "chat_template.jinja"
+    if template_file.is_file():
+        template = template_file.read_text()
+    if template:
+        writer.add_chat_template(template)
+
+
+def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("full_attention", rope).get("rope_theta", 10000.0)
+    values: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.freq_base": float(theta),
+    }
+    if "sliding_window" in config and config["model_type"] in ("gemma2", "gemma3_text"):
+        values["attention.sliding_window"] = config["sliding_window"]
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config["model_type"] == "gemma2":
+            values[key] = float(config[key])
+    if config["model_type"] == "qwen3_moe":
+        values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
+        values["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    for key, value in (values | changes).items():
+        if isinstance(value, str):
+            writer.add_string(f"{writer.arch}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{writer.arch}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{writer.arch}.{key}", value)
+
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def _changes(config: dict[str, Any], name: str) -> tuple[Change, Change]:
+    """What a converter does to a tensor, and the other way round."""
+    if config["model_type"].startswith("gemma") and "norm" in name:
+        return (lambda x: x + 1), (lambda x: x - 1)
+    if config["model_type"] == "llama" and re.search(r"[qk]_proj", name):
+        heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+
+        def turn(x: np.ndarray) -> np.ndarray:
+            return x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+        def back(x: np.ndarray) -> np.ndarray:
+            return x.reshape(heads, len(x) // heads // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+        return turn, back
+    return (lambda x: x), (lambda x: x)
+
+
+def _stored(data: np.ndarray, kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """As it lies in a file, and what it stands for."""
+    kind_number = gguf.GGMLQuantizationType[kind]
+    if kind == "F32":
+        return data, data
+    if kind in ("F16", "BF16", *_QUANTIZED_HERE):
+        raw = gguf.quantize(data, kind_number)
+    else:
+        raw = random_blocks(kind, data.shape, float(data.std()), random)
+    return raw, gguf.dequantize(raw, kind_number)
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of a layer as one tensor."""
+    whole: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            stack = experts.setdefault(f"{match[1]}.{match[3]}.weight", [])
+            assert int(match[2]) == len(stack)
+            stack.append(tensor)
+        else:
+            whole[name] = tensor
+    return whole | {name: torch.stack(stack) for name, stack in experts.items()}
+
+
+def _single(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The other way round."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            base, projection, _ = name.rsplit(".", 2)
+            found |= {f"{base}.{i}.{projection}.weight": part.contiguous() for i, part in enumerate(tensor)}
+        else:
+            found[name] = tensor.contiguous()
+    return found
+
+
+def _architecture(name: str) -> gguf.MODEL_ARCH:
+    return next(number for number, text in gguf.MODEL_ARCH_NAMES.items() if text == name)

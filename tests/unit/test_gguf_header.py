@@ -1,0 +1,133 @@
+"""Headers and blocks of GGUF files, against the package gguf."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers_gguf import random_blocks
+from worker_proc.errors import ModelError
+from worker_proc.gguf.blocks import codes_of, dequantize, scheme_of
+from worker_proc.gguf.header import Uncounted, read_header
+from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS, NAMES
+
+RANDOM = np.random.default_rng(0)
+
+
+@cache
+def sample() -> bytes:
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "m.gguf"
+        writer = gguf.GGUFWriter(file, "llama")
+        writer.add_uint32("llama.block_count", 3)
+        writer.add_float32("llama.x", 0.5)
+        writer.add_bool("llama.yes", True)
+        writer.add_array("llama.each", [1, 2, 3])
+        writer.add_array("llama.many", list(range(5000)))
+        writer.add_string("llama.text", "Ä")
+        writer.add_token_list(["a", "bc", ""])
+        writer.add_custom_alignment(64)
+        writer.add_tensor("plain", np.arange(6, dtype=np.float32).reshape(2, 3))
+        writer.add_tensor("half", np.arange(8, dtype=np.float16).reshape(2, 2, 2))
+        writer.add_tensor(
+            "coded", random_blocks("Q4_K", (3, 512), 1.0, RANDOM), raw_dtype=gguf.GGMLQuantizationType.Q4_K
+        )
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            write()
+        writer.close()
+        return file.read_bytes()
+
+
+def test_a_header_is_read_as_the_package_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(sample())
+    header, theirs = read_header(file), gguf.GGUFReader(file)
+    assert header.settings["general.architecture"] == "llama" and header.settings["llama.block_count"] == 3
+    assert header.settings["llama.x"] == 0.5 and header.settings["llama.yes"] is True
+    assert header.settings["llama.each"] == [1, 2, 3] and header.settings["llama.text"] == "Ä"
+    assert header.settings["llama.many"] == Uncounted(5000)
+    assert header.settings["tokenizer.ggml.tokens"] == Uncounted(3)
+    assert len(header.tensors) == len(theirs.tensors) == 3
+    for mine, other in zip(header.tensors, theirs.tensors, strict=True):
+        assert (mine.name, mine.kind, mine.nbytes) == (other.name, other.tensor_type.name, other.n_bytes)
+        assert mine.shape == tuple(int(size) for size in reversed(other.shape))
+        assert sample()[mine.begin : mine.begin + mine.nbytes] == other.data.tobytes()
+
+
+@given(st.data())
+def test_a_broken_file_is_refused_and_nothing_else_happens(data: st.DataObject) -> None:
+    raw = bytearray(sample())
+    end = raw.index(b"coded") + 100  # of the header, or a little later
+    cut = data.draw(st.booleans())
+    if cut:  # the last tensor has 3 rows of 2 blocks, and something behind it
+        raw = raw[: data.draw(st.integers(0, len(raw) - len(raw) % 64 - 64))]
+    else:
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(st.integers(0, end - 1))] = data.draw(st.integers(0, 255))
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "m.gguf"
+        file.write_bytes(raw)
+        try:
+            header = read_header(file)
+        except ModelError:
+            return
+    assert not cut, "the last tensor is not whole"
+    assert all(tensor.begin + tensor.nbytes <= len(raw) for tensor in header.tensors)
+
+
+def test_kinds_are_those_of_the_package() -> None:
+    for number, name in NAMES.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert kind.name == name
+        if name in CODED:
+            assert gguf.GGML_QUANT_SIZES[kind] == (CODED[name].numbers, CODED[name].nbytes)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_every_kind_becomes_numbers(kind: str) -> None:
+    block = CODED[kind]
+    raw = RANDOM.integers(0, 60, (3, 2 * block.nbytes), dtype=np.uint8)
+    numbers = dequantize(kind, torch.from_numpy(raw))
+    assert numbers.shape == (3, 2 * block.numbers) and numbers.dtype == torch.float32
+    assert len(numbers.unique()) > 4
+
+
+@pytest.mark.parametrize("kind", EXACT_IN_4_BITS)
+@pytest.mark.parametrize("beside", ["Q4_0", "Q4_1"])
+def test_codes_of_four_bits_stand_for_the_same_numbers(kind: str, beside: str) -> None:
+    raw = torch.from_numpy(random_blocks(kind, (64, 1024), 1.0, RANDOM))
+    if kind == "Q4_K":
+        raw[3, 4:16] = 0  # scales and mins of a block
+        raw[5, 4:8] = 0  # scales of four groups: numbers that are all the same
+        raw[7, 0:4] = 0
+    else:
+        raw[3, 0:2] = 0
+    scheme = scheme_of([kind, beside])
+    assert scheme is not None and scheme.bits == 4 and scheme.symmetric == (kind == beside == "Q4_0")
+    rows = codes_of(kind, raw, scheme)
+    assert (rows.zeros is None) == scheme.symmetric and bool(rows.scales.isfinite().all())
+    torch.testing.assert_close(rows.dequantize(torch.float32), dequantize(kind, raw), rtol=1e-6, atol=1e-5)
+    assert rows.zeros is None or bool(rows.zeros.isfinite().all())
+
+
+def test_other_kinds_become_eight_bits_together() -> None:
+    assert scheme_of(["F16", "BF16", "F32"]) is None
+    for kinds in (["Q6_K"], ["Q4_K", "Q6_K"], ["Q8_0", "F16"], ["MXFP4"]):
+        assert str(scheme_of(kinds)) == "int8, groups of 32"
+
+
+def test_eight_bits_keep_the_codes_of_q8_0() -> None:
+    from worker_proc.quantization.rows import quantize_rows
+
+    numbers = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    raw = torch.from_numpy(gguf.quantize(numbers.numpy(), gguf.GGMLQuantizationType.Q8_0))
+    meant = dequantize("Q8_0", raw)
+    scheme = scheme_of(["Q8_0"])
+    assert scheme is not None
+    torch.testing.assert_close(quantize_rows(meant, scheme).dequantize(torch.float32), meant, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,224 @@
+"""Models in GGUF files, against checkpoints of what the files stand for."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.helpers_gguf import directory_of, write_gguf
+from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_paged import generate, make_prompts
+from tests.unit.test_cpu_build import needs_compiler
+from tests.unit.test_quantized_models import LEVELS, error, load_native, load_torch, logits, shard_weights
+from worker_proc.cpu.features import Level
+from worker_proc.cpu.linear import Format
+from worker_proc.errors import ModelError
+from worker_proc.gguf.config import config_of
+from worker_proc.gguf.directory import GgufError, directory_for
+from worker_proc.gguf.header import Header, StoredTensor
+from worker_proc.models.describe import describe, read_config
+from worker_proc.models.families import parse_spec
+
+pytestmark = needs_compiler
+K = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}  # rows of whole blocks
+GEMMA3 = {
+    "num_hidden_layers": 6, "sliding_window_pattern": 6, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {}),
+    ("llama-gqa-untied", {}, {}),
+    ("llama-bias", {}, {}),
+    ("llama-rope-linear", {}, {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}),
+    ("qwen2", {}, {}),
+    ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, YARN),
+    ("qwen3-moe", {"num_experts_per_tok": 7, "norm_topk_prob": True}, {}),
+    ("gemma2", {"tie_word_embeddings": True}, {"attention.sliding_window_pattern": 2}),
+    ("gemma3", GEMMA3, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+]
+
+
+def made(kind: str, tmp_path: Path, kinds: Any, settings: dict[str, Any], **overrides: Any) -> tuple[Path, Path]:
+    """The directory of a GGUF file, and a checkpoint of what it stands for."""
+    source = make_checkpoint(kind, tmp_path / "source", **overrides)
+    file = write_gguf(source, tmp_path / "m.gguf", kinds, plain=tmp_path / "plain", **settings)
+    return directory_of(file), tmp_path / "plain"
+
+
+@pytest.mark.parametrize(("kind", "overrides", "settings"), KINDS, ids=[kind for kind, _, _ in KINDS])
+def test_a_plain_file_is_the_model_that_it_was_made_of(
+    kind: str, overrides: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    directory, plain = made(kind, tmp_path, lambda name: "BF16", settings, **overrides)
+    assert parse_spec(read_config(directory)) == parse_spec(read_config(plain))
+    assert describe(directory).dtype == "bfloat16" and describe(directory).quantization is None
+    assert torch.equal(logits(load_torch(directory, None)), logits(load_torch(plain, None)))
+    assert torch.equal(logits(load_native(directory, None)), logits(load_native(plain, None)))
+
+
+def mostly_k(name: str) -> str:
+    """As llama.cpp's Q4_K_M: values and some others in 6 bits, so that q, k and v are not alike."""
+    return "Q6_K" if re.search(r"attn_v|ffn_down|token_embd|^output\.", name) else "Q4_K"
+
+
+FILES = {
+    "Q8_0": (lambda name: "Q8_0", Format.INT8, Format.INT8),
+    "Q4_0": (lambda name: "Q4_0", Format.INT4, Format.INT4),
+    "Q4_1": (lambda name: "Q8_0" if name == "token_embd.weight" else "Q4_1", Format.INT4, Format.INT8),
+    "Q4_K_M": (mostly_k, Format.INT8, Format.INT8),
+    "Q4_K": (lambda name: "Q6_K" if "embd" in name else "Q4_K", Format.INT4, Format.INT8),
+    "Q5_K": (lambda name: "Q5_K", Format.INT8, Format.INT8),
+    "mixed": (lambda name: "Q4_0" if "attn_q." in name else "Q4_K", Format.INT4, Format.INT4),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", FILES)
+def test_codes_are_what_they_stand_for(name: str, kind: str, tmp_path: Path) -> None:
+    if (kind, name) not in (("qwen3-moe", "Q4_K_M"), *(("llama", other) for other in FILES)):
+        pytest.skip("a mixture in one format")
+    of_kind, of_qkv, of_head = FILES[name]
+    more = {"num_experts_per_tok": 7, "norm_topk_prob": True, "moe_intermediate_size": 256} if "moe" in kind else {}
+    directory, plain = made(kind, tmp_path, of_kind, {}, **(K | more))
+    assert describe(directory).quantization == "gguf" and describe(directory).dtype == "bfloat16"
+    native = load_native(directory, None)
+    assert native.weights.layers[0].qkv.struct.format == of_qkv
+    assert native.weights.head.struct.format == of_head
+    want = logits(load_torch(plain, None))
+    # kept where codes have 4 bits or are those of Q8_0; others are rounded to a 127th of the largest of 32
+    kept = name in ("Q4_0", "Q4_1", "Q8_0", "mixed")
+    assert error(logits(load_torch(directory, None)), want) < (1e-4 if kept else 0.02)
+    assert error(logits(native), want) < 0.03
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_zeros_that_are_no_whole_numbers(level: Level, tmp_path: Path) -> None:
+    directory, _ = made("qwen3", tmp_path, FILES["Q4_K"][0], {}, **K)
+    native, torchs = load_native(directory, None, level), load_torch(directory, None)
+    assert native.weights.layers[0].o.zeros is not None
+    assert bool((native.weights.layers[0].o.zeros % 1 != 0).any())
+    assert error(logits(native), logits(torchs)) < 0.03
+    prompts = make_prompts(VOCAB_SIZE)
+    together = generate(native, prompts, 16, page_size=16)
+    assert generate(native, prompts, 16, page_size=8, chunk=9) == together
+
+
+@pytest.mark.parametrize("name", ["BF16", "Q4_K", "Q6_K"])
+def test_shards_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    """Heads whose rows lie by turns, and columns between blocks."""
+    directory, _ = made("llama", tmp_path, lambda _: name, {}, **K)
+    whole = shard_weights(directory, 0, 1, None)
+    ranks = [shard_weights(directory, rank, 2, None) for rank in range(2)]
+    for layer, (qkv, o, down, up) in enumerate(whole):
+        heads = 4 * 64
+        for first, last in ((0, heads), (heads, 2 * heads), (2 * heads, 3 * heads)):
+            half = (last - first) // 2
+            at = first // 2
+            parts = torch.cat([rank[layer][0][at : at + half] for rank in ranks])
+            assert torch.equal(parts, qkv[first:last])
+        for place, matrix in ((1, o), (2, down)):
+            assert torch.equal(torch.cat([rank[layer][place] for rank in ranks], dim=1), matrix)
+        assert torch.equal(torch.cat([rank[layer][3] for rank in ranks]), up)
+
+
+def test_a_file_with_its_tokenizer_is_a_model_directory(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen2", tmp_path / "source")
+    file = write_gguf(source, tmp_path / "a model.gguf", lambda name: "Q8_0")
+    directory = directory_for(file, tmp_path / "cache")
+    assert (directory / "model.gguf").resolve() == file
+    mine, theirs = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in (directory, source))
+    for text in ("the cat sat on the mat", "<|im_start|>user\nÄ 12  \n", "don't"):
+        assert mine.encode(text).ids == theirs.encode(text).ids
+        assert mine.decode(mine.encode(text).ids) == theirs.decode(theirs.encode(text).ids)
+    template = "chat_template.jinja"
+    assert (directory / template).read_text() == (source / template).read_text()
+    # by its number in the file, and by its name
+    assert read_config(directory)["eos_token_id"] == [mine.token_to_id("<|endoftext|>"), mine.token_to_id("<|im_end|>")]
+    assert directory_for(file, tmp_path / "cache") == directory, "made once"
+    file.touch()
+    assert directory_for(file, tmp_path / "cache") != directory, "the file is another one"
+    assert sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "cache").iterdir()) == ["a model"] * 2
+
+
+def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"expert_count": 8}, r"llama.expert_count = 8: not supported"),
+        ({"attention.sliding_window": 12}, r"llama.attention.sliding_window = 12: not supported"),
+        ({"attention.clamp_kqv": 3.0}, r"llama.attention.clamp_kqv = 3.0: an unknown setting"),
+        ({"rope.dimension_count": 8}, r"llama.rope.dimension_count = 8: not supported"),
+        ({"attention.layer_norm_rms_epsilon": None}, r"layer_norm_rms_epsilon = None: must be a positive number"),
+        ({"block_count": 0}, r"llama.block_count = 0: must be a whole number"),
+        ({"rope.scaling.type": "longrope"}, r"llama.rope.scaling.type = 'longrope': only linear, and yarn"),
+    ]
+    for index, (settings, message) in enumerate(cases):
+        file = write_gguf(source, tmp_path / f"{index}.gguf", lambda name: "F32", **settings)
+        with pytest.raises(GgufError, match=message):
+            directory_for(file, tmp_path / "cache")
+    file = tmp_path / "m-00001-of-00002.gguf"
+    write_gguf(source, file, lambda name: "F32")
+    with pytest.raises(GgufError, match=r"m-00002-of-00002.gguf = .*: one of the 2 files of this model is missing"):
+        directory_for(file, tmp_path / "cache")
+    writer = gguf.GGUFWriter(tmp_path / "bert.gguf", "bert")
+    writer.add_tensor("x", np.zeros((2, 2), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    with pytest.raises(GgufError, match=r"general.architecture = 'bert': of GGUF files, only llama, .* are read"):
+        directory_for(tmp_path / "bert.gguf", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen2", tmp_path / "source")  # whose norms of queries and keys belong to qwen3
+    file = write_gguf(source, tmp_path / "m.gguf", lambda name: "F32")
+    raw = file.read_bytes()
+    file.write_bytes(raw.replace(b"blk.0.ffn_gate.weight", b"blk.0.ffn_gote.weight"))
+    with pytest.raises(GgufError, match=r"blk.0.ffn_gote.weight = \[96, 64\]: unknown tensor in m.gguf"):
+        directory_for(file, tmp_path / "cache")
+
+
+def llama3_header(head_dim: int) -> Header:
+    settings = {
+        "general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 131072,
+        "llama.embedding_length": 2048, "llama.feed_forward_length": 8192, "llama.attention.head_count": 32,
+        "llama.attention.head_count_kv": [8, 8], "llama.attention.key_length": head_dim,
+        "llama.attention.layer_norm_rms_epsilon": 9.999999747378752e-06, "llama.rope.freq_base": 500000.0,
+    }  # fmt: skip
+    return Header(settings, (StoredTensor("token_embd.weight", "Q6_K", (128256, 2048), 0, 0),))
+
+
+def test_the_factors_of_llama_3_are_recognized() -> None:
+    """As llama.cpp's converter computes them (head size 4 of an 8192-token original, factor 32)."""
+    header = llama3_header(64)
+    factors = []
+    for i in range(32):
+        frequency = 500000.0 ** (-2 * i / 64)
+        length = 2 * np.pi / frequency
+        if length < 8192 / 4.0:
+            factors.append(1.0)
+        elif length > 8192 / 1.0:
+            factors.append(32.0)
+        else:
+            smooth = (8192 / length - 1.0) / (4.0 - 1.0)
+            factors.append(1 / ((1 - smooth) / 32.0 + smooth))
+    config = config_of(header, [float(x) for x in np.array(factors, np.float32)])
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    assert config["rms_norm_eps"] == 1e-05 and config["num_key_value_heads"] == 8
+    assert config["quantization_config"] == {"quant_method": "gguf"} and config["tie_word_embeddings"]
+    assert parse_spec(json.loads(json.dumps(config))).ropes[0].kind == "llama3"
+    with pytest.raises(ModelError, match=r"rope_freqs.weight = .*: not the factors of Llama 3"):
+        config_of(header, [2.0, *factors[1:]])

@@ -1,0 +1,76 @@
+"""Blocks of quantized weights, as GGUF files hold them, become numbers or codes.
+
+The layouts are ggml's (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). Most are read by way of the
+numbers that they stand for, which the package gguf knows for all of them. Those with codes of 4 bits keep their codes.
+"""
+
+import torch
+from torch import Tensor
+
+from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS
+from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.scheme import Scheme
+
+GROUP = 32  # inputs with a scale of their own in all kinds that become codes of 4 bits
+_EXACT = tuple(EXACT_IN_4_BITS)
+
+
+def scheme_of(kinds: list[str]) -> Scheme | None:
+    """How a matrix that is stored in `kinds` is held; None: plain. With 8 bits, unless all have their codes in 4."""
+    if not any(kind in CODED for kind in kinds):
+        return None
+    if all(kind in _EXACT for kind in kinds):
+        return Scheme(4, GROUP, symmetric=all(kind == "Q4_0" for kind in kinds))
+    return Scheme(8, GROUP)
+
+
+def dequantize(kind: str, raw: Tensor) -> Tensor:
+    """float32 `[R, K]` of rows of blocks, uint8 `[R, bytes]`."""
+    import gguf  # with numpy takes a tenth of a second, for such models only
+
+    return torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+def codes_of(kind: str, raw: Tensor, scheme: Scheme) -> QuantizedRows:
+    """Codes of 4 bits `[R, K]` of rows of blocks, uint8 `[R, bytes]`, in groups of 32: the same numbers."""
+    blocks = raw.view(len(raw), -1, CODED[kind].nbytes)
+    codes, scales, least = _codes_of_k(blocks) if kind == "Q4_K" else _codes_of_32(kind, blocks)
+    codes = codes.reshape(len(raw), -1)
+    if scheme.symmetric:
+        return QuantizedRows(scheme, codes, scales)
+    # where all numbers of a group are one, its scale is 0: they are code 0, which is one step from zero
+    flat = scales == 0
+    if bool(flat.any()):
+        codes = torch.where(flat.repeat_interleave(GROUP, 1), 0, codes)
+        scales = torch.where(flat, least, scales)
+        scales = torch.where(scales == 0, 1.0, scales)
+    return QuantizedRows(scheme, codes, scales, -least / scales)
+
+
+def _codes_of_32(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q4_0: a scale, and codes around 8; Q4_1: a scale and the number of code 0. Of a byte, the lower half is one of
+    the first 16 inputs, the higher one of the last 16."""
+    first = CODED[kind].nbytes - 16
+    halves = blocks[..., first:]
+    codes = torch.cat((halves & 15, halves >> 4), 2)
+    scales = _halfs(blocks[..., 0:2])
+    least = _halfs(blocks[..., 2:4]) if kind == "Q4_1" else -8 * scales
+    return codes, scales, least
+
+
+def _codes_of_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q4_K: eight groups of 32, whose scales and numbers of code 0 are six bits each, times one of two numbers."""
+    count, per_row, _ = blocks.shape
+    scale, least = _halfs(blocks[..., 0:2]), _halfs(blocks[..., 2:4])
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 2)
+    mins = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 2)
+    halves = blocks[..., 16:].reshape(count, per_row, 4, 1, GROUP)
+    codes = torch.cat((halves & 15, halves >> 4), 3)
+    of_group = (scale[..., None] * scales).reshape(count, -1)
+    return codes, of_group, -(least[..., None] * mins).reshape(count, -1)
+
+
+def _halfs(raw: Tensor) -> Tensor:
+    """float32 `[R, blocks]` of float16 in two bytes each."""
+    return raw.contiguous().view(torch.float16)[..., 0].float()

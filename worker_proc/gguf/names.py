@@ -1,0 +1,126 @@
+"""What tensors of GGUF files are called in Hugging Face checkpoints, and what llama.cpp's converter did to them."""
+
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker_proc.errors import ModelError
+from worker_proc.gguf.config import Architecture, architecture_of
+from worker_proc.gguf.header import Header, StoredTensor, read_header
+from worker_proc.weights import TensorEntry
+
+SINGLE_FILE = "model.gguf"
+SHARD = re.compile(r"(?P<stem>.+)-(?P<which>\d{5})-of-(?P<count>\d{5})\.gguf")
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_OUTSIDE |= {"output.weight": "lm_head.weight"}
+ROPE_FACTORS = "rope_freqs.weight"  # belongs to the configuration
+_INSIDE = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_OUTPUT_NORMS = {  # where what attention and MLP add is normalized
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A model of one or several files. `header` has the settings of the first, and the tensors of all."""
+
+    header: Header
+    files: dict[str, Path]  # by tensor
+
+    @classmethod
+    def open(cls, paths: list[Path]) -> "GgufModel":
+        """Raises ModelError as `read_header` does, and for a tensor that two files have."""
+        headers = [read_header(path) for path in paths]
+        files: dict[str, Path] = {}
+        for path, header in zip(paths, headers, strict=True):
+            for tensor in header.tensors:
+                if tensor.name in files:
+                    raise ModelError(tensor.name, path.name, f"the tensor is also in {files[tensor.name].name}")
+                files[tensor.name] = path
+        return cls(Header(headers[0].settings, tuple(t for header in headers for t in header.tensors)), files)
+
+    def rope_factors(self) -> list[float] | None:
+        """What frequencies are divided by, where the file says so by a tensor. Raises ModelError for another type."""
+        found = [tensor for tensor in self.header.tensors if tensor.name == ROPE_FACTORS]
+        if not found:
+            return None
+        (tensor,) = found
+        if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 2**16:
+            raise ModelError(tensor.name, [tensor.kind, *tensor.shape], "must be a vector in F32")
+        with self.files[tensor.name].open("rb") as file:
+            file.seek(tensor.begin)
+            return list(array("f", file.read(tensor.nbytes)))
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """The tensors under their names in Hugging Face's checkpoints. Raises ModelError for one that is unknown."""
+        architecture = architecture_of(self.header)
+        for tensor in self.header.tensors:
+            if tensor.name != ROPE_FACTORS:
+                yield from _entries(architecture, self.header, tensor, self.files[tensor.name])
+
+
+def gguf_files(directory: Path) -> list[Path]:
+    """The files of a model in a directory, none where there are none. Raises ModelError where one is missing."""
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    shards = [file for file in sorted(directory.glob("model-*.gguf")) if SHARD.fullmatch(file.name)]
+    return shards_of(shards[0]) if shards else []
+
+
+def shards_of(file: Path) -> list[Path]:
+    """All files of the model that `file` is, or is the first of. Raises ModelError where one is missing."""
+    match = SHARD.fullmatch(file.name)
+    if match is None:
+        return [file]
+    count = int(match["count"])
+    files = [file.with_name(f"{match['stem']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in files:
+        if not part.is_file():
+            raise ModelError(part.name, str(file), f"one of the {count} files of this model is missing")
+    return files
+
+
+def _entries(architecture: Architecture, header: Header, tensor: StoredTensor, file: Path) -> Iterator[TensorEntry]:
+    entry = TensorEntry(tensor.name, file, tensor.kind, tensor.shape, tensor.begin, tensor.nbytes)
+    if tensor.name in _OUTSIDE:
+        yield entry.renamed(_OUTSIDE[tensor.name], shift=_shift(architecture, tensor.name))
+        return
+    match = _LAYER.fullmatch(tensor.name)
+    if match is None:
+        raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
+    base, (module, _, kind) = f"model.layers.{match[1]}.", match[2].partition(".")
+    if module in _EXPERTS and kind == "weight" and architecture.experts is not None and len(tensor.shape) == 3:
+        for expert in range(tensor.shape[0]):
+            name = architecture.experts.format(expert=expert, projection=_EXPERTS[module])
+            yield entry.of_stack((expert, tensor.shape[0])).renamed(f"{base}{name}.weight")
+        return
+    known = _INSIDE | (_OUTPUT_NORMS if architecture.output_norms else {})
+    if module not in known or kind not in ("weight", "bias"):
+        raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
+    heads = 0
+    if architecture.turned and module in ("attn_q", "attn_k"):
+        heads = architecture.heads(header, keys=module == "attn_k")
+    yield entry.renamed(f"{base}{known[module]}.{kind}", heads=heads, shift=_shift(architecture, module))
+
+
+def _shift(architecture: Architecture, name: str) -> float:
+    return -architecture.norm_offset if "norm" in name else 0.0

@@ -1,0 +1,38 @@
+"""Reads projections that a GGUF file holds in blocks with codes of 4 bits, keeping the codes. Those of other kinds are
+read as numbers (see `loading`) and become codes of 8 bits like plain ones.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from worker_proc.gguf.blocks import codes_of, scheme_of
+from worker_proc.models.loading import OpenFile, Part, in_order, read_blocks
+from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.target import QuantizedTarget
+from worker_proc.weights import Checkpoint, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRead:
+    """A planned read of one projection, see `loading.Read`. Whole rows are read, then cut."""
+
+    entry: TensorEntry
+    part: Part
+    scheme: Scheme
+    target: QuantizedTarget
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+    def run(self, open_file: OpenFile) -> Iterator[int]:
+        raw = in_order(self.entry, read_blocks(open_file(self.entry), self.entry, (0, self.entry.shape[0])))
+        rows = codes_of(self.entry.dtype, raw, self.scheme)
+        outputs, inputs = self.part.shape
+        self.target.copy_quantized(0, rows.select(self.part.rows or (0, outputs), self.part.cols or (0, inputs)))
+        yield self.nbytes
+
+
+def scheme_of_parts(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> Scheme | None:
+    """How the matrix that they make together is held; None: plain. Raises ModelError as `Checkpoint.entry` does."""
+    return scheme_of([checkpoint.entry(part.name).dtype for part in parts])
