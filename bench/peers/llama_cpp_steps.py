@@ -1,11 +1,12 @@
-"""Steps of llama.cpp in its own process, for a mixture in the shape of gpt-oss-20b: prompts, and decodes of sequences.
+"""Steps of llama.cpp in its own process, for any GGUF file: prompts, and decodes of sequences.
 
-    python bench/peers/llama_cpp_steps.py write FILE.gguf --layers 6
+    python bench/peers/llama_cpp_steps.py write FILE.gguf --layers 6     # a mixture in the shape of gpt-oss-20b
+    python bench/peers/llama_cpp_steps.py quantize FILE.gguf OUT.gguf Q4_K_M     # as llama.cpp itself does
     python bench/peers/llama_cpp_steps.py run FILE.gguf --threads 2
 
-Needs the packages llama-cpp-python, gguf, numpy and click, in an environment of its own. Weights are random, experts in
-MXFP4, the rest in bfloat16, as in bench/random_gpt_oss.py: what they are does not matter for the time, as all of them
-are read and multiplied.
+Needs the packages llama-cpp-python, gguf, numpy and click, in an environment of its own. Weights that are written are
+random, experts in MXFP4, the rest in bfloat16, as in bench/random_gpt_oss.py: what they are does not matter for the
+time, as all of them are read and multiplied.
 """
 
 import statistics
@@ -20,6 +21,7 @@ import numpy as np
 HIDDEN, CHANNELS, EXPERTS, EACH, VOCABULARY = 2880, 2880, 32, 4, 201088
 HEAD, HEADS, KV_HEADS = 64, 64, 8
 _CONTEXT = 192
+_KINDS = [name for name in dir(llama_cpp) if name.startswith("LLAMA_FTYPE_MOSTLY_")]
 _RANDOM = np.random.default_rng(0)
 
 
@@ -90,6 +92,17 @@ def write(file: str, layers: int) -> None:
 
 @main.command()
 @click.argument("file")
+@click.argument("out")
+@click.argument("kind", type=click.Choice([name[len("LLAMA_FTYPE_MOSTLY_") :] for name in _KINDS]))
+def quantize(file: str, out: str, kind: str) -> None:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if llama_cpp.llama_model_quantize(file.encode(), out.encode(), params):
+        raise click.ClickException("llama_model_quantize failed")
+
+
+@main.command()
+@click.argument("file")
 @click.option("--threads", default=2)
 @click.option("--repeats", default=7)
 def run(file: str, threads: int, repeats: int) -> None:
@@ -101,30 +114,35 @@ def run(file: str, threads: int, repeats: int) -> None:
     params.n_threads = params.n_threads_batch = threads
     context = llama_cpp.llama_init_from_model(model, params)
     memory = llama_cpp.llama_get_memory(context)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+
+    def step(tokens: int, positions: list[int], sequences: list[int], first_logits: int) -> float:
+        return decode(context, _RANDOM.integers(0, vocabulary, tokens).tolist(), positions, sequences, first_logits)
+
     for tokens in (128, 1024):
         times = []
         for _ in range(3):
             llama_cpp.llama_memory_clear(memory, True)
-            times.append(step(context, tokens, list(range(tokens)), [0] * tokens, tokens - 1))
+            times.append(step(tokens, list(range(tokens)), [0] * tokens, tokens - 1))
         print(f"prompt of {tokens}: {statistics.median(times) * 1e3:.0f} ms", flush=True)
     llama_cpp.llama_memory_clear(memory, True)
     for sequence in range(32):
-        step(context, _CONTEXT, list(range(_CONTEXT)), [sequence] * _CONTEXT, _CONTEXT - 1)
+        step(_CONTEXT, list(range(_CONTEXT)), [sequence] * _CONTEXT, _CONTEXT - 1)
     for rows in (1, 2, 4, 8, 16, 32):
         times = []
         for _ in range(repeats + 1):
-            times.append(step(context, rows, [_CONTEXT] * rows, list(range(rows)), 0))
+            times.append(step(rows, [_CONTEXT] * rows, list(range(rows)), 0))
             for sequence in range(rows):
                 llama_cpp.llama_memory_seq_rm(memory, sequence, _CONTEXT, -1)
         print(f"decode of {rows}: {statistics.median(times[1:]) * 1e3:.1f} ms", flush=True)
 
 
-def step(context: Any, tokens: int, positions: list[int], sequences: list[int], first_logits: int) -> float:
-    """Seconds of a step of random tokens, with logits from `first_logits` on."""
-    batch = llama_cpp.llama_batch_init(tokens, 0, 1)
-    batch.n_tokens = tokens
-    for i, token in enumerate(_RANDOM.integers(0, VOCABULARY, tokens)):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i] = int(token), positions[i], 1
+def decode(context: Any, tokens: list[int], positions: list[int], sequences: list[int], first_logits: int) -> float:
+    """Seconds of a step, with logits from `first_logits` on."""
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, positions[i], 1
         batch.seq_id[i][0], batch.logits[i] = sequences[i], i >= first_logits
     started = time.perf_counter()
     if llama_cpp.llama_decode(context, batch):
