@@ -33,6 +33,7 @@ def write_gguf(
     *,
     plain: Path | None = None,
     seed: int = 0,
+    tokenizer: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Path:
     """`kind_of` says by its name in the file how a matrix is stored; those of kinds that cannot be made here become
@@ -41,7 +42,7 @@ def write_gguf(
     config = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     _settings(writer, config, settings)
-    add_tokenizer(writer, source)
+    add_tokenizer(writer, source, tokenizer or {})
     names = gguf.get_tensor_name_map(_architecture(writer.arch), config["num_hidden_layers"])
     stands_for: dict[str, Tensor] = {}
     random = np.random.default_rng(seed)
@@ -97,18 +98,23 @@ def random_blocks(kind: str, shape: tuple[int, ...], deviation: float, random: n
     return raw.reshape(*shape[:-1], -1)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
-    """A byte-level BPE of tokenizer.json, as llama.cpp calls it."""
+def add_tokenizer(writer: gguf.GGUFWriter, source: Path, settings: dict[str, Any]) -> None:
+    """A byte-level BPE of tokenizer.json, as llama.cpp calls it. `settings` are added, but `pre` replaces gpt-2."""
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     vocabulary = dict(tokenizer["model"]["vocab"])
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     tokens = [token for token, _ in sorted((vocabulary | special).items(), key=lambda pair: pair[1])]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(settings.get("pre", "gpt-2"))
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
-    writer.add_eos_token_id(special[min(special, key=lambda token: special[token])])
+    ids = {"eos_token_id": special[min(special, key=lambda token: special[token])]} | settings
+    for name, value in ids.items():
+        if name.endswith("_token_id"):
+            writer.add_uint32(f"tokenizer.ggml.{name}", value)
+        elif name != "pre":
+            writer.add_bool(f"tokenizer.ggml.{name}", value)
     template = json.loads((source / "tokenizer_config.json").read_text()).get("chat_template")
     template_file = source / "chat_template.jinja"
     if template_file.is_file():

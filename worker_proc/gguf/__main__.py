@@ -1,5 +1,5 @@
-"""`python -m worker_proc.gguf FILE.gguf` prints the model directory of the file, see `directory`. The launcher runs it
-as a process of its own, which takes the memory of transformers with it.
+"""`python -m worker_proc.gguf FILE.gguf` prints the model directory of the file, see `directory`. The launcher, which
+knows nothing of models, runs it as a process of its own.
 """
 
 import sys

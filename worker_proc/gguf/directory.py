@@ -1,7 +1,7 @@
 """A model directory for a GGUF file, in the user's cache.
 
 It holds a link to the file (or to each of several), config.json from the file's settings, and the file's tokenizer and
-chat template as transformers reads them. Nothing of the weights is copied.
+chat template (`tokenizer`). Nothing of the weights is copied.
 """
 
 import hashlib
@@ -12,11 +12,13 @@ from pathlib import Path
 from common.user_cache import CacheError, cache_directory, make_private
 from worker_proc.errors import ModelError
 from worker_proc.gguf.config import config_of, eos_token_ids
+from worker_proc.gguf.header import Header
 from worker_proc.gguf.names import SINGLE_FILE, GgufModel, shards_of
-from worker_proc.gguf.tokenizer import convert_tokenizer
+from worker_proc.gguf.splits import splits_of
+from worker_proc.gguf.tokenizer import write_tokenizer
 
 SUFFIX = ".gguf"
-_FORMAT = "1"  # of these directories; another number makes them anew
+_FORMAT = "2"  # of these directories; another number makes them anew
 
 
 class GgufError(Exception):
@@ -31,6 +33,7 @@ def directory_for(file: Path, cache: Path | None = None) -> Path:
         config = config_of(model.header, model.rope_factors())
         for _ in model.entries():  # every tensor is known
             pass
+        splits_of(model.header)
     except ModelError as error:
         raise GgufError(str(error)) from None
     try:
@@ -42,26 +45,25 @@ def directory_for(file: Path, cache: Path | None = None) -> Path:
         with tempfile.TemporaryDirectory(prefix="new-", dir=root) as temporary:
             made = Path(temporary) / "model"
             made.mkdir(mode=0o700)
-            _fill(made, files, config, eos_token_ids(model.header))
+            _fill(made, files, config, model.header)
             try:
                 made.rename(directory)
             except OSError:
                 if not directory.is_dir():  # else another start was faster
                     raise
+    except ModelError as error:
+        raise GgufError(str(error)) from None
     except (CacheError, OSError) as error:
         raise GgufError(f"its model directory cannot be made: {error}") from None
     return directory
 
 
-def _fill(directory: Path, files: list[Path], config: dict[str, object], ends: list[int]) -> None:
+def _fill(directory: Path, files: list[Path], config: dict[str, object], header: Header) -> None:
     for number, file in enumerate(files, 1):
         name = SINGLE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}{SUFFIX}"
         (directory / name).symlink_to(file)
-    try:
-        tokens = convert_tokenizer(files[0], directory)
-    except Exception as error:  # transformers and tokenizers name none that they raise
-        raise GgufError(f"transformers cannot read its tokenizer: {str(error)[:300]}") from None
-    config = {**config, "eos_token_id": sorted({*ends, *tokens}) or None}
+    tokens = write_tokenizer(files[0], directory)
+    config = {**config, "eos_token_id": sorted({*eos_token_ids(header), *tokens}) or None}
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 

@@ -16,6 +16,7 @@ from worker_proc.gguf.kinds import KINDS, NAMES
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_SETTINGS, _MOST_TENSORS, _MOST_TEXT, _MOST_DIMS = 2**16, 2**20, 2**24, 4
 _KEPT = 4096  # numbers of an array that are kept; longer ones, and those of texts, belong to vocabularies
+_MOST_KEPT = 2**24  # of a vocabulary
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
@@ -40,15 +41,16 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    settings: dict[str, Any]  # numbers, texts, lists of numbers, and Uncounted
+    settings: dict[str, Any]  # numbers, texts, lists, and Uncounted
     tensors: tuple[StoredTensor, ...]
 
 
-def read_header(path: Path) -> Header:
-    """Raises ModelError naming the file, or the tensor, that is truncated, malformed or of an unknown kind."""
+def read_header(path: Path, *, vocabulary: bool = False) -> Header:
+    """With `vocabulary`, all arrays are lists. Raises ModelError naming the file, or the tensor, that is truncated,
+    malformed or of an unknown kind."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data).header()
+            return _Reader(path, data, vocabulary).header()
     except OSError as error:
         raise ModelError(path.name, str(path), error.strerror or "cannot be read") from None
     except (struct.error, ValueError, IndexError) as error:
@@ -56,9 +58,10 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, vocabulary: bool) -> None:
         self._path = path
         self._data = data
+        self._vocabulary = vocabulary
         self._at = 0
 
     def header(self) -> Header:
@@ -108,12 +111,16 @@ class _Reader:
         if kind != _ARRAY:
             return self._number(self._format(kind))
         inner, length = self._number("I"), self._number("Q")
+        if self._vocabulary and length > _MOST_KEPT:
+            raise ValueError(f"an array of {length}")
         if inner == _TEXT:
+            if self._vocabulary:
+                return [self._text() for _ in range(length)]
             for _ in range(length):
                 self._skip(self._number("Q"))
             return Uncounted(length)
         form = self._format(inner)
-        if length > _KEPT:
+        if length > _KEPT and not self._vocabulary:
             self._skip(length * struct.calcsize(form))
             return Uncounted(length)
         return [self._number(form) for _ in range(length)]
