@@ -123,7 +123,7 @@ def _find_model(model: str) -> tuple[Path, str | None]:
             return hub.fetch(*named), named[0]
         except hub.HubError as error:
             raise ClusterError(f"--model {model}: {error}") from None
-    if Path(model).suffix == gguf.SUFFIX and Path(model).is_file():
+    if Path(model).suffix.lower() == gguf.SUFFIX and Path(model).is_file():
         try:
             return gguf.directory_for(Path(model)), Path(model).stem
         except gguf.GgufError as error:
