@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.user_cache import cache_directory
 from worker_proc.cpu import build as build_module
 from worker_proc.cpu import library
-from worker_proc.cpu.build import BuildError, build, find_compiler
+from worker_proc.cpu.build import BuildError, build, find_compiler, knows
 from worker_proc.cpu.features import CpuFeatures, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library, load_library
 
@@ -110,6 +110,17 @@ def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.Monkey
 
 
 @needs_compiler
+def test_an_option_that_the_compiler_does_not_know_is_left_out(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = find_compiler()
+    assert knows(compiler, "-O1") and not knows(compiler, "-mno-such-instructions")
+    monkeypatch.setattr("worker_proc.cpu.build._NEWER", ("-mno-such-instructions",))
+    monkeypatch.setattr(CpuFeatures, "options", lambda self, level: ("-mno-such-instructions",))
+    assert build("generic", cpu_features(), tmp_path / "cache", sources).is_file()
+
+
+@needs_compiler
 def test_processes_that_build_at_once_compile_once(sources: Path, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from worker_proc.cpu import build as b; from worker_proc.cpu.features "
@@ -135,6 +146,8 @@ def test_levels_follow_from_the_features_of_a_cpu() -> None:
     assert arm.levels() == ("armbf16", "generic")
     everything = CpuFeatures("x86_64", frozenset(amx | avx2))
     assert everything.options("generic") == ("-mavx2", "-mfma", "-mf16c")
+    alder_lake = CpuFeatures("x86_64", frozenset(avx2 | {"avx_vnni"}))
+    assert alder_lake.levels() == ("generic",) and alder_lake.options("generic")[-1] == "-mavxvnni"
     assert "-mavx512vl" in everything.options("avx512") and "-mavx512bf16" not in everything.options("avx512")
     ice_lake = CpuFeatures("x86_64", frozenset((amx | avx2 | {"avx512_vnni"}) - {"avx512_bf16"}))
     assert ice_lake.levels() == ("avx512", "generic") and ice_lake.options("avx512")[-1] == "-mavx512vnni"

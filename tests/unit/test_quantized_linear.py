@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import helpers_native
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
-from worker_proc.cpu.library import load_library
+from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
@@ -48,6 +48,8 @@ SCHEMES = [
 # those whose weights may need more bits than bfloat16 has
 ROUNDED = [one for one in SCHEMES if not one.by_channel and not (one.floating and one.bits == 4)]
 schemes = st.sampled_from(SCHEMES)
+
+INTEGERS = [Scheme(8), Scheme(8, 64, symmetric=False), Scheme(4, 32), Scheme(4, 128), MXFP4]
 
 
 def without_nan(codes: Tensor, scheme: Scheme) -> Tensor:
@@ -232,6 +234,20 @@ def test_zeros_are_whole_where_sums_would_not_be_exact(scheme: Scheme) -> None:
     packed(LEVELS[0], rows)
     with pytest.raises(ValueError, match="whole numbers, except for 4 bits in groups up to 64"):
         packed(LEVELS[0], replace(rows, zeros=rows.zeros + 0.5))
+
+
+@pytest.mark.skipif("avx_vnni" not in cpu_features().flags, reason="the CPU has no such instruction")
+@pytest.mark.parametrize("scheme", INTEGERS, ids=str)
+def test_products_without_avx_vnni_are_the_same(scheme: Scheme) -> None:
+    features = cpu_features()
+    without = NativeLibrary("generic", replace(features, flags=features.flags - {"avx_vnni"}))
+    for outputs, inputs, rows in ((70, 640, 1), (33, 256, 5), (64, 320, 40)):
+        weights, x = random_rows(outputs, inputs, scheme, outputs), random(rows, inputs, seed=rows)
+        memory = HugePages(CodeSizes.of(outputs, inputs, scheme).room())
+        matrix = QuantizedMatrix(without, memory, outputs, inputs, scheme)
+        matrix.pack_rows(weights, 0)
+        got = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+        assert torch.equal(got, packed("generic", weights).linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs)))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])

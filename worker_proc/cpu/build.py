@@ -24,6 +24,7 @@ SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread",
             "-Wall", "-Wextra")  # fmt: skip
+_NEWER = ("-mavxvnni",)  # left out with a compiler that does not know them: GCC before 11, Clang before 12
 _TIMEOUT_S = 120.0
 
 
@@ -38,7 +39,8 @@ def build(level: Level, features: CpuFeatures, cache: Path | None = None, source
     it refuses the sources, or when the cache directory is not private to the user.
     """
     compiler = find_compiler()
-    command = [compiler, *_OPTIONS, *features.options(level)]
+    options = [option for option in features.options(level) if option not in _NEWER or knows(compiler, option)]
+    command = [compiler, *_OPTIONS, *options]
     directory = cache if cache is not None else cache_directory("kernels")
     target = directory / f"{level}-{_key(command, features, sources)}.so"
     try:
@@ -59,6 +61,15 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise BuildError(f"no C++ compiler is installed (looked for {', '.join(COMPILERS)})")
+
+
+def knows(compiler: str, option: str) -> bool:
+    """Whether the compiler takes this option."""
+    try:
+        _run([compiler, "-Werror", option, "-E", "-x", "c++", os.devnull])
+    except BuildError:
+        return False
+    return True
 
 
 def _key(command: list[str], features: CpuFeatures, sources: Path) -> str:

@@ -22,6 +22,7 @@ _OPTIONS = {
     "avx2": "-mavx2",
     "fma": "-mfma",
     "f16c": "-mf16c",
+    "avx_vnni": "-mavxvnni",
     "avx512f": "-mavx512f",
     "avx512bw": "-mavx512bw",
     "avx512dq": "-mavx512dq",

@@ -6,7 +6,7 @@ import os
 from functools import cache
 
 from worker_proc.cpu.build import BuildError, build
-from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.features import CpuFeatures, Level, cpu_features
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,11 @@ class NativeLibrary:
     """The kernels of one level, as `functions.rhizome_...`. Pointers are plain integers (`tensor.data_ptr()`); the
     caller keeps the memory alive and answers for shapes, dtypes and strides."""
 
-    def __init__(self, level: Level) -> None:
-        """Raises BuildError where the library cannot be built or loaded, or the system does not allow its use."""
+    def __init__(self, level: Level, features: CpuFeatures | None = None) -> None:
+        """`features` are the CPU's, unless tests leave some out. Raises BuildError where the library cannot be built or
+        loaded, or the system does not allow its use."""
         self.level = level
-        path = build(level, cpu_features())
+        path = build(level, features or cpu_features())
         try:
             self.functions = ctypes.CDLL(str(path))
         except OSError as error:

@@ -213,6 +213,10 @@ inline void add_pairs(pairs (&sums)[kVectors], shorts both, const shorts (&codes
 #if defined(__AVX512VNNI__)
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) sums[v] = (pairs)_mm512_dpwssd_epi32((__m512i)sums[v], (__m512i)both, (__m512i)codes[v]);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v)
+    sums[v] = (pairs)_mm256_dpwssd_avx_epi32((__m256i)sums[v], (__m256i)both, (__m256i)codes[v]);
 #else
   pairs products[kVectors];
 #pragma GCC unroll 4
