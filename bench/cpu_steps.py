@@ -29,7 +29,7 @@ from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import load_time_scheme
 
-_PAGE_SIZE = 16
+PAGE_SIZE = 16
 # name: rows, new tokens per row, tokens per row in all, of them in common
 _CASES = {
     "decode 1 x 192": (1, 1, 192, 0),
@@ -46,7 +46,7 @@ _CASES = {
 
 def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatch, int]:
     """A step of `rows` requests that compute `new` of their `total` tokens, and the pages that it needs."""
-    columns, common = -(-total // _PAGE_SIZE), shared // _PAGE_SIZE
+    columns, common = -(-total // PAGE_SIZE), shared // PAGE_SIZE
     pages = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0)).view(rows, columns)
     pages[:, :common] = pages[0, :common]
     positions = torch.arange(total - new, total).repeat(rows)
@@ -54,7 +54,7 @@ def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatc
     batch = ForwardBatch(
         token_ids=torch.randint(0, 8000, (rows * new,), generator=torch.Generator().manual_seed(1)),
         positions=positions,
-        slot_mapping=pages[row, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE,
+        slot_mapping=pages[row, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE,
         page_table=pages,
         kv_lens=torch.full((rows,), total),
         q_lens=[new] * rows,
@@ -140,7 +140,7 @@ def main(
         if not name.startswith(tuple(cases.split(","))):
             continue
         batch, pages = make_step(*case)
-        cache = KVCache(model.kv_spec, pages, _PAGE_SIZE)
+        cache = KVCache(model.kv_spec, pages, PAGE_SIZE)
         for memory in (*cache.k, *cache.v):
             memory.normal_()
         bandwidth, rate = limits(native)

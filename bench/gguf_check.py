@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.cpu_steps import make_step
+from bench.cpu_steps import PAGE_SIZE, make_step
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import cpu_features
 from worker_proc.cpu.library import load_library, num_cpus
@@ -30,7 +30,7 @@ from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 
 _ROOT = Path(__file__).resolve().parents[1]
-_TOKENS, _PAGE_SIZE = 64, 16
+_TOKENS = 64
 _MOST_DIFFERENCE = 0.05
 _WRITTEN = [
     "Hello world", "  two spaces", " lead", "é naïve 日本 \n\n\ttab", "def f(x):\n    return x+1234", "  ", "",
@@ -58,7 +58,7 @@ def our_logits(directory: Path, ids: list[int]) -> Tensor:
     )  # fmt: skip
     batch, pages = make_step(1, len(ids), len(ids), 0)
     batch = replace(batch, token_ids=torch.tensor(ids), logit_rows=torch.arange(len(ids)))
-    return model.forward(batch, KVCache(model.kv_spec, pages, _PAGE_SIZE))
+    return model.forward(batch, KVCache(model.kv_spec, pages, PAGE_SIZE))
 
 
 @click.command(help=__doc__)

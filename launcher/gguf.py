@@ -1,6 +1,5 @@
 """`launch.py --model FILE.gguf`: a model directory for a GGUF file, see worker_proc/gguf/directory.py."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ def directory_for(file: Path) -> Path:
         done = subprocess.run(
             [sys.executable, "-m", "worker_proc.gguf", str(file.resolve())],
             capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL,
-            cwd=Path(__file__).resolve().parent.parent, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            cwd=Path(__file__).resolve().parent.parent,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise GgufError(f"reading its header and tokenizer took more than {_TIMEOUT_S} s") from None

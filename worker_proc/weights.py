@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from worker_proc.errors import ModelError
-from worker_proc.gguf.kinds import CODED
+from worker_proc.gguf.kinds import KINDS, PLAIN_BYTES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,9 @@ class Checkpoint:
         if name not in self.tensors:
             raise ModelError(name, None, "the checkpoint lacks this tensor")
         entry = self.tensors[name]
-        if entry.dtype not in _DTYPE_BYTES and entry.dtype not in CODED:
+        if entry.dtype not in KINDS:
             raise ModelError(
-                name, entry.dtype, f"tensor type in {entry.file.name} is not one of {', '.join(_DTYPE_BYTES)}"
+                name, entry.dtype, f"tensor type in {entry.file.name} is not one of {', '.join(PLAIN_BYTES)}"
             )
         return entry
 
@@ -170,6 +169,6 @@ def _parse_entry(path: Path, data_start: int, name: str, fields: dict[str, Any])
     dtype = str(fields["dtype"])
     if not 0 <= begin <= end or any(length < 0 for length in shape):
         raise ModelError(name, [begin, end], f"impossible byte range or shape in {path.name}")
-    if dtype in _DTYPE_BYTES and math.prod(shape) * _DTYPE_BYTES[dtype] != end - begin:
+    if dtype in PLAIN_BYTES and math.prod(shape) * PLAIN_BYTES[dtype] != end - begin:
         raise ModelError(name, list(shape), f"shape and byte range disagree in {path.name}")
     return TensorEntry(name, path, dtype, shape, data_start + begin, end - begin)

@@ -12,14 +12,13 @@ from worker_proc.quantization.rows import QuantizedRows
 from worker_proc.quantization.scheme import Scheme
 
 GROUP = 32  # inputs with a scale of their own in all kinds that become codes of 4 bits
-_EXACT = tuple(EXACT_IN_4_BITS)
 
 
 def scheme_of(kinds: list[str]) -> Scheme | None:
     """How a matrix that is stored in `kinds` is held; None: plain. With 8 bits, unless all have their codes in 4."""
     if not any(kind in CODED for kind in kinds):
         return None
-    if all(kind in _EXACT for kind in kinds):
+    if all(kind in EXACT_IN_4_BITS for kind in kinds):
         return Scheme(4, GROUP, symmetric=all(kind == "Q4_0" for kind in kinds))
     return Scheme(8, GROUP)
 

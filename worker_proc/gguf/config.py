@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker_proc.errors import ModelError
-from worker_proc.gguf.header import Header, Uncounted
+from worker_proc.gguf.header import Header
+from worker_proc.gguf.kinds import CODED
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def config_of(header: Header, rope_factors: list[float] | None = None) -> dict[s
     else:
         settings.must_be("attention.sliding_window", 0)
     settings.refuse_others()
-    if any(tensor.kind not in ("F32", "F16", "BF16", "F64") for tensor in header.tensors):
+    if any(tensor.kind in CODED for tensor in header.tensors):
         config["quantization_config"] = {"quant_method": "gguf"}
     return config
 
@@ -145,12 +146,6 @@ def eos_token_ids(header: Header) -> list[int]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     values = (header.settings.get(f"tokenizer.ggml.{key}") for key in keys)
     return sorted({value for value in values if isinstance(value, int)})
-
-
-def num_tokens(header: Header) -> int:
-    """Of the file's vocabulary, 0 where it has none."""
-    tokens = header.settings.get("tokenizer.ggml.tokens")
-    return tokens.length if isinstance(tokens, Uncounted) else 0
 
 
 def _experts(settings: _Settings) -> dict[str, Any]:

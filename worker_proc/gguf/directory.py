@@ -13,11 +13,10 @@ from common.user_cache import CacheError, cache_directory, make_private
 from worker_proc.errors import ModelError
 from worker_proc.gguf.config import config_of, eos_token_ids
 from worker_proc.gguf.header import Header
-from worker_proc.gguf.names import SINGLE_FILE, GgufModel, shards_of
+from worker_proc.gguf.names import SINGLE_FILE, GgufModel, shard_names, shards_of
 from worker_proc.gguf.splits import splits_of
 from worker_proc.gguf.tokenizer import write_tokenizer
 
-SUFFIX = ".gguf"
 _FORMAT = "2"  # of these directories; another number makes them anew
 
 
@@ -34,9 +33,6 @@ def directory_for(file: Path, cache: Path | None = None) -> Path:
         for _ in model.entries():  # every tensor is known
             pass
         splits_of(model.header)
-    except ModelError as error:
-        raise GgufError(str(error)) from None
-    try:
         root = cache if cache is not None else cache_directory("gguf")
         make_private(root)
         directory = root / f"{file.stem}-{_key(files)}"
@@ -59,8 +55,8 @@ def directory_for(file: Path, cache: Path | None = None) -> Path:
 
 
 def _fill(directory: Path, files: list[Path], config: dict[str, object], header: Header) -> None:
-    for number, file in enumerate(files, 1):
-        name = SINGLE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}{SUFFIX}"
+    names = [SINGLE_FILE] if len(files) == 1 else shard_names("model", len(files))
+    for name, file in zip(names, files, strict=True):
         (directory / name).symlink_to(file)
     tokens = write_tokenizer(files[0], directory)
     config = {**config, "eos_token_id": sorted({*eos_token_ids(header), *tokens}) or None}

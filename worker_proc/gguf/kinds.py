@@ -12,7 +12,7 @@ class Kind:
 
 
 PLAIN = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}  # named as in safetensors
-_PLAIN_BYTES = {"F32": 4, "F16": 2, "F64": 8, "BF16": 2}
+PLAIN_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _CODED = {  # type number, name in ggml, numbers of a block, its bytes
     2: ("Q4_0", 32, 18),
     3: ("Q4_1", 32, 20),
@@ -37,5 +37,5 @@ _CODED = {  # type number, name in ggml, numbers of a block, its bytes
 }
 NAMES = PLAIN | {number: name for number, (name, _, _) in _CODED.items()}
 CODED = {name: Kind(numbers, nbytes) for name, numbers, nbytes in _CODED.values()}
-KINDS = {name: Kind(1, nbytes) for name, nbytes in _PLAIN_BYTES.items()} | CODED
+KINDS = {name: Kind(1, nbytes) for name, nbytes in PLAIN_BYTES.items()} | CODED
 EXACT_IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")  # codes of 4 bits, with a scale (and a zero) for 32 or fewer inputs

@@ -91,12 +91,15 @@ def shards_of(file: Path) -> list[Path]:
     match = SHARD.fullmatch(file.name)
     if match is None:
         return [file]
-    count = int(match["count"])
-    files = [file.with_name(f"{match['stem']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    files = [file.with_name(name) for name in shard_names(match["stem"], int(match["count"]))]
     for part in files:
         if not part.is_file():
-            raise ModelError(part.name, str(file), f"one of the {count} files of this model is missing")
+            raise ModelError(part.name, str(file), f"one of the {len(files)} files of this model is missing")
     return files
+
+
+def shard_names(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{which:05}-of-{count:05}.gguf" for which in range(1, count + 1)]
 
 
 def _entries(architecture: Architecture, header: Header, tensor: StoredTensor, file: Path) -> Iterator[TensorEntry]:

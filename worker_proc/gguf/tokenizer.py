@@ -47,9 +47,8 @@ def _write(header: Header, directory: Path) -> set[int]:
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name in ("bos", "eos", "padding", "unknown"):
-        index = header.settings.get(f"tokenizer.ggml.{name}_token_id")
-        if isinstance(index, int) and 0 <= index < len(tokens):
-            settings[f"{_SHORT.get(name, name)}_token"] = tokens[index]
+        if (token := _named(header, name)) is not None:
+            settings[f"{_SHORT.get(name, name)}_token"] = token
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
     template = header.settings.get("tokenizer.chat_template")
     if isinstance(template, str):
@@ -62,6 +61,12 @@ def _list(header: Header, name: str) -> list[Any]:
     if not isinstance(values, list):
         raise ModelError(f"tokenizer.ggml.{name}", values, "the file lacks this part of its tokenizer")
     return values
+
+
+def _named(header: Header, name: str) -> str | None:
+    """The token that the file names so, where it does."""
+    index, tokens = header.settings.get(f"tokenizer.ggml.{name}_token_id"), _list(header, "tokens")
+    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
 
 def _byte_level(header: Header, vocabulary: dict[str, int], splits: Splits) -> Tokenizer:
@@ -88,10 +93,9 @@ def _sentencepiece(header: Header, vocabulary: dict[str, int]) -> Tokenizer:
             if left in vocabulary and right in vocabulary:
                 merges.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
     merges.sort()
-    unknown = header.settings.get("tokenizer.ggml.unknown_token_id")
-    unk_token = next((token for token, index in vocabulary.items() if index == unknown), None)
     pairs = [(left, right) for *_, left, right in merges]
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, byte_fallback=True, fuse_unk=True, unk_token=unk_token))
+    unknown = _named(header, "unknown")
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     back: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if header.settings.get("tokenizer.ggml.add_space_prefix", True):
@@ -107,10 +111,9 @@ def _set_ends(tokenizer: Tokenizer, header: Header, bos: bool) -> None:
     template = ["$A"]
     tokens = {}
     for name, default in (("bos", bos), ("eos", False)):
-        index = header.settings.get(f"tokenizer.ggml.{name}_token_id")
-        token = tokenizer.id_to_token(index) if isinstance(index, int) else None
+        token = _named(header, name)
         if token is None or not header.settings.get(f"tokenizer.ggml.add_{name}_token", default):
             continue
-        tokens[token] = index
+        tokens[token] = tokenizer.token_to_id(token)
         template = [token, *template] if name == "bos" else [*template, token]
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(tokens.items()))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.errors import ModelError
+from worker_proc.gguf.blocks import dequantize
 from worker_proc.gguf.kinds import CODED, KINDS
 from worker_proc.weights import Checkpoint, TensorEntry
 
@@ -254,8 +255,6 @@ def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
     """A part in the order of the file. Whole rows are read, then what is wanted of them is cut out."""
     rows, *columns = part.stored_slices()
     if entry.dtype in CODED:
-        from worker_proc.gguf.blocks import dequantize  # which needs what is defined here
-
         numbers = dequantize(entry.dtype, read_blocks(file, entry, (rows.start, rows.stop)))
         return in_order(entry, numbers)[(slice(None, None, rows.step), *columns)] + entry.shift
     read = torch.empty((rows.stop - rows.start, *part.matrix_shape[1:]), dtype=_DTYPES[entry.dtype])

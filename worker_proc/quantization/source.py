@@ -28,16 +28,17 @@ class WeightSource:
             raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
         self._load = load
         self._scheme = scheme
-        self._stored = stored
+        self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
+        self._stored = None if self._in_blocks else stored
         self._quantize = quantize
 
     def scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
         """How the matrix that `parts` make together is held; None: plain. Raises ModelError where only some of them
         are stored as codes."""
+        if self._in_blocks:
+            return scheme_of_parts(self._load.checkpoint, parts)
         if self._stored is None:
             return self._scheme
-        if self._stored.method == "gguf":
-            return scheme_of_parts(self._load.checkpoint, parts)
         stored = [is_stored(self._stored, self._load.checkpoint, part) for part in parts]
         if any(stored) != all(stored):
             plain = parts[stored.index(False)].name
@@ -53,15 +54,11 @@ class WeightSource:
         group."""
         cols = part.cols or (0, part.shape[1])
         scheme.check_columns(part.name, cols, part.shape[1])
-        if self._stored is not None and self._stored.method == "gguf" and scheme.bits == 4:
+        if self._in_blocks and scheme.bits == 4:
             entry = self._load.find(part)
             self._load.add(BlocksRead(entry, part, scheme, target), [entry.name])
             return
-        if (
-            self._stored is None
-            or self._stored.method == "gguf"
-            or not is_stored(self._stored, self._load.checkpoint, part)
-        ):
+        if self._stored is None or not is_stored(self._stored, self._load.checkpoint, part):
             self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols, self._quantize))
             return
         read = plan_read(self._stored, self._load.checkpoint, part, target)
