@@ -9,7 +9,7 @@ import pytest
 from worker_proc.cpu import features
 
 HEADERS = Path(__file__).parent / "native"
-AMX = frozenset({"amx_tile", "amx_bf16"})
+AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 AVX512 = frozenset(features._NEEDS["amx"]) - AMX
 NEEDS = frozenset({"avx2", "fma", "f16c"})  # emulate what else there is
 
@@ -19,7 +19,11 @@ def emulate_amx() -> None:
     real = features.cpu_features()
     if not real.flags >= NEEDS:
         raise pytest.UsageError(f"--emulate-amx: the processor lacks {', '.join(sorted(NEEDS - real.flags))}")
-    options = {"amx_tile": _include("emulated_amx.h"), "amx_bf16": _name("RHIZOME_EMULATED_AMX", "emulated_amx.h")}
+    options = {
+        "amx_tile": _include("emulated_amx.h"),
+        "amx_bf16": _name("RHIZOME_EMULATED_AMX", "emulated_amx.h"),
+        "amx_int8": "-DRHIZOME_EMULATED_AMX_INT8",
+    }
     if not real.flags >= AVX512:
         options |= {
             "avx512f": _include("emulated_avx512.h"),

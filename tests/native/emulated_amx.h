@@ -1,7 +1,7 @@
 // AMX's tiles in ordinary vectors, with the same bits, so that the kernels for AMX can be tested on processors without
 // it. Included before everything else (`-include`). What the processor would refuse ends the process.
 //
-// Source: the descriptions of LDTILECFG, TILELOADD, TILESTORED and TDPBF16PS in Intel's Architecture Instruction Set
+// Source: the descriptions of LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSSD in Intel's Architecture Instruction Set
 // Extensions Programming Reference.
 #pragma once
 
@@ -14,6 +14,7 @@
 
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 
 namespace rhizome_emulated {
 
@@ -94,15 +95,34 @@ __attribute__((noinline)) inline void add_dots(Tile& sums, const Tile& a, const 
   }
 }
 
-inline void dot_products(int to, int first, int second) {
-  Tile &sums = configured(to), &a = configured(first), &b = configured(second);
+inline void check_product(int to, int first, int second) {
+  const Tile &sums = configured(to), &a = configured(first), &b = configured(second);
   require(to != first && to != second && first != second, "a product of a tile with itself");
   require(sums.rows == a.rows && sums.row_bytes == b.row_bytes && a.row_bytes == 4 * b.rows, "a product of other sizes");
   require(sums.row_bytes % 4 == 0, "a product of parts of numbers");
+}
+
+inline void dot_products(int to, int first, int second) {
+  check_product(to, first, second);
   const uint32_t control = _mm_getcsr();
   _mm_setcsr(0x1f80 | 0x8040);  // to nearest, nothing trapped, denormals are zero
-  add_dots(sums, a, b);
+  add_dots(tiles[to], tiles[first], tiles[second]);
   _mm_setcsr(control);
+}
+
+// Signed bytes, four to a sum of 32 bits that wraps around.
+inline void int8_dot_products(int to, int first, int second) {
+  check_product(to, first, second);
+  Tile& sums = tiles[to];
+  const Tile &a = tiles[first], &b = tiles[second];
+  for (int row = 0; row < sums.rows; ++row)
+    for (int column = 0; column < sums.row_bytes / 4; ++column) {
+      uint32_t sum;
+      std::memcpy(&sum, sums.data[row] + 4 * column, 4);
+      for (int k = 0; k < a.row_bytes; ++k)
+        sum += static_cast<uint32_t>(static_cast<int8_t>(a.data[row][k]) * static_cast<int8_t>(b.data[k / 4][4 * column + k % 4]));
+      std::memcpy(sums.data[row] + 4 * column, &sum, 4);
+    }
 }
 
 }  // namespace rhizome_emulated
@@ -113,9 +133,11 @@ inline void dot_products(int to, int first, int second) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #define _tile_loadconfig rhizome_emulated::load_config
 #define _tile_release rhizome_emulated::release
 #define _tile_zero rhizome_emulated::zero
 #define _tile_loadd rhizome_emulated::load
 #define _tile_stored rhizome_emulated::store
 #define _tile_dpbf16ps rhizome_emulated::dot_products
+#define _tile_dpbssd rhizome_emulated::int8_dot_products

@@ -135,10 +135,13 @@ def test_processes_that_build_at_once_compile_once(sources: Path, tmp_path: Path
 
 
 def test_levels_follow_from_the_features_of_a_cpu() -> None:
-    amx = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"}
+    avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    amx = avx512 | {"avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16", "amx_int8"}
     avx2 = {"avx2", "fma", "f16c"}
     assert CpuFeatures("x86_64", frozenset(amx | avx2)).levels() == ("amx", "avx512bf16", "avx512", "generic")
-    assert CpuFeatures("x86_64", frozenset((amx | avx2) - {"amx_tile"})).levels() == ("avx512bf16", "avx512", "generic")
+    for lacking in ("amx_tile", "amx_int8"):
+        features = CpuFeatures("x86_64", frozenset((amx | avx2) - {lacking}))
+        assert features.levels() == ("avx512bf16", "avx512", "generic")
     assert CpuFeatures("x86_64", frozenset(amx - {"avx512_bf16"})).levels() == ("avx512", "generic")
     assert CpuFeatures("x86_64", frozenset(avx2)).levels() == ("generic",)
     assert CpuFeatures("aarch64", frozenset({"fp", "asimd"})).levels() == ("generic",)

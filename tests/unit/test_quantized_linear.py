@@ -113,23 +113,25 @@ def segments(scheme: Scheme, inputs: int) -> list[tuple[int, int, int]]:
     return [(begin, end, begin // size) for begin, end in itertools.pairwise(edges)]
 
 
-def integer_sums(rows: QuantizedRows, x: Tensor) -> Tensor:
+def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
     """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for a segment, then
-    in float32."""
+    in float32. On AMX's tiles (native/linear_int8_amx.h), all inputs are one segment."""
     _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
     x = x if rows.order is None else x[:, rows.order]
     unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
     fixed = (x.double() / unit).round()
+    if level == "amx":
+        fixed = fixed.clamp(max=32639)
     scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
     zeros = rows.zeros if rows.zeros is not None else torch.full_like(rows.scales, rows.scheme.middle)
     codes = rows.codes.double()
     if rows.scheme.floating:  # of FP4: whole numbers are twice as large
         codes, scales = 2 * floating_numbers(rows.scheme, rows.codes).double(), scales / 2
     total = torch.zeros(len(x), len(rows.codes))
-    for begin, end, group in segments(rows.scheme, x.shape[1]):
+    for begin, end, group in [(0, x.shape[1], 0)] if level == "amx" else segments(rows.scheme, x.shape[1]):
         part, group_zeros = fixed[:, begin:end], zeros[:, group]
         whole = part @ (codes[:, begin:end] - (0 if any_zeros(rows.scheme) else group_zeros[:, None])).t()
-        assert float(whole.abs().max()) < (2**24 if any_zeros(rows.scheme) else 2**31)
+        assert level == "amx" or float(whole.abs().max()) < (2**24 if any_zeros(rows.scheme) else 2**31)
         sums = whole.float()
         if any_zeros(rows.scheme):
             sums = sums - part.sum(dim=1, keepdim=True).float() * group_zeros
@@ -156,6 +158,8 @@ def rounds(level: Level, scheme: Scheme) -> bool:
 
 
 def in_integers(level: Level, scheme: Scheme) -> bool:
+    if level == "amx":
+        return scheme.by_channel and not is_fp8(scheme)
     return load_library(level).integers and not is_fp8(scheme)
 
 
@@ -180,7 +184,7 @@ def test_sums_are_what_is_promised_to_the_last_bit(
     by_group = x if weights.order is None else x[:, weights.order].contiguous()
     plain = replace(weights, order=None)
     if in_integers(level, scheme):
-        want = integer_sums(plain, by_group)
+        want = integer_sums(level, plain, by_group)
     elif not scheme.by_channel and not rounds(level, scheme):
         want = scaled_sums(level, plain, by_group)
     else:
@@ -336,11 +340,26 @@ def test_numbers_of_any_size_stand_beside_each_other(
     x = (x * 2.0 ** torch.randint(-spread, spread + 1, x.shape, generator=generator)).to(torch.bfloat16)
     got = packed(level, weights).linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
     if in_integers(level, scheme):
-        assert torch.equal(got, integer_sums(weights, x))
+        assert torch.equal(got, integer_sums(level, weights, x))
     dense = weights.dequantize(torch.float32).double()
     exact, size = x.double() @ dense.t(), x.double().abs() @ dense.abs().t()
     largest = x.double().abs().amax(dim=1, keepdim=True) * dense.abs().sum(dim=1)
     assert bool(((got.double() - exact).abs() <= 2**-8 * size + 2**-14 * largest + 1e-30).all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_longest_sums_do_not_overflow(level: Level) -> None:
+    """As many inputs as a matrix may have, all at the ends of the ranges of codes and of fixed point."""
+    inputs, ends = 2**16, torch.tensor([0, 1, 255], dtype=torch.uint8)
+    weights = QuantizedRows(Scheme(8), ends[:, None].expand(3, inputs).contiguous(), torch.full((3, 1), 2.0**-7))
+    x = torch.tensor([1.9921875, -1.9921875, 1.984375, -1.0])[:, None].expand(4, inputs).to(torch.bfloat16).contiguous()
+    got = packed(level, weights).linear(x, Finish.STORE_FLOAT, torch.empty(4, 3))
+    exact = x.double() @ weights.dequantize(torch.float32).double().t()
+    torch.testing.assert_close(got.double(), exact, rtol=2**-14, atol=0)
+    if in_integers(level, weights.scheme):
+        assert torch.equal(got, integer_sums(level, weights, x))
+    with pytest.raises(ModelError, match="up to 65536"):
+        packed(level, random_rows(3, inputs + 1, Scheme(8), 1))
 
 
 @pytest.mark.parametrize("level", LEVELS)

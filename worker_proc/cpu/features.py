@@ -11,7 +11,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)  # best first
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _NEEDS: dict[Level, tuple[str, ...]] = {
-    "amx": (*_AVX512, "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16"),
+    "amx": (*_AVX512, "avx512_bf16", "avx512_vbmi2", "amx_tile", "amx_bf16", "amx_int8"),
     "avx512bf16": (*_AVX512, "avx512_bf16"),
     "armbf16": ("bf16",),
     "avx512": _AVX512,
@@ -32,6 +32,7 @@ _OPTIONS = {
     "avx512_vbmi2": "-mavx512vbmi2",
     "amx_tile": "-mamx-tile",
     "amx_bf16": "-mamx-bf16",
+    "amx_int8": "-mamx-int8",
     "bf16": "-march=armv8.2-a+bf16",  # Arm's name
 }
 

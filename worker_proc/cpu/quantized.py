@@ -14,6 +14,8 @@ from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
+_TILE = 64  # of inputs, where a tile takes two blocks
+_MOST_INPUTS = 2**16  # whose products have sums of 32 bits (native/linear_int8_amx.h)
 _EXACT_GROUP = 64  # kExactGroup of native/linear.h
 _FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 
@@ -29,11 +31,12 @@ class CodeSizes:
 
     @classmethod
     def of(cls, outputs: int, inputs: int, scheme: Scheme, *, paired: bool = False) -> "CodeSizes":
-        weights = PackedMatrix.packed_size(outputs, inputs, paired=paired)
         padded = -(-inputs // _BLOCK) * _BLOCK
-        scales = weights // padded * scheme.num_groups(padded)
+        rows = PackedMatrix.packed_size(outputs, inputs, paired=paired) // padded
+        scales = rows * scheme.num_groups(padded)
         of_scale = _scale_dtype(scheme).itemsize
-        return cls(weights * scheme.bits // 8, scales, 0 if scheme.symmetric else scales, of_scale)
+        held = -(-inputs // _TILE) * _TILE if scheme.by_channel else padded
+        return cls(rows * held * scheme.bits // 8, scales, 0 if scheme.symmetric else scales, of_scale)
 
     def room(self) -> int:
         """What `take` needs of a block."""
@@ -57,6 +60,8 @@ class QuantizedMatrix(PackedMatrix):
         group = scheme.group_size
         if group is not None and group % GROUP_MULTIPLE:
             raise ModelError("quantization group size", group, f"must be a multiple of {GROUP_MULTIPLE}")
+        if scheme.by_channel and inputs > _MOST_INPUTS:
+            raise ModelError("inputs of a matrix", inputs, f"with one scale per output, up to {_MOST_INPUTS} are known")
         sizes = CodeSizes.of(outputs, inputs, scheme, paired=paired)
         super().__init__(native, memory.take(sizes.codes, torch.uint8), outputs, inputs, paired=paired)
         self.scheme = scheme

@@ -12,6 +12,7 @@
 #include "rows.h"
 
 #if defined(__AMX_BF16__)
+#include "linear_int8_amx.h"
 #include "linear_quantized_rows.h"
 #include "linear_task_amx.h"
 #include "linear_task_compressed.h"
@@ -55,9 +56,41 @@ const bf16* in_order(const PackedMatrix& weights, const bf16* x, int64_t x_strid
   return out;
 }
 
-// Cuts the work and calls then(panel, row, count, sums, thread) for all panels and rows, and before(panel, row, count)
-// some time before (not where quantized weights go through AMX). Panels come in units that one thread takes one after
-// another for the same rows, at most kGroupRows.
+// How the products of `rows` rows are cut into tasks. Panels come in units that one thread takes one after another for the
+// same rows, at most kGroupRows.
+class Tasks {
+ public:
+  Tasks(const PackedMatrix& weights, int64_t rows, int64_t unit) : rows_(rows), panels_(panels(weights.outputs)) {
+    const int64_t row_bytes = 64 * blocks(weights.inputs);
+    const int64_t most = blocks(weights.inputs) > kWholeSteps ? kPartRows : kGroupRows;
+    groups_ = (rows + most - 1) / most;
+    // groups of about the same size, in whole blocks
+    group_ = ((rows + groups_ - 1) / groups_ + kBlockRows - 1) / kBlockRows * kBlockRows;
+    const bool streaming = rows <= 2 * kBlockRows;
+    chunk_ = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : kChunk;
+    chunk_ = std::min(chunk_, std::max<int64_t>(panels_ / (4 * num_threads()), 1));
+    chunk_ = (chunk_ + unit - 1) / unit * unit;
+    chunks_ = (panels_ + chunk_ - 1) / chunk_;
+  }
+
+  // Calls body(Range, thread) for each.
+  template <class Body>
+  void run(Body&& body) const {
+    parallel_for(groups_ * chunks_, [&](int64_t task, int thread) {
+      const int64_t at = task / chunks_, first = task % chunks_ * chunk_;
+      // threads take tasks in turn
+      body(Range{at * group_, std::min(rows_, (at + 1) * group_), first, std::min(panels_, first + chunk_),
+                 first + chunk_ * num_threads()}, thread);
+      finish_streams();
+    });
+  }
+
+ private:
+  int64_t rows_, panels_, groups_, group_, chunk_, chunks_;
+};
+
+// Calls then(panel, row, count, sums, thread) for all panels and rows, and before(panel, row, count) some time before (not
+// where quantized weights are widened for AMX), panels in units as Tasks has them.
 template <class Before, class Then>
 void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, Before&& before, Then&& then,
                 int64_t unit = 1) {
@@ -66,41 +99,39 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     const int64_t stride = row_stride(weights.inputs);
     x = in_order(weights, x, x_stride, rows, stride), x_stride = stride;
   }
-  const int64_t row_bytes = 64 * blocks(weights.inputs), all_panels = panels(weights.outputs);
-  const int64_t most = blocks(weights.inputs) > kWholeSteps ? kPartRows : kGroupRows;
-  const int64_t groups = (rows + most - 1) / most;
-  // groups of about the same size, in whole blocks
-  const int64_t group = ((rows + groups - 1) / groups + kBlockRows - 1) / kBlockRows * kBlockRows;
-  const bool streaming = rows <= 2 * kBlockRows;
-  int64_t chunk = streaming ? std::max<int64_t>(kStreamBytes / (row_bytes * kPanel), 1) : kChunk;
-  chunk = std::min(chunk, std::max<int64_t>(all_panels / (4 * num_threads()), 1));
-  chunk = (chunk + unit - 1) / unit * unit;
-  const int64_t chunks = (all_panels + chunk - 1) / chunk;
-  [[maybe_unused]] const auto range_of = [&](int64_t task) {
-    const int64_t at = task / chunks, first = task % chunks * chunk;
-    // threads take tasks in turn
-    return Range{at * group, std::min(rows, (at + 1) * group), first, std::min(all_panels, first + chunk),
-                 first + chunk * num_threads()};
-  };
   const auto finish = [&](int64_t panel, int64_t row, int count, float* sums, int thread) {
     scale_sums(weights, panel, sums, count);
     add_bias(weights, panel, sums, count);
     then(panel, row, count, sums, thread);
   };
+#if defined(__AMX_INT8__)
+  if (on_int8_tiles(weights.format)) {
+    constexpr int kPlanes = PlaneRows::kPlanes;
+    const PackedMatrix pairs = as_pairs(weights);
+    const PlaneRows planes(x, x_stride, rows, weights.inputs);
+    const auto of_rows = [&](int64_t panel, int64_t row, int count) { before(panel, row / kPlanes, count / kPlanes); };
+    return Tasks(pairs, kPlanes * rows, unit).run([&](const Range& range, int thread) {
+      const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
+        planes.join(row / kPlanes, count / kPlanes, sums);
+        finish(panel, row / kPlanes, count / kPlanes, sums, thread);
+      };
+      multiply<TileNumbers::kInt8>(pairs, planes.data(), planes.stride(), range, of_rows, take);
+    });
+  }
+#endif
+  const Tasks tasks(weights, rows, unit);
 #if defined(__AMX_BF16__)
   if (has_codes(weights.format)) {
     const TurnedRows turned(x, x_stride, rows, blocks(weights.inputs));
-    return parallel_for(groups * chunks, [&](int64_t task, int thread) {
-      const int64_t at = task / chunks, first = task % chunks * chunk, row_end = std::min(rows, (at + 1) * group);
+    return tasks.run([&](const Range& range, int thread) {
       configure_turned_tiles(turned.columns());
-      for (int64_t panel = first; panel < std::min(all_panels, first + chunk); ++panel) {
+      for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
         auto take = [&](int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
-        multiply_codes(weights, turned, at * group, row_end, panel, &take,
+        multiply_codes(weights, turned, range.row_begin, range.row_end, panel, &take,
                        [](void* context, int64_t row, int count, float* sums) {
                          (*static_cast<decltype(take)*>(context))(row, count, sums);
                        });
       }
-      finish_streams();
     });
   }
 #endif
@@ -111,13 +142,12 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
 #if defined(RHIZOME_INTEGERS)
   if (in_integers(weights.format)) {
     const FixedRows made(x, x_stride, rows, 32 * blocks(weights.inputs));
-    return parallel_for(groups * chunks, [&](int64_t task, int thread) {
+    return tasks.run([&](const Range& range, int thread) {
       const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
         scale_rows(made, row, count, sums);
         finish(panel, row, count, sums, thread);
       };
-      multiply_integers(weights, made.data(), made.stride(), range_of(task), before, take);
-      finish_streams();
+      multiply_integers(weights, made.data(), made.stride(), range, before, take);
     });
   }
 #endif
@@ -125,8 +155,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   const auto* const inputs = made.data();
   const int64_t stride = made.stride();
 #endif
-  parallel_for(groups * chunks, [&](int64_t task, int thread) {
-    const Range range = range_of(task);
+  tasks.run([&](const Range& range, int thread) {
     const auto take = [&](int64_t panel, int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
 #if defined(__AMX_BF16__)
     if (weights.format == Format::kCompressed)
@@ -134,7 +163,6 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     else
 #endif
       multiply(weights, inputs, stride, range, before, take);
-    finish_streams();
   });
 }
 

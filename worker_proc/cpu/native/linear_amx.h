@@ -1,4 +1,5 @@
-// The micro-kernel for AMX: two by two tiles of sums, two of x, two of weights.
+// The micro-kernel for AMX: two by two tiles of sums, two of x, two of weights. Numbers are bfloat16, sums float32; or int8,
+// two in the place of a bfloat16, and sums int32.
 #pragma once
 
 #include <immintrin.h>
@@ -7,6 +8,8 @@
 #include "tiles.h"
 
 namespace rhizome {
+
+enum class TileNumbers { kBFloat16, kInt8 };
 
 // Tiles 0..3: sums (row tile, column tile); 4, 5: x; 6, 7: weights.
 inline void configure_tiles(int rows) {
@@ -56,12 +59,17 @@ class PlainBlocks {
 // configured for, one panel, the next `steps` blocks of inputs of `weights`. What was in the tiles goes to `held`, unless null:
 // one tile after another is stored and filled anew between the first multiplications, which would have to wait for all of
 // them otherwise. Calls stored() when that is done.
-template <bool kTwo, class Blocks, class Stored>
+template <TileNumbers kNumbers, bool kTwo, class Blocks, class Stored>
 inline void amx_block(const bf16* x, int64_t x_stride, Blocks& weights, int64_t steps, float* held, const float* sums,
                       Stored&& stored) {
   constexpr int64_t kLower = kTile * kPanel;
   const int64_t stride = x_stride * static_cast<int64_t>(sizeof(bf16));
   const bf16* const x_lower = x + kTile * x_stride;
+#define RHIZOME_DOT(sums, rows, columns)          \
+  if constexpr (kNumbers == TileNumbers::kInt8)   \
+    _tile_dpbssd(sums, rows, columns);            \
+  else                                            \
+    _tile_dpbf16ps(sums, rows, columns)
 #define RHIZOME_CHANGE(tile, place)                                     \
   if (held != nullptr) _tile_stored(tile, held + (place), kSumStride);  \
   if (sums != nullptr)                                                  \
@@ -72,16 +80,16 @@ inline void amx_block(const bf16* x, int64_t x_stride, Blocks& weights, int64_t 
   RHIZOME_CHANGE(0, 0);
   _tile_loadd(6, tile, 64);
   _tile_loadd(4, x, stride);
-  _tile_dpbf16ps(0, 4, 6);
+  RHIZOME_DOT(0, 4, 6);
   RHIZOME_CHANGE(1, kTile);
   _tile_loadd(7, tile + kTileElements, 64);
-  _tile_dpbf16ps(1, 4, 7);
+  RHIZOME_DOT(1, 4, 7);
   if constexpr (kTwo) {
     RHIZOME_CHANGE(2, kLower);
     _tile_loadd(5, x_lower, stride);
-    _tile_dpbf16ps(2, 5, 6);
+    RHIZOME_DOT(2, 5, 6);
     RHIZOME_CHANGE(3, kLower + kTile);
-    _tile_dpbf16ps(3, 5, 7);
+    RHIZOME_DOT(3, 5, 7);
   }
 #undef RHIZOME_CHANGE
   stored();
@@ -89,15 +97,16 @@ inline void amx_block(const bf16* x, int64_t x_stride, Blocks& weights, int64_t 
     tile = weights.next();
     _tile_loadd(6, tile, 64);
     _tile_loadd(4, x + step * 32, stride);
-    _tile_dpbf16ps(0, 4, 6);
+    RHIZOME_DOT(0, 4, 6);
     _tile_loadd(7, tile + kTileElements, 64);
-    _tile_dpbf16ps(1, 4, 7);
+    RHIZOME_DOT(1, 4, 7);
     if constexpr (kTwo) {
       _tile_loadd(5, x_lower + step * 32, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      RHIZOME_DOT(2, 5, 6);
+      RHIZOME_DOT(3, 5, 7);
     }
   }
+#undef RHIZOME_DOT
 }
 
 }  // namespace rhizome

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "fixed_point.h"
 #include "parallel.h"
 #include "registers.h"
 #include "room.h"
@@ -66,8 +67,8 @@ class FixedRows {
     alignas(32) uint16_t lanes[16];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), most);
     const int largest = *std::max_element(lanes, lanes + 16);
-    const int exponent = std::max(largest >> 7, 15);  // biased by 127
-    const __m256 factor = _mm256_set1_ps(power_of_two(14 - (exponent - 127)));
+    const FixedPoint point(largest);
+    const __m256 factor = _mm256_set1_ps(point.factor);
     const auto fixed = [&](const bf16* from) {
       const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
       return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), factor));
@@ -85,14 +86,7 @@ class FixedRows {
       _mm256_store_si256(reinterpret_cast<__m256i*>(of_block), sum);
       sums[block + 1] = std::accumulate(of_block, of_block + 8, sums[block]);
     }
-    return largest >= 0x7f80 ? __builtin_nanf("") : power_of_two(exponent - 127 - 14);
-  }
-
-  static float power_of_two(int exponent) {
-    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    return point.unit;
   }
 
   int16_t* data_;

@@ -105,14 +105,13 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
                     void* context, TakeSums take) {
   const auto then = [&](int64_t row, int count, float* sums) { take(context, row, count, sums); };
   switch (weights.format) {
-    case Format::kInt8Channel:
-      return multiply_format<Format::kInt8Channel>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt8: return multiply_format<Format::kInt8>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt4: return multiply_format<Format::kInt4>(weights, x, row_begin, row_end, panel, then);
     case Format::kFloat8Channel:
       return multiply_format<Format::kFloat8Channel>(weights, x, row_begin, row_end, panel, then);
     case Format::kFloat8: return multiply_format<Format::kFloat8>(weights, x, row_begin, row_end, panel, then);
     case Format::kFloat4: return multiply_format<Format::kFloat4>(weights, x, row_begin, row_end, panel, then);
+    case Format::kInt8Channel:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }

@@ -42,6 +42,14 @@ constexpr bool in_integers([[maybe_unused]] Format format) {
   return false;
 #endif
 }
+// Whether products go through AMX's tiles in integers, see linear_int8_amx.h.
+constexpr bool on_int8_tiles([[maybe_unused]] Format format) {
+#if defined(__AMX_INT8__)
+  return format == Format::kInt8Channel;
+#else
+  return false;
+#endif
+}
 constexpr bool is_float8(Format format) { return format == Format::kFloat8Channel || format == Format::kFloat8; }
 inline int64_t groups(const PackedMatrix& weights) {
   return by_channel(weights.format) ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
@@ -64,13 +72,15 @@ struct CodePlace {
 };
 
 // For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
-// int4. For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
+// int4; int8 with a scale per output lies as tiles want it (linear_int8_amx.h). For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
 // outputs, the two inputs of a pair; elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words of 32 bits
 // then, so that no code need leave its lane: of eight inputs, [tile][4][16 outputs], and with dot products of one input in
 // each of eight pairs, [tile][half of the pairs][half of the outputs][8][2]. In integers (linear_integers.h), int8 lies as for
 // dot products, and int4 in words of 16 bits, of one input in each of four pairs, [tile][4][half of the outputs][8][2].
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #if defined(__AMX_BF16__)
+  if (on_int8_tiles(format))
+    return {output / kTile * kTileElements * 2 + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
   if (in_nibbles(format))
     return {output / 4 * 64 + input * 2 + output % 4 / 2, static_cast<int>(output % 2 * 4)};
   return {output * 32 + input, 0};
@@ -96,10 +106,12 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #endif
 }
 
-// A code as it is stored, and the other way round: but for AMX, those of int8 without zeros are signed. In integers, those of
+// A code as it is stored, and the other way round: those of int8 without zeros are signed, but for AMX those in groups. In integers, those of
 // FP4 begin with the least number (see linear_integers.h).
 inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
-#if !defined(__AMX_BF16__)
+#if defined(__AMX_BF16__)
+  if (on_int8_tiles(weights.format)) return code ^ 128;
+#else
   if ((weights.format == Format::kInt8Channel || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
 #endif
   if (in_integers(weights.format) && weights.format == Format::kFloat4) return code ^ 15;
@@ -108,6 +120,10 @@ inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code
 
 // The codes of block `step` of a panel.
 inline const uint8_t* codes_at(const PackedMatrix& weights, int64_t panel, int64_t step) {
+  if (on_int8_tiles(weights.format)) {  // two blocks share tiles
+    const int64_t pair = panel * ((blocks(weights.inputs) + 1) / 2) + step / 2;
+    return reinterpret_cast<const uint8_t*>(weights.data) + pair * 2 * kBlockWeights + step % 2 * kTileElements;
+  }
   const int64_t block = panel * blocks(weights.inputs) + step;
   return reinterpret_cast<const uint8_t*>(weights.data) + code_bytes(weights.format, block * kBlockWeights);
 }

@@ -14,7 +14,7 @@ constexpr int64_t kTogetherBlocks = 4;  // of rows, whose sums stay in the L1 ca
 
 // The sums in the tiles of a thread. They are stored at `flush` or while the next block is begun, and only then is
 // then(panel, row, count, sums [count, 32]) called for those that are complete.
-template <bool kTwo, class Then>
+template <TileNumbers kNumbers, bool kTwo, class Then>
 class TileSums {
  public:
   explicit TileSums(Then& then) : then_(then) {}
@@ -22,7 +22,7 @@ class TileSums {
   // Adds a block to `sums` in memory (`fresh`: to nothing), which are then to be found in the tiles.
   template <class Blocks>
   void multiply(const bf16* x, int64_t x_stride, Blocks& weights, int64_t steps, float* sums, bool fresh) {
-    amx_block<kTwo>(x, x_stride, weights, steps, held_, fresh ? nullptr : sums, [this] { take(); });
+    amx_block<kNumbers, kTwo>(x, x_stride, weights, steps, held_, fresh ? nullptr : sums, [this] { take(); });
     held_ = sums;
   }
 
@@ -56,7 +56,7 @@ class TileSums {
 // where there are many, into parts that all panels take before the next part: what they read of the rows should stay in
 // the L2 cache. Up to kBlockRows rows take all inputs at once. With more, the last block of rows begins earlier rather
 // than being smaller: tiles would have to be configured anew, which empties them.
-template <bool kTwo, class Before, class Then>
+template <TileNumbers kNumbers, bool kTwo, class Before, class Then>
 void multiply_rows(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Before& before,
                    Then& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
@@ -70,7 +70,7 @@ void multiply_rows(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
                     : whole ? kBlockLines - (steps <= kHeldSteps ? 1 : 0)
                             : static_cast<int>((kBlockLines + row_blocks - 1) / row_blocks);
   configure_tiles(static_cast<int>(std::min<int64_t>(rows, kBlockRows)));
-  TileSums<kTwo, Then> tiles(then);
+  TileSums<kNumbers, kTwo, Then> tiles(then);
   for (int64_t first = 0; first < steps; first += part) {
     const int64_t stop = std::min(steps, first + part);
     for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
@@ -106,14 +106,14 @@ void multiply_rows(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
 }
 
 // Calls then(panel, row, count, sums) with the sums [count, 32] of all panels and rows of a range, up to kBlockRows at once,
-// and before(panel, row, count) when their last inputs are about to be multiplied. The weights are bfloat16.
-template <class Before, class Then>
+// and before(panel, row, count) when their last inputs are about to be multiplied. The weights are bfloat16, or int8.
+template <TileNumbers kNumbers = TileNumbers::kBFloat16, class Before, class Then>
 void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Before& before,
               Then& then) {
   if (range.row_end - range.row_begin > kTile)
-    multiply_rows<true>(weights, x, x_stride, range, before, then);
+    multiply_rows<kNumbers, true>(weights, x, x_stride, range, before, then);
   else
-    multiply_rows<false>(weights, x, x_stride, range, before, then);
+    multiply_rows<kNumbers, false>(weights, x, x_stride, range, before, then);
 }
 
 }  // namespace rhizome

@@ -61,7 +61,7 @@ void multiply_compressed_few(const PackedMatrix& weights, const bf16* x, int64_t
   const int count = static_cast<int>(range.row_end - range.row_begin);
   float* const sums = sums_of_thread();
   configure_tiles(count);
-  TileSums<kTwo, Then> tiles(then);
+  TileSums<TileNumbers::kBFloat16, kTwo, Then> tiles(then);
   InflatedStream stream(weights, range.panel_begin * steps, range.panel_end * steps);
   for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
     before(panel, range.row_begin, count);
@@ -146,7 +146,7 @@ void multiply_compressed_many(const PackedMatrix& weights, const bf16* x, int64_
   const bool together = row_blocks <= kTogetherBlocks, soon = row_blocks <= kSoonBlocks;
   const int64_t part = steps > kWholeSteps ? kPartSteps : steps;
   configure_tiles(kBlockRows);
-  TileSums<true, Then> tiles(then);
+  TileSums<TileNumbers::kBFloat16, true, Then> tiles(then);
   PieceBlocks from(weights);
   const PieceOrder order(range, steps, part);
   Piece piece = order.start(), next = order.after(piece);
