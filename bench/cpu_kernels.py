@@ -22,7 +22,7 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
 from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import MXFP4, Scheme
+from worker_proc.quantization.scheme import MXFP4, W8A8, Scheme
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # outputs, inputs, paired: the projections of the reference shape
@@ -96,11 +96,14 @@ def limits(native: NativeLibrary) -> tuple[float, float]:
 @click.option("--rows", default=",".join(map(str, _ROWS)), help="Batch sizes, separated by commas.")
 @click.option("--shapes", default=",".join(_SHAPES), help="Of the projections of the reference shape.")
 @click.option(
-    "--quantization", type=click.Choice(["int8", "int4", "fp8", "mxfp4"]), default=None, help="Weights in codes."
+    "--quantization",
+    type=click.Choice(["int8", "int4", "fp8", "mxfp4", "w8a8"]),
+    default=None,
+    help="Weights in codes.",
 )
 @click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
 def main(level: Level, threads: int, rows: str, shapes: str, quantization: str | None, group_size: int | None) -> None:
-    scheme = MXFP4 if quantization == "mxfp4" else None
+    scheme = {"mxfp4": MXFP4, "w8a8": W8A8}.get(quantization or "")
     if quantization is not None and scheme is None:
         scheme = Scheme(4 if quantization == "int4" else 8, group_size, floating=quantization == "fp8")
     native = load_library(level)

@@ -17,7 +17,7 @@ import torch
 
 from bench.clusters import machine
 from bench.cpu_kernels import limits
-from common.config import WEIGHT_COMPRESSIONS
+from common.config import QUANTIZATIONS, WEIGHT_COMPRESSIONS
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
@@ -121,7 +121,7 @@ def measure(model: CpuDecoder, batch: ForwardBatch, cache: KVCache, repeats: int
 @click.option("--threads", type=int, default=num_cpus())
 @click.option("--cases", default=",".join(_CASES), help="Beginnings of their names, separated by commas.")
 @click.option("--repeats", default=7)
-@click.option("--quantization", type=click.Choice(["auto", "int8", "int4", "fp8"]), default="auto")
+@click.option("--quantization", type=click.Choice(list(QUANTIZATIONS)), default="auto")
 @click.option("--weight-compression", type=click.Choice(WEIGHT_COMPRESSIONS), default="auto")
 def main(
     path: Path, level: Level, threads: int, cases: str, repeats: int, quantization: str, weight_compression: str

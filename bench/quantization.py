@@ -31,7 +31,7 @@ from worker_proc.cpu.library import load_library, num_cpus
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import FP8, Scheme
+from worker_proc.quantization.scheme import FP8, W8A8, Scheme
 
 DEMO = Path(__file__).parents[1] / "demo_model"
 PAGE_SIZE = 16
@@ -49,6 +49,7 @@ PRECISIONS = (
     Precision("bfloat16, KV int8", None, True),
     Precision("int8", Scheme(8)),
     Precision("int8, KV int8", Scheme(8), True),
+    Precision("w8a8", W8A8),
     Precision("fp8", FP8),
     Precision("fp8 g128", Scheme(8, 128, floating=True)),
     Precision("int4 g32", Scheme(4, 32)),

@@ -30,7 +30,7 @@ from worker_proc.models.registry import load_model
 from worker_proc.models.transformers_backend import TransformersModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.rows import quantize_rows
-from worker_proc.quantization.scheme import FP8, HEAD_SCHEME, Scheme
+from worker_proc.quantization.scheme import FP8, HEAD_SCHEME, W8A8, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -90,7 +90,7 @@ def test_compressed_weights_have_the_bits_of_plain_ones(kind: str, level: Level,
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["gptneox", "olmoe"])
-@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32), FP8], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32), FP8, W8A8], ids=str)
 def test_weights_become_codes(scheme: Scheme, kind: str, level: Level, tmp_path: Path) -> None:
     """The logits are those of torch with the weights that the codes stand for."""
     every = {"num_experts_per_tok": 4} if kind == "olmoe" else {}  # else a rounding may choose another expert
@@ -110,7 +110,7 @@ def test_weights_become_codes(scheme: Scheme, kind: str, level: Level, tmp_path:
         assert all(matrix.scheme == scheme for matrices in experts.matrices for matrix in matrices)
     for prompt, other in zip(PROMPTS, before, strict=True):
         want = logits(plain, prompt)
-        assert error(logits(codes, prompt), want) < 0.03
+        assert error(logits(codes, prompt), want) < (0.06 if scheme.dynamic else 0.03)
         assert error(want, other) > 1e-3, "nothing was quantized"
 
 

@@ -19,7 +19,7 @@ from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, floating_numbers, quantize_rows
-from worker_proc.quantization.scheme import FP8, MXFP4, Scheme
+from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -27,6 +27,7 @@ SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 3
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
 SCHEMES = [
     Scheme(8),
+    W8A8,
     Scheme(8, 32),
     Scheme(8, None, symmetric=False),
     Scheme(4),
@@ -49,7 +50,7 @@ SCHEMES = [
 ROUNDED = [one for one in SCHEMES if not one.by_channel and not (one.floating and one.bits == 4)]
 schemes = st.sampled_from(SCHEMES)
 
-INTEGERS = [Scheme(8), Scheme(8, 64, symmetric=False), Scheme(4, 32), Scheme(4, 128), MXFP4]
+INTEGERS = [Scheme(8), W8A8, Scheme(8, 64, symmetric=False), Scheme(4, 32), Scheme(4, 128), MXFP4]
 
 
 def without_nan(codes: Tensor, scheme: Scheme) -> Tensor:
@@ -116,12 +117,15 @@ def segments(scheme: Scheme, inputs: int) -> list[tuple[int, int, int]]:
 def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
     """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for a segment, then
     in float32. On AMX's tiles (native/linear_int8_amx.h), all inputs are one segment."""
-    _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
     x = x if rows.order is None else x[:, rows.order]
-    unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
-    fixed = (x.double() / unit).round()
-    if level == "amx":
-        fixed = fixed.clamp(max=32639)
+    if rows.scheme.dynamic:
+        fixed, unit = int8_rows(x)
+    else:
+        _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
+        unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
+        fixed = (x.double() / unit).round()
+        if level == "amx":
+            fixed = fixed.clamp(max=32639)
     scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
     zeros = rows.zeros if rows.zeros is not None else torch.full_like(rows.scales, rows.scheme.middle)
     codes = rows.codes.double()
@@ -138,6 +142,22 @@ def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
         total = total + sums * scales[:, group]
     total = total * unit.float()
     return total * rows.scales[:, 0] if rows.scheme.by_channel else total
+
+
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as whole numbers up to 127, and the units [T, 1] that they count."""
+    largest = x.float().abs().amax(dim=1, keepdim=True)
+    factor = torch.full_like(largest, 127).div(largest)  # "127 / largest" would be 127 times its reciprocal
+    fixed = (x.float() * factor.where(largest >= 1e-30, 0)).round()
+    return fixed.double(), (largest / 127).where(largest >= 1e-30, 0).double()
+
+
+def multiplied(scheme: Scheme, x: Tensor) -> Tensor:
+    """What codes are multiplied with, but for roundings to fixed point of 16 bits."""
+    if not scheme.dynamic:
+        return x.double()
+    fixed, unit = int8_rows(x)
+    return fixed * unit
 
 
 def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
@@ -188,12 +208,16 @@ def test_sums_are_what_is_promised_to_the_last_bit(
     elif not scheme.by_channel and not rounds(level, scheme):
         want = scaled_sums(level, plain, by_group)
     else:
-        want = widened(level, plain).linear(by_group, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+        units = 1.0
+        if scheme.dynamic:
+            by_group, units = (part.float() for part in int8_rows(by_group))
+            by_group = by_group.to(torch.bfloat16)
+        want = widened(level, plain).linear(by_group, Finish.STORE_FLOAT, torch.empty(rows, outputs)) * units
         if scheme.by_channel:
             want = want * weights.scales[:, 0]
     got = matrix.linear(x, Finish.STORE_FLOAT, torch.full((rows, outputs), torch.nan))
     assert torch.equal(got, want)
-    exact = F.linear(x.double(), weights.dequantize(torch.float32).double())
+    exact = F.linear(multiplied(scheme, x), weights.dequantize(torch.float32).double())
     torch.testing.assert_close(got.double(), exact, rtol=0, atol=float(0.02 * exact.abs().max() + 1e-6))
     before = random(rows, outputs, seed=seed + 3).float()
     assert torch.equal(matrix.linear(x, Finish.ADD, before.clone()), want + before)
@@ -301,7 +325,7 @@ def test_gated_products_and_biases(
     if biased:
         matrix.set_bias(bias)
     precision = torch.bfloat16 if rounds(level, scheme) else torch.float32
-    gate, up = F.linear(x.double(), weights.dequantize(precision).double(), bias.double()).chunk(2, dim=1)
+    gate, up = F.linear(multiplied(scheme, x), weights.dequantize(precision).double(), bias.double()).chunk(2, dim=1)
     finish = Finish.GELU_MUL if gelu else Finish.SILU_MUL
     got = matrix.linear(x, finish, torch.empty(rows, channels, dtype=torch.bfloat16))
     want = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
@@ -342,28 +366,30 @@ def test_numbers_of_any_size_stand_beside_each_other(
     if in_integers(level, scheme):
         assert torch.equal(got, integer_sums(level, weights, x))
     dense = weights.dequantize(torch.float32).double()
-    exact, size = x.double() @ dense.t(), x.double().abs() @ dense.abs().t()
+    taken = multiplied(scheme, x)
+    exact, size = taken @ dense.t(), taken.abs() @ dense.abs().t()
     largest = x.double().abs().amax(dim=1, keepdim=True) * dense.abs().sum(dim=1)
     assert bool(((got.double() - exact).abs() <= 2**-8 * size + 2**-14 * largest + 1e-30).all())
 
 
+@pytest.mark.parametrize("scheme", [Scheme(8), W8A8], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_longest_sums_do_not_overflow(level: Level) -> None:
+def test_the_longest_sums_do_not_overflow(level: Level, scheme: Scheme) -> None:
     """As many inputs as a matrix may have, all at the ends of the ranges of codes and of fixed point."""
     inputs, ends = 2**16, torch.tensor([0, 1, 255], dtype=torch.uint8)
-    weights = QuantizedRows(Scheme(8), ends[:, None].expand(3, inputs).contiguous(), torch.full((3, 1), 2.0**-7))
+    weights = QuantizedRows(scheme, ends[:, None].expand(3, inputs).contiguous(), torch.full((3, 1), 2.0**-7))
     x = torch.tensor([1.9921875, -1.9921875, 1.984375, -1.0])[:, None].expand(4, inputs).to(torch.bfloat16).contiguous()
     got = packed(level, weights).linear(x, Finish.STORE_FLOAT, torch.empty(4, 3))
-    exact = x.double() @ weights.dequantize(torch.float32).double().t()
+    exact = multiplied(scheme, x) @ weights.dequantize(torch.float32).double().t()
     torch.testing.assert_close(got.double(), exact, rtol=2**-14, atol=0)
     if in_integers(level, weights.scheme):
         assert torch.equal(got, integer_sums(level, weights, x))
     with pytest.raises(ModelError, match="up to 65536"):
-        packed(level, random_rows(3, inputs + 1, Scheme(8), 1))
+        packed(level, random_rows(3, inputs + 1, scheme, 1))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32, symmetric=False)], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme(8), W8A8, Scheme(4, 32, symmetric=False)], ids=str)
 def test_what_is_not_finite_stays_in_its_row(level: Level, scheme: Scheme) -> None:
     weights, x = random_rows(40, 96, scheme, 1), random(9, 96, seed=2)
     matrix = packed(level, weights)

@@ -34,6 +34,7 @@ class Format(IntEnum):
     FLOAT8_CHANNEL = 5
     FLOAT8 = 6
     FLOAT4 = 7
+    INT8_BOTH = 8
 
 
 class Pairing(IntEnum):

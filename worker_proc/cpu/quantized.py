@@ -133,7 +133,7 @@ def _format(scheme: Scheme) -> Format:
             return Format.FLOAT4
         return Format.FLOAT8_CHANNEL if scheme.by_channel else Format.FLOAT8
     if scheme.by_channel:
-        return Format.INT8_CHANNEL
+        return Format.INT8_BOTH if scheme.dynamic else Format.INT8_CHANNEL
     return Format.INT4 if scheme.bits == 4 else Format.INT8
 
 

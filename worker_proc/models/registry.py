@@ -71,8 +71,9 @@ def load_model(
     with torch.inference_mode():
         loader = WeightLoader(open_checkpoint(directory), dtype, device)
         quantize = NativeQuantizer(native) if native is not None else quantize_rows
-        source = WeightSource(loader, quantization, parse_stored(config), quantize)
-        if native is not None and supports(spec, dtype):
+        computed = native is not None and supports(spec, dtype)
+        source = WeightSource(loader, quantization, parse_stored(config), quantize, dynamic=computed)
+        if native is not None and computed:
             packed = PackedWeightPlan(spec, shard, loader, native, source, compression=compression)
             loader.run(progress)
             return CpuDecoder(spec, shard, packed.finish(), tp, native)

@@ -14,13 +14,16 @@ class Scheme:
     common, the last group may be smaller; None: all inputs. Zeros are 2**(bits - 1) where `symmetric`, else there is
     one per scale. Where `floating`, a code is a number of FP8 (8 bits: E4M3, as torch.float8_e4m3fn has it) or FP4 (4
     bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric. Where `ordered`, inputs of a
-    matrix have an order of their own, in which groups follow each other (GPTQ's order of activations)."""
+    matrix have an order of their own, in which groups follow each other (GPTQ's order of activations). Where `dynamic`,
+    the rows that weights are multiplied with are rounded to int8, too, with a scale per row (W8A8): only int8 by
+    channel."""
 
     bits: int
     group_size: int | None = None
     symmetric: bool = True
     floating: bool = False
     ordered: bool = False
+    dynamic: bool = False
 
     @property
     def middle(self) -> int:
@@ -35,6 +38,8 @@ class Scheme:
     @property
     def name(self) -> str:
         """That of launch.py's --quantization."""
+        if self.dynamic:
+            return "w8a8"
         return f"{'fp' if self.floating else 'int'}{self.bits}"
 
     def __str__(self) -> str:
@@ -58,6 +63,7 @@ class Scheme:
 FP8 = Scheme(8, floating=True)
 MXFP4 = Scheme(4, 32, floating=True)  # whose scales are powers of two (OCP Microscaling Formats, 2023)
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
+W8A8 = Scheme(8, dynamic=True)
 HEAD_SCHEME = Scheme(8)  # of the output head when weights are quantized while they are loaded
 
 
@@ -65,4 +71,6 @@ def load_time_scheme(method: str, group_size: int | None) -> Scheme | None:
     """The scheme of launch.py's --quantization, None for "auto", which takes weights as they are stored."""
     if method in ("int8", "fp8"):
         return Scheme(8, floating=method == "fp8")
+    if method == "w8a8":
+        return W8A8
     return Scheme(4, group_size or DEFAULT_GROUP_SIZE) if method == "int4" else None

@@ -21,9 +21,17 @@ class WeightSource:
         scheme: Scheme | None = None,
         stored: StoredQuantization | None = None,
         quantize: Quantize = quantize_rows,
+        *,
+        dynamic: bool = False,
     ) -> None:
         """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has. Not both, but for
-        MXFP4, which experts have, and nothing beside them."""
+        MXFP4, which experts have, and nothing beside them. Unless `dynamic`, matrices do not round what they are
+        multiplied with: then a scheme that says so is refused, and what a checkpoint says of it left out."""
+        if scheme is not None and scheme.dynamic and not dynamic:
+            reason = (
+                "activations are rounded by the native CPU kernels alone, for the models that they compute in bfloat16"
+            )
+            raise ModelError("quantization", scheme.name, f"{reason}: take int8")
         if scheme is not None and stored is not None and stored.method != "mxfp4":
             raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
         self._load = load
@@ -31,6 +39,7 @@ class WeightSource:
         self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
         self._stored = None if self._in_blocks else stored
         self._quantize = quantize
+        self._dynamic = dynamic
 
     def scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
         """How the matrix that `parts` make together is held; None: plain. Raises ModelError where only some of them
@@ -43,7 +52,8 @@ class WeightSource:
         if any(stored) != all(stored):
             plain = parts[stored.index(False)].name
             raise ModelError(plain, "not quantized", "projections that are computed together must be alike")
-        return self._stored.scheme if all(stored) else self._scheme
+        scheme = self._stored.scheme if all(stored) else self._scheme
+        return scheme if scheme is None or self._dynamic else replace(scheme, dynamic=False)
 
     def head_scheme(self, head: Part) -> Scheme | None:
         """How the output head is held."""

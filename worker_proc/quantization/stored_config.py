@@ -20,14 +20,16 @@ _COMPRESSED_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Weights with a byte each, in safetensors' `dtype`. A `block` of outputs by inputs has one scale; None: all."""
+    """Weights with a byte each, in safetensors' `dtype`. A `block` of outputs by inputs has one scale; None: all. Where
+    `dynamic`, rows of activations are to be rounded to int8, too."""
 
     dtype: Literal["F8_E4M3", "I8"]
     block: tuple[int | None, int | None]
+    dynamic: bool = False
 
     @property
     def scheme(self) -> Scheme:
-        return Scheme(8, self.block[1], floating=self.dtype == "F8_E4M3")
+        return Scheme(8, self.block[1], floating=self.dtype == "F8_E4M3", dynamic=self.dynamic)
 
     def blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of outputs and of inputs in a matrix, the last ones perhaps smaller."""
@@ -111,7 +113,6 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(g, dict) for g in groups.values()):
         raise ModelError("quantization_config: config_groups", groups, "one group of modules is supported")
     (group,) = groups.values()
-    # those of the byte formats are rounded to what GPUs multiply; here nothing is
     for key in ("input_activations", "output_activations") if layout == "pack-quantized" else ("output_activations",):
         _require(group, key, (None,), "only weights may be quantized")
     weights = group.get("weights")
@@ -120,7 +121,7 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     if layout == "mxfp4-pack-quantized":
         return _compressed_mxfp4(weights)
     if layout != "pack-quantized":
-        return _compressed_bytes(layout, weights)
+        return _compressed_bytes(layout, weights, group.get("input_activations"))
     bits = _require(weights, "num_bits", (4, 8), "only 4 and 8 bits are supported")
     _require(weights, "type", ("int", None), "only int is supported")
     _require(weights, "dynamic", (False, None), "weights have fixed scales")
@@ -144,7 +145,7 @@ def _compressed_mxfp4(weights: Mapping[str, Any]) -> StoredQuantization:
     return StoredQuantization("compressed-tensors", MXFP4)
 
 
-def _compressed_bytes(layout: str, weights: Mapping[str, Any]) -> StoredQuantization:
+def _compressed_bytes(layout: str, weights: Mapping[str, Any], activations: object) -> StoredQuantization:
     _require(weights, "num_bits", (8,), "only 8 bits are supported")
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",)}.get(layout, ("float", "int"))
     kind = _require(weights, "type", kinds, f"must be {' or '.join(kinds)} with {layout}")
@@ -158,8 +159,18 @@ def _compressed_bytes(layout: str, weights: Mapping[str, Any]) -> StoredQuantiza
         block = 1, _group_size(weights)
     elif strategy == "block":
         block = _block(weights, "block_structure")
-    as_bytes = StoredBytes("F8_E4M3" if kind == "float" else "I8", block)
+    dynamic = kind == "int" and block[1] is None and _rounds_rows(activations)
+    as_bytes = StoredBytes("F8_E4M3" if kind == "float" else "I8", block, dynamic)
     return StoredQuantization("compressed-tensors", as_bytes.scheme, as_bytes=as_bytes)
+
+
+def _rounds_rows(activations: object) -> bool:
+    """Whether they are rounded to int8 by rows, with scales of their own making. What else is said of them is left
+    out: it rounds them to what GPUs multiply, and here nothing does."""
+    if not isinstance(activations, dict):
+        return False
+    rounded = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
+    return all(activations.get(key) == value for key, value in rounded.items())
 
 
 def _block(stored: Mapping[str, Any], key: str) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-// Rows of bfloat16 as whole numbers of 16 bits: multiples of 2^-14 of the power of two at a row's largest number.
+// Rows of bfloat16 as whole numbers: of 16 bits, multiples of 2^-14 of the power of two at a row's largest number, or of 8,
+// multiples of 1/127 of that number (as W8A8 checkpoints mean it: LLM.int8(), Dettmers et al., 2022).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,16 @@ inline float power_of_two(int exponent) {
 // What numbers are multiplied with before they are rounded, and the whole numbers after: NaN where one is not finite.
 // `largest` are the bits of the largest magnitude.
 struct FixedPoint {
-  explicit FixedPoint(int largest) {
+  FixedPoint(int largest, bool int8) {
+    if (int8) {
+      const uint32_t bits = static_cast<uint32_t>(largest) << 16;
+      float magnitude;
+      std::memcpy(&magnitude, &bits, sizeof magnitude);
+      const bool counts = magnitude >= 1e-30f;  // less is nothing
+      factor = counts ? 127.0f / magnitude : 0.0f;
+      unit = largest >= 0x7f80 ? __builtin_nanf("") : counts ? magnitude / 127.0f : 0.0f;
+      return;
+    }
     const int exponent = std::max(largest >> 7, 15) - 127;
     factor = power_of_two(14 - exponent);
     unit = largest >= 0x7f80 ? __builtin_nanf("") : power_of_two(exponent - 14);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "fixed_point.h"
 #include "linear_compressed.h"
 #include "linear_pack.h"
 #include "linear_quantized.h"
@@ -56,6 +57,33 @@ const bf16* in_order(const PackedMatrix& weights, const bf16* x, int64_t x_strid
   return out;
 }
 
+#if !defined(__AMX_INT8__) && !defined(RHIZOME_INTEGERS)
+// Rows of x rounded to int8, as bfloat16, which holds the whole numbers exactly, and their `units`. Until the next call by this
+// thread.
+const bf16* rounded(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t stride, const float*& units) {
+  static thread_local std::vector<bf16> memory;
+  static thread_local std::vector<float> kept;
+  bf16* const out = room_in(memory, rows * stride);
+  float* const to = room_in(kept, rows);
+  for_rows(rows, inputs, [&](int64_t row) {
+    const bf16* const from = x + row * x_stride;
+    int largest = 0;
+    for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, from[i] & 0x7fff);
+    const FixedPoint point(largest, true);
+    for (int64_t i = 0; i < inputs; ++i) out[row * stride + i] = to_bf16(__builtin_nearbyintf(to_float(from[i]) * point.factor));
+    to[row] = point.unit;
+  });
+  units = to;
+  return out;
+}
+#endif
+
+// Sums [count, 32] of rows, times their units.
+inline void scale_rows(const float* units, int count, float* sums) {
+  for (int i = 0; i < count; ++i, sums += kPanel)
+    for (int v = 0; v < kPanel; v += kLanes) store(sums + v, load(sums + v) * splat(units[i]));
+}
+
 // How the products of `rows` rows are cut into tasks. Panels come in units that one thread takes one after another for the
 // same rows, at most kGroupRows.
 class Tasks {
@@ -99,23 +127,31 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     const int64_t stride = row_stride(weights.inputs);
     x = in_order(weights, x, x_stride, rows, stride), x_stride = stride;
   }
+  const float* units = nullptr;
+#if !defined(__AMX_INT8__) && !defined(RHIZOME_INTEGERS)
+  if (weights.format == Format::kInt8Both) {
+    const int64_t stride = row_stride(weights.inputs);
+    x = rounded(x, x_stride, rows, 32 * blocks(weights.inputs), stride, units), x_stride = stride;
+  }
+#endif
   const auto finish = [&](int64_t panel, int64_t row, int count, float* sums, int thread) {
+    if (units != nullptr) scale_rows(units + row, count, sums);
     scale_sums(weights, panel, sums, count);
     add_bias(weights, panel, sums, count);
     then(panel, row, count, sums, thread);
   };
 #if defined(__AMX_INT8__)
   if (on_int8_tiles(weights.format)) {
-    constexpr int kPlanes = PlaneRows::kPlanes;
     const PackedMatrix pairs = as_pairs(weights);
-    const PlaneRows planes(x, x_stride, rows, weights.inputs);
-    const auto of_rows = [&](int64_t panel, int64_t row, int count) { before(panel, row / kPlanes, count / kPlanes); };
-    return Tasks(pairs, kPlanes * rows, unit).run([&](const Range& range, int thread) {
+    const PlaneRows made(x, x_stride, rows, weights.inputs, weights.format == Format::kInt8Both);
+    const int planes = made.planes();
+    const auto of_rows = [&](int64_t panel, int64_t row, int count) { before(panel, row / planes, count / planes); };
+    return Tasks(pairs, planes * rows, unit).run([&](const Range& range, int thread) {
       const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
-        planes.join(row / kPlanes, count / kPlanes, sums);
-        finish(panel, row / kPlanes, count / kPlanes, sums, thread);
+        made.join(row / planes, count / planes, sums);
+        finish(panel, row / planes, count / planes, sums, thread);
       };
-      multiply<TileNumbers::kInt8>(pairs, planes.data(), planes.stride(), range, of_rows, take);
+      multiply<TileNumbers::kInt8>(pairs, made.data(), made.stride(), range, of_rows, take);
     });
   }
 #endif
@@ -141,10 +177,10 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
 #else
 #if defined(RHIZOME_INTEGERS)
   if (in_integers(weights.format)) {
-    const FixedRows made(x, x_stride, rows, 32 * blocks(weights.inputs));
+    const FixedRows made(x, x_stride, rows, 32 * blocks(weights.inputs), weights.format == Format::kInt8Both);
     return tasks.run([&](const Range& range, int thread) {
       const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
-        scale_rows(made, row, count, sums);
+        scale_rows(made.units() + row, count, sums);
         finish(panel, row, count, sums, thread);
       };
       multiply_integers(weights, made.data(), made.stride(), range, before, take);

@@ -3,7 +3,8 @@
 // of tiles as one of bfloat16, but half of the memory, and codes go from memory to tiles as they are.
 //
 // Sums over all inputs, up to 2^16 of them, are exact, and rounded to float32 once: they are the same in any order, whatever the batch. Numbers
-// above 32639 (of bfloat16, 255/128 of the power of two alone) count as 32639, for their upper half to have 8 bits.
+// above 32639 (of bfloat16, 255/128 of the power of two alone) count as 32639, for their upper half to have 8 bits. Where x is
+// to be rounded to int8 (kInt8Both), a row is one row of int8.
 //
 // Layout: blocks of 64 inputs of a panel; in a block, two tiles of 16 outputs; a tile is 16 rows, one per four inputs, of 16
 // outputs times 4 inputs. Two int8 in the place of a bfloat16, that is the layout of linear.h with half of the inputs.
@@ -34,24 +35,24 @@ inline PackedMatrix as_pairs(const PackedMatrix& weights) {
   return pairs;
 }
 
-// Rows of x, kPlanes of int8 for each. Until the next ones of the same thread.
+// Rows of x, one or two of int8 for each. Until the next ones of the same thread.
 class PlaneRows {
  public:
-  static constexpr int64_t kPlanes = 2;
-
-  PlaneRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) : stride_(row_stride((blocks(inputs) + 1) / 2 * 32)) {
+  PlaneRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bool int8)
+      : stride_(row_stride((blocks(inputs) + 1) / 2 * 32)), planes_(int8 ? 1 : 2) {
     static thread_local std::vector<bf16> memory;
     static thread_local std::vector<float> units;
-    bf16* const data = room_in(memory, rows * kPlanes * stride_);
+    bf16* const data = room_in(memory, rows * planes_ * stride_);
     float* const to = room_in(units, rows);
     data_ = data, units_ = to;
     for_rows(rows, inputs, [&](int64_t row) {
-      int8_t* const upper = reinterpret_cast<int8_t*>(data + row * kPlanes * stride_);
-      to[row] = split(x + row * x_stride, blocks(inputs), upper, upper + 2 * stride_);
+      int8_t* const upper = reinterpret_cast<int8_t*>(data + row * planes_ * stride_);
+      to[row] = split(x + row * x_stride, blocks(inputs), upper, int8 ? nullptr : upper + 2 * stride_);
     });
   }
 
-  // [kPlanes * rows], pairs of int8.
+  int planes() const { return planes_; }
+  // [planes * rows], pairs of int8.
   const bf16* data() const { return data_; }
   int64_t stride() const { return stride_; }
 
@@ -59,6 +60,11 @@ class PlaneRows {
   void join(int64_t row, int count, float* sums) const {
     for (int i = 0; i < count; ++i)
       for (int v = 0; v < kPanel; v += kTile) {
+        if (planes_ == 1) {
+          float* const at = sums + i * kPanel + v;
+          _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(at)), _mm512_set1_ps(units_[row + i])));
+          continue;
+        }
         const __m512i upper = _mm512_loadu_si512(sums + 2 * i * kPanel + v), lower = _mm512_loadu_si512(sums + (2 * i + 1) * kPanel + v);
         const __m256 left = both(_mm512_castsi512_si256(upper), _mm512_castsi512_si256(lower));
         const __m256 right = both(_mm512_extracti64x4_epi64(upper, 1), _mm512_extracti64x4_epi64(lower, 1));
@@ -73,35 +79,42 @@ class PlaneRows {
     return _mm512_cvtpd_ps(_mm512_fmadd_pd(_mm512_cvtepi32_pd(upper), _mm512_set1_pd(256), _mm512_cvtepi32_pd(lower)));
   }
 
-  // Zeros follow up to a whole number of 64. Returns the unit.
+  // Without `lower`, to int8 alone. Zeros follow up to a whole number of 64. Returns the unit.
   static float split(const bf16* x, int64_t steps, int8_t* upper, int8_t* lower) {
     __m512i most = _mm512_setzero_si512();
     for (int64_t step = 0; step < steps; ++step)
       most = _mm512_max_epi16(most, _mm512_and_si512(_mm512_loadu_si512(x + step * 32), _mm512_set1_epi16(0x7fff)));
     const __m512i even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff)), odd = _mm512_srli_epi32(most, 16);
-    const FixedPoint fixed(_mm512_reduce_max_epi32(_mm512_max_epi32(even, odd)));
+    const FixedPoint fixed(_mm512_reduce_max_epi32(_mm512_max_epi32(even, odd)), lower == nullptr);
     const auto whole = [&](__m256i words) {
       const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
       return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(fixed.factor))));
     };
-    for (int64_t step = 0; step < steps; ++step, x += 32, upper += 32, lower += 32) {
+    for (int64_t step = 0; step < steps; ++step, x += 32, upper += 32) {
       const __m512i words = _mm512_loadu_si512(x);
       const __m256i left = whole(_mm512_castsi512_si256(words)), right = whole(_mm512_extracti64x4_epi64(words, 1));
       const __m512i numbers = _mm512_min_epi16(_mm512_inserti64x4(_mm512_castsi256_si512(left), right, 1), _mm512_set1_epi16(32639));
-      const __m512i rounded = _mm512_add_epi16(numbers, _mm512_set1_epi16(128));
-      _mm256_store_si256((__m256i*)upper, _mm512_cvtepi16_epi8(_mm512_srai_epi16(rounded, 8)));
-      _mm256_store_si256((__m256i*)lower, _mm512_cvtepi16_epi8(numbers));
+      if (lower == nullptr) {
+        put(upper, numbers);
+        continue;
+      }
+      put(upper, _mm512_srai_epi16(_mm512_add_epi16(numbers, _mm512_set1_epi16(128)), 8));
+      put(lower, numbers);
+      lower += 32;
     }
     if (steps % 2) {
-      _mm256_store_si256((__m256i*)upper, _mm256_setzero_si256());
-      _mm256_store_si256((__m256i*)lower, _mm256_setzero_si256());
+      put(upper, _mm512_setzero_si512());
+      if (lower != nullptr) put(lower, _mm512_setzero_si512());
     }
     return fixed.unit;
   }
 
+  static void put(int8_t* to, __m512i words) { _mm256_store_si256((__m256i*)to, _mm512_cvtepi16_epi8(words)); }
+
   const bf16* data_;
   const float* units_;
   int64_t stride_;
+  int planes_;
 };
 
 }  // namespace rhizome

@@ -37,29 +37,29 @@ inline constexpr int64_t kMostExact = 256;    // inputs whose products, below 2^
 // Rows of x in fixed point. Behind a row are the sums of all its numbers before each block of 32, and of all of them.
 class FixedRows {
  public:
-  FixedRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs)
+  FixedRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bool int8)
       : stride_(inputs + inputs / 16 + kGap) {
     static thread_local std::vector<int16_t> memory;
-    static thread_local std::vector<float> scales;
+    static thread_local std::vector<float> units;
     data_ = room_in(memory, rows * stride_);
-    scales_ = room_in(scales, rows);
+    units_ = room_in(units, rows);
     const int64_t tasks = (rows + kAlone - 1) / kAlone;
     const auto fix_some = [&](int64_t task, int) {
       for (int64_t row = task * kAlone; row < std::min(rows, (task + 1) * kAlone); ++row)
-        scales_[row] = fix(x + row * x_stride, inputs, data_ + row * stride_);
+        units_[row] = fix(x + row * x_stride, inputs, int8, data_ + row * stride_);
     };
     parallel_for(tasks, fix_some);
   }
 
   const int16_t* data() const { return data_; }
   int64_t stride() const { return stride_; }
-  // What a row's numbers are to be multiplied with; NaN where one of them is not finite.
-  float scale(int64_t row) const { return scales_[row]; }
+  // What each row's numbers are to be multiplied with; NaN where one of them is not finite.
+  const float* units() const { return units_; }
 
  private:
   static constexpr int64_t kGap = 32, kAlone = 8;  // see WideRows
 
-  static float fix(const bf16* x, int64_t inputs, int16_t* out) {
+  static float fix(const bf16* x, int64_t inputs, bool int8, int16_t* out) {
     const __m256i magnitude = _mm256_set1_epi16(0x7fff);
     __m256i most = _mm256_setzero_si256();
     for (int64_t i = 0; i < inputs; i += 16)
@@ -67,7 +67,7 @@ class FixedRows {
     alignas(32) uint16_t lanes[16];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), most);
     const int largest = *std::max_element(lanes, lanes + 16);
-    const FixedPoint point(largest);
+    const FixedPoint point(largest, int8);
     const __m256 factor = _mm256_set1_ps(point.factor);
     const auto fixed = [&](const bf16* from) {
       const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -90,15 +90,9 @@ class FixedRows {
   }
 
   int16_t* data_;
-  float* scales_;
+  float* units_;
   int64_t stride_;
 };
-
-// Sums [count, 32] of products of rows from `row` on.
-inline void scale_rows(const FixedRows& rows, int64_t row, int count, float* sums) {
-  for (int i = 0; i < count; ++i, sums += kPanel)
-    for (int v = 0; v < kPanel; v += kLanes) store(sums + v, load(sums + v) * splat(rows.scale(row + i)));
-}
 
 // What is multiplied: rows of x from a block of inputs on, and the sums of a panel, [rows][32].
 struct IntegerRows {

@@ -112,6 +112,7 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
     case Format::kFloat8: return multiply_format<Format::kFloat8>(weights, x, row_begin, row_end, panel, then);
     case Format::kFloat4: return multiply_format<Format::kFloat4>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt8Channel:
+    case Format::kInt8Both:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -135,6 +136,7 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
   const auto run = [&](auto of) { of(weights, block, count, rows, steps, ahead, plain, keep); };
   const bool zeros = weights.zeros != nullptr;
   switch (weights.format) {
+    case Format::kInt8Both:
     case Format::kInt8Channel: return run(code_dots_of<Format::kInt8Channel, false>);
     case Format::kInt8: return run(zeros ? code_dots_of<Format::kInt8, true> : code_dots_of<Format::kInt8, false>);
     case Format::kInt4: return run(zeros ? code_dots_of<Format::kInt4, true> : code_dots_of<Format::kInt4, false>);
@@ -154,6 +156,7 @@ void with_codes(const PackedMatrix& weights, int64_t block, Take take) {
   [[maybe_unused]] const bool zeros = weights.zeros != nullptr;
   switch (weights.format) {
 #if !defined(RHIZOME_INTEGERS)
+    case Format::kInt8Both:
     case Format::kInt8Channel: return take(CodePiece<Format::kInt8Channel, false>(weights, block));
     case Format::kInt8:
       return zeros ? take(CodePiece<Format::kInt8, true>(weights, block)) : take(CodePiece<Format::kInt8, false>(weights, block));

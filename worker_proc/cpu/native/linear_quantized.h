@@ -3,6 +3,7 @@
 //
 //   kInt8Channel  weight = (code - 128) * scale, one scale per output. Differences of codes are whole numbers up to
 //                 128, which bfloat16 holds exactly; the scale multiplies the sums.
+//   kInt8Both     the same, and rows of x are rounded to int8, too, with a scale per row (W8A8): see fixed_point.h.
 //   kInt8, kInt4  weight = (code - zero) * scale, rounded to bfloat16, a scale (and a zero) per group of inputs.
 //   kFloat8Channel, kFloat8  the same, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
 //                 bfloat16 holds, or times a scale per group, rounded to bfloat16. Numbers are 2^-8 of those that codes
@@ -34,10 +35,11 @@ inline constexpr int64_t kBlockWeights = 32 * kPanel;
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
 constexpr bool in_nibbles(Format format) { return format == Format::kInt4 || format == Format::kFloat4; }  // 4 bits each
 constexpr int64_t code_bytes(Format format, int64_t weights) { return in_nibbles(format) ? weights / 2 : weights; }
-constexpr bool by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kFloat8Channel; }
+constexpr bool int8_by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kInt8Both; }
+constexpr bool by_channel(Format format) { return int8_by_channel(format) || format == Format::kFloat8Channel; }
 constexpr bool in_integers([[maybe_unused]] Format format) {
 #if defined(RHIZOME_INTEGERS)
-  return format == Format::kInt8Channel || format == Format::kInt8 || in_nibbles(format);
+  return int8_by_channel(format) || format == Format::kInt8 || in_nibbles(format);
 #else
   return false;
 #endif
@@ -45,7 +47,7 @@ constexpr bool in_integers([[maybe_unused]] Format format) {
 // Whether products go through AMX's tiles in integers, see linear_int8_amx.h.
 constexpr bool on_int8_tiles([[maybe_unused]] Format format) {
 #if defined(__AMX_INT8__)
-  return format == Format::kInt8Channel;
+  return int8_by_channel(format);
 #else
   return false;
 #endif
@@ -112,7 +114,7 @@ inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code
 #if defined(__AMX_BF16__)
   if (on_int8_tiles(weights.format)) return code ^ 128;
 #else
-  if ((weights.format == Format::kInt8Channel || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
+  if ((int8_by_channel(weights.format) || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
 #endif
   if (in_integers(weights.format) && weights.format == Format::kFloat4) return code ^ 15;
   return code;

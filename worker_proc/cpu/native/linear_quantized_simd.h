@@ -178,7 +178,7 @@ class CodePiece {
 // Whether codes become numbers in registers, anew for every pass of so many rows. Otherwise a piece is widened before: where
 // that is dear and there are several passes, or so many rows that they leave no registers for it.
 inline bool widened_in_passing(Format format, int64_t rows) {
-  if (format == Format::kInt8Channel) return true;
+  if (int8_by_channel(format)) return true;
   return rows <= (in_nibbles(format) ? kSimdRows - 1 : kSimdRows);
 }
 
