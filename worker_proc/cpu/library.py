@@ -24,6 +24,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),
     "rhizome_compress": (_LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _LONG]),
     "rhizome_compresses": (_INT, []),
+    "rhizome_exact": (_INT, [_INT]),
     "rhizome_integers": (_INT, []),
     "rhizome_scales_sums": (_INT, []),
     "rhizome_inflate": (None, [_POINTER, _POINTER]),
@@ -72,6 +73,11 @@ class NativeLibrary:
     def integers(self) -> bool:
         """Whether products with int8 and int4 codes are computed in integers (`native/linear_integers.h`)."""
         return bool(self.functions.rhizome_integers())
+
+    def exact(self, format: int) -> bool:
+        """Whether sums of products with a matrix in this `Format` are exact (`in_quads` of
+        `native/linear_quantized.h`)."""
+        return bool(self.functions.rhizome_exact(format))
 
     @property
     def scales_sums(self) -> bool:

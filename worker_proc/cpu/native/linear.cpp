@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "fixed_point.h"
 #include "linear_compressed.h"
 #include "linear_pack.h"
 #include "linear_quantized.h"
 #include "linear_task.h"
 #include "parallel.h"
 #include "room.h"
+#include "rounded_rows.h"
 #include "rows.h"
 
 #if defined(__AMX_BF16__)
@@ -25,6 +25,7 @@
 #include "linear_task_integers.h"
 #include "linear_task_simd.h"
 #endif
+#include "linear_task_int8.h"
 
 namespace rhizome {
 namespace {
@@ -56,27 +57,6 @@ const bf16* in_order(const PackedMatrix& weights, const bf16* x, int64_t x_strid
   });
   return out;
 }
-
-#if !defined(__AMX_INT8__) && !defined(RHIZOME_INTEGERS)
-// Rows of x rounded to int8, as bfloat16, which holds the whole numbers exactly, and their `units`. Until the next call by this
-// thread.
-const bf16* rounded(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t stride, const float*& units) {
-  static thread_local std::vector<bf16> memory;
-  static thread_local std::vector<float> kept;
-  bf16* const out = room_in(memory, rows * stride);
-  float* const to = room_in(kept, rows);
-  for_rows(rows, inputs, [&](int64_t row) {
-    const bf16* const from = x + row * x_stride;
-    int largest = 0;
-    for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, from[i] & 0x7fff);
-    const FixedPoint point(largest, true);
-    for (int64_t i = 0; i < inputs; ++i) out[row * stride + i] = to_bf16(__builtin_nearbyintf(to_float(from[i]) * point.factor));
-    to[row] = point.unit;
-  });
-  units = to;
-  return out;
-}
-#endif
 
 // Sums [count, 32] of rows, times their units.
 inline void scale_rows(const float* units, int count, float* sums) {
@@ -128,10 +108,11 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     x = in_order(weights, x, x_stride, rows, stride), x_stride = stride;
   }
   const float* units = nullptr;
-#if !defined(__AMX_INT8__) && !defined(RHIZOME_INTEGERS)
+#if !defined(__AMX_INT8__) && !defined(RHIZOME_INT8_DOTS) && !defined(RHIZOME_INTEGERS)
   if (weights.format == Format::kInt8Both) {
     const int64_t stride = row_stride(weights.inputs);
-    x = rounded(x, x_stride, rows, 32 * blocks(weights.inputs), stride, units), x_stride = stride;
+    const RoundedRows<bf16> made(x, x_stride, rows, weights.inputs, 32 * blocks(weights.inputs), stride);
+    x = made.data(), x_stride = stride, units = made.units();
   }
 #endif
   const auto finish = [&](int64_t panel, int64_t row, int count, float* sums, int thread) {
@@ -141,7 +122,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     then(panel, row, count, sums, thread);
   };
 #if defined(__AMX_INT8__)
-  if (on_int8_tiles(weights.format)) {
+  if (in_quads(weights.format)) {
     const PackedMatrix pairs = as_pairs(weights);
     const PlaneRows made(x, x_stride, rows, weights.inputs, weights.format == Format::kInt8Both);
     const int planes = made.planes();
@@ -152,6 +133,20 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
         finish(panel, row / planes, count / planes, sums, thread);
       };
       multiply<TileNumbers::kInt8>(pairs, made.data(), made.stride(), range, of_rows, take);
+    });
+  }
+#endif
+#if defined(RHIZOME_INT8_DOTS)
+  if (in_quads(weights.format)) {
+    const PackedMatrix pairs = as_pairs(weights);
+    const int64_t stride = row_stride(pairs.inputs);
+    const RoundedRows<int8_t> made(x, x_stride, rows, weights.inputs, 2 * pairs.inputs, 2 * stride);
+    return Tasks(pairs, rows, unit).run([&](const Range& range, int thread) {
+      const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
+        take_byte_sums(sums, count, made.sums() + row, made.units() + row);
+        finish(panel, row, count, sums, thread);
+      };
+      multiply_bytes(pairs, reinterpret_cast<const bf16*>(made.data()), stride, range, before, take);
     });
   }
 #endif

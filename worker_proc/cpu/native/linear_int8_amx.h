@@ -6,8 +6,7 @@
 // above 32639 (of bfloat16, 255/128 of the power of two alone) count as 32639, for their upper half to have 8 bits. Where x is
 // to be rounded to int8 (kInt8Both), a row is one row of int8.
 //
-// Layout: blocks of 64 inputs of a panel; in a block, two tiles of 16 outputs; a tile is 16 rows, one per four inputs, of 16
-// outputs times 4 inputs. Two int8 in the place of a bfloat16, that is the layout of linear.h with half of the inputs.
+// The layout is that of `in_quads` (linear_quantized.h).
 #pragma once
 
 #include "linear_quantized.h"
@@ -25,15 +24,6 @@
 #include "rows.h"
 
 namespace rhizome {
-
-// As a matrix of bfloat16 with the same memory.
-inline PackedMatrix as_pairs(const PackedMatrix& weights) {
-  PackedMatrix pairs = weights;
-  pairs.format = Format::kBFloat16;
-  pairs.inputs = static_cast<int32_t>((blocks(weights.inputs) + 1) / 2 * 32);
-  pairs.bias = pairs.scales = nullptr;
-  return pairs;
-}
 
 // Rows of x, one or two of int8 for each. Until the next ones of the same thread.
 class PlaneRows {

@@ -62,6 +62,8 @@ void widen_integers(const IntegerPlace& place, int16_t* out) {
 
 }  // namespace rhizome
 
+int rhizome_exact(int format) { return rhizome::in_quads(static_cast<rhizome::Format>(format)); }
+
 int rhizome_integers() {
 #if defined(RHIZOME_INTEGERS)
   return 1;

@@ -30,6 +30,10 @@
 
 namespace rhizome {
 
+#if !defined(__AMX_INT8__) && (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
+#define RHIZOME_INT8_DOTS  // rows of int8 are multiplied as bytes, see linear_task_int8.h
+#endif
+
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
@@ -37,17 +41,21 @@ constexpr bool in_nibbles(Format format) { return format == Format::kInt4 || for
 constexpr int64_t code_bytes(Format format, int64_t weights) { return in_nibbles(format) ? weights / 2 : weights; }
 constexpr bool int8_by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kInt8Both; }
 constexpr bool by_channel(Format format) { return int8_by_channel(format) || format == Format::kFloat8Channel; }
-constexpr bool in_integers([[maybe_unused]] Format format) {
-#if defined(RHIZOME_INTEGERS)
-  return int8_by_channel(format) || format == Format::kInt8 || in_nibbles(format);
+// Whether bytes of four inputs lie side by side, in blocks of 64 inputs: two tiles of 16 outputs, which are 16 rows, one per four
+// inputs, of 16 outputs times 4 inputs. Two bytes in the place of a bfloat16, that is the layout of linear.h with half of the
+// inputs.
+constexpr bool in_quads([[maybe_unused]] Format format) {
+#if defined(__AMX_INT8__)
+  return int8_by_channel(format);
+#elif defined(RHIZOME_INT8_DOTS)
+  return format == Format::kInt8Both;
 #else
   return false;
 #endif
 }
-// Whether products go through AMX's tiles in integers, see linear_int8_amx.h.
-constexpr bool on_int8_tiles([[maybe_unused]] Format format) {
-#if defined(__AMX_INT8__)
-  return int8_by_channel(format);
+constexpr bool in_integers([[maybe_unused]] Format format) {
+#if defined(RHIZOME_INTEGERS)
+  return (int8_by_channel(format) && !in_quads(format)) || format == Format::kInt8 || in_nibbles(format);
 #else
   return false;
 #endif
@@ -74,15 +82,15 @@ struct CodePlace {
 };
 
 // For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
-// int4; int8 with a scale per output lies as tiles want it (linear_int8_amx.h). For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
+// int4. For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
 // outputs, the two inputs of a pair; elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words of 32 bits
 // then, so that no code need leave its lane: of eight inputs, [tile][4][16 outputs], and with dot products of one input in
 // each of eight pairs, [tile][half of the pairs][half of the outputs][8][2]. In integers (linear_integers.h), int8 lies as for
 // dot products, and int4 in words of 16 bits, of one input in each of four pairs, [tile][4][half of the outputs][8][2].
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
-#if defined(__AMX_BF16__)
-  if (on_int8_tiles(format))
+  if (in_quads(format))
     return {output / kTile * kTileElements * 2 + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
+#if defined(__AMX_BF16__)
   if (in_nibbles(format))
     return {output / 4 * 64 + input * 2 + output % 4 / 2, static_cast<int>(output % 2 * 4)};
   return {output * 32 + input, 0};
@@ -108,12 +116,14 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #endif
 }
 
-// A code as it is stored, and the other way round: those of int8 without zeros are signed, but for AMX those in groups. In integers, those of
+// A code as it is stored, and the other way round: those of int8 without zeros are signed, but for those in groups
+// on AMX, and those that dot products of bytes take. In integers, those of
 // FP4 begin with the least number (see linear_integers.h).
 inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
 #if defined(__AMX_BF16__)
-  if (on_int8_tiles(weights.format)) return code ^ 128;
+  if (in_quads(weights.format)) return code ^ 128;
 #else
+  if (in_quads(weights.format)) return code;
   if ((int8_by_channel(weights.format) || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
 #endif
   if (in_integers(weights.format) && weights.format == Format::kFloat4) return code ^ 15;
@@ -122,12 +132,21 @@ inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code
 
 // The codes of block `step` of a panel.
 inline const uint8_t* codes_at(const PackedMatrix& weights, int64_t panel, int64_t step) {
-  if (on_int8_tiles(weights.format)) {  // two blocks share tiles
+  if (in_quads(weights.format)) {  // two blocks share tiles
     const int64_t pair = panel * ((blocks(weights.inputs) + 1) / 2) + step / 2;
     return reinterpret_cast<const uint8_t*>(weights.data) + pair * 2 * kBlockWeights + step % 2 * kTileElements;
   }
   const int64_t block = panel * blocks(weights.inputs) + step;
   return reinterpret_cast<const uint8_t*>(weights.data) + code_bytes(weights.format, block * kBlockWeights);
+}
+
+// A matrix `in_quads` as one of bfloat16 with the same memory.
+inline PackedMatrix as_pairs(const PackedMatrix& weights) {
+  PackedMatrix pairs = weights;
+  pairs.format = Format::kBFloat16;
+  pairs.inputs = static_cast<int32_t>((blocks(weights.inputs) + 1) / 2 * 32);
+  pairs.bias = pairs.scales = nullptr;
+  return pairs;
 }
 
 // What is left to do for the sums [rows, 32] of a panel.
@@ -157,6 +176,9 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
 // [rows, groups] of `group` inputs: what worker_proc/quantization/rows.py defines, to the last bit. FP8 if `floating`.
 RHIZOME_EXPORT void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs,
                                      int64_t group, int bits, int floating, uint8_t* codes, float* scales);
+
+// Whether sums of products over all inputs are exact.
+RHIZOME_EXPORT int rhizome_exact(int format);
 
 // Whether products of integer codes are computed in integers.
 RHIZOME_EXPORT int rhizome_integers();

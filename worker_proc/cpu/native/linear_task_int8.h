@@ -1,0 +1,133 @@
+// The products of a task with rows of int8 by dot products of bytes (VPDPBUSD), four to a sum of 32 bits: twice as many as of 16
+// bits or bfloat16. Codes are bytes without a sign, 128 more than they are, for which the sum of a row makes up. Sums over all
+// inputs are exact, so they are those of AMX's tiles (linear_int8_amx.h), as the layout is.
+#pragma once
+
+#include "linear_quantized.h"
+
+#if defined(RHIZOME_INT8_DOTS)
+
+#include <immintrin.h>
+
+#include <cstring>
+#include <utility>
+
+#include "linear_task_pieces.h"
+
+namespace rhizome {
+
+#if defined(__AVX512F__)
+using Bytes = __m512i;
+inline constexpr int kByteRows = 8, kMostByteRows = 12;  // that are multiplied together; where there are not many
+inline Bytes byte_dots(Bytes sums, Bytes codes, int32_t x) { return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(x)); }
+inline Bytes load_bytes(const void* from) { return _mm512_loadu_si512(from); }
+inline void store_bytes(void* to, Bytes bytes) { _mm512_storeu_si512(to, bytes); }
+#else
+using Bytes = __m256i;
+inline constexpr int kByteRows = 6, kMostByteRows = 6;
+inline Bytes byte_dots(Bytes sums, Bytes codes, int32_t x) { return _mm256_dpbusd_avx_epi32(sums, codes, _mm256_set1_epi32(x)); }
+inline Bytes load_bytes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline void store_bytes(void* to, Bytes bytes) { _mm256_storeu_si256(static_cast<__m256i*>(to), bytes); }
+#endif
+inline constexpr int64_t kTileBytes = 2 * kTileElements;
+inline constexpr int kByteTurns = 4;                    // calls of `ahead` per block
+inline constexpr int kByteRuns = sizeof(Bytes) == 64 ? 1 : 2;  // over a piece: two vectors are two tiles or one
+inline constexpr int64_t kApartBytes = kByteRuns == 1 ? kTileBytes : 32;
+inline constexpr int64_t kApartSums = kByteRuns == 1 ? kTile : 8;
+
+// Rows of x, pairs of int8, and the sums of a panel, whole numbers [rows][32] of 32 bits.
+struct ByteRows {
+  const bf16* x;
+  int64_t x_stride;
+  float* sums;
+  bool adding;
+};
+
+// `steps` blocks of two vectors.
+template <int kRows>
+void byte_pass(const uint8_t* codes, float* sums, const ByteRows& rows, int64_t steps, LinesAhead& outside) {
+  LinesAhead ahead = outside;  // in registers
+  Bytes first[kRows] = {}, second[kRows] = {};
+  if (rows.adding)
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      first[row] = load_bytes(sums + row * kPanel);
+      second[row] = load_bytes(sums + row * kPanel + kApartSums);
+    }
+  const bf16* x = rows.x;
+  for (; steps > 0; --steps, codes += 2 * kTileBytes)
+    for (int turn = 0; turn < kByteTurns; ++turn) {
+      ahead();
+      for (int i = turn * kTile / kByteTurns; i < (turn + 1) * kTile / kByteTurns; ++i, x += 2) {
+        const Bytes left = load_bytes(codes + 64 * i), right = load_bytes(codes + 64 * i + kApartBytes);
+#pragma GCC unroll 12
+        for (int row = 0; row < kRows; ++row) {
+          int32_t four;
+          std::memcpy(&four, x + row * rows.x_stride, sizeof four);
+          first[row] = byte_dots(first[row], left, four);
+          second[row] = byte_dots(second[row], right, four);
+        }
+      }
+    }
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; ++row) {
+    store_bytes(sums + row * kPanel, first[row]);
+    store_bytes(sums + row * kPanel + kApartSums, second[row]);
+  }
+  outside = ahead;
+}
+
+template <int... kCounts>
+inline void byte_pass_of(int count, const uint8_t* codes, float* sums, const ByteRows& rows, int64_t steps, LinesAhead& ahead,
+                         std::integer_sequence<int, kCounts...>) {
+  using Pass = void (*)(const uint8_t*, float*, const ByteRows&, int64_t, LinesAhead&);
+  static constexpr Pass kPasses[] = {byte_pass<kCounts + 1>...};
+  kPasses[count - 1](codes, sums, rows, steps, ahead);
+}
+
+// One piece of a matrix in pairs (`as_pairs`), for one pass of rows after the other.
+class BytePiece {
+ public:
+  // `following` is the block with which the thread goes on after this piece.
+  BytePiece(const PackedMatrix& pairs, const Piece& piece, int64_t following, int64_t rows)
+      : codes_(reinterpret_cast<const uint8_t*>(weights_at(pairs, piece.panel, piece.step))), steps_(piece.now),
+        ahead_(piece_ahead(pairs, following, steps_, steps_ * kByteTurns * kByteRuns * passes(rows))) {}
+
+  // At most kBlockRows rows.
+  void multiply(int count, const ByteRows& rows) {
+    for (int done = 0, left = passes(count); done < count; --left) {
+      const int now = (count - done + left - 1) / left;
+      const ByteRows some{rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding};
+      for (int run = 0; run < kByteRuns; ++run)
+        byte_pass_of(now, codes_ + run * kTileBytes, some.sums + run * kTile, some, steps_, ahead_,
+                     std::make_integer_sequence<int, kMostByteRows>());
+      done += now;
+    }
+  }
+
+ private:
+  static int passes(int64_t rows) { return rows <= kMostByteRows ? 1 : static_cast<int>((rows + kByteRows - 1) / kByteRows); }
+
+  const uint8_t* const codes_;
+  const int64_t steps_;
+  LinesAhead ahead_;
+};
+
+// Sums [count, 32] of rows become float32; `x_sums` are those of the rows, `units` what they count.
+inline void take_byte_sums(float* sums, int count, const int32_t* x_sums, const float* units) {
+  for (int row = 0; row < count; ++row)
+    for (int v = 0; v < kPanel; v += kLanes) {
+      ints whole;
+      std::memcpy(&whole, sums + row * kPanel + v, sizeof whole);
+      store(sums + row * kPanel + v, __builtin_convertvector(whole - 128 * x_sums[row], floats) * splat(units[row]));
+    }
+}
+
+template <class Before, class Then>
+void multiply_bytes(const PackedMatrix& pairs, const bf16* x, int64_t x_stride, const Range& range, Before& before, Then& then) {
+  multiply_pieces<BytePiece, ByteRows>(pairs, x, x_stride, range, before, then);
+}
+
+}  // namespace rhizome
+
+#endif
