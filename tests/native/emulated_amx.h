@@ -1,7 +1,7 @@
 // AMX's tiles in ordinary vectors, with the same bits, so that the kernels for AMX can be tested on processors without
 // it. Included before everything else (`-include`). What the processor would refuse ends the process.
 //
-// Source: the descriptions of LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSSD in Intel's Architecture Instruction Set
+// Source: the descriptions of LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSUD in Intel's Architecture Instruction Set
 // Extensions Programming Reference.
 #pragma once
 
@@ -110,7 +110,7 @@ inline void dot_products(int to, int first, int second) {
   _mm_setcsr(control);
 }
 
-// Signed bytes, four to a sum of 32 bits that wraps around.
+// Signed bytes by those without a sign, four to a sum of 32 bits that wraps around.
 inline void int8_dot_products(int to, int first, int second) {
   check_product(to, first, second);
   Tile& sums = tiles[to];
@@ -120,7 +120,7 @@ inline void int8_dot_products(int to, int first, int second) {
       uint32_t sum;
       std::memcpy(&sum, sums.data[row] + 4 * column, 4);
       for (int k = 0; k < a.row_bytes; ++k)
-        sum += static_cast<uint32_t>(static_cast<int8_t>(a.data[row][k]) * static_cast<int8_t>(b.data[k / 4][4 * column + k % 4]));
+        sum += static_cast<uint32_t>(static_cast<int8_t>(a.data[row][k]) * b.data[k / 4][4 * column + k % 4]);
       std::memcpy(sums.data[row] + 4 * column, &sum, 4);
     }
 }
@@ -133,11 +133,11 @@ inline void int8_dot_products(int to, int first, int second) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
-#undef _tile_dpbssd
+#undef _tile_dpbsud
 #define _tile_loadconfig rhizome_emulated::load_config
 #define _tile_release rhizome_emulated::release
 #define _tile_zero rhizome_emulated::zero
 #define _tile_loadd rhizome_emulated::load
 #define _tile_stored rhizome_emulated::store
 #define _tile_dpbf16ps rhizome_emulated::dot_products
-#define _tile_dpbssd rhizome_emulated::int8_dot_products
+#define _tile_dpbsud rhizome_emulated::int8_dot_products

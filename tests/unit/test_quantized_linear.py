@@ -116,8 +116,8 @@ def segments(scheme: Scheme, inputs: int) -> list[tuple[int, int, int]]:
 
 def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
     """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for a segment, then
-    in float32. On AMX's tiles (native/linear_int8_amx.h) and in dot products of bytes (native/linear_task_int8.h), all
-    inputs are one segment."""
+    in float32. With bytes (native/plane_rows.h), all inputs are one
+    segment."""
     x = x if rows.order is None else x[:, rows.order]
     if rows.scheme.dynamic:
         fixed, unit = int8_rows(x)
@@ -125,7 +125,7 @@ def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
         _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
         unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
         fixed = (x.double() / unit).round()
-        if level == "amx":
+        if exact(level, rows.scheme):
             fixed = fixed.clamp(max=32639)
     scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
     zeros = rows.zeros if rows.zeros is not None else torch.full_like(rows.scales, rows.scheme.middle)

@@ -15,7 +15,7 @@ from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
 _BLOCK = 32  # inputs
 _TILE = 64  # of inputs, where a tile takes two blocks
-_MOST_INPUTS = 2**16  # whose products have sums of 32 bits (native/linear_int8_amx.h)
+_MOST_INPUTS = 2**16  # whose products have sums of 32 bits (native/plane_rows.h)
 _EXACT_GROUP = 64  # kExactGroup of native/linear.h
 _FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 

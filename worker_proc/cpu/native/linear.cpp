@@ -8,12 +8,12 @@
 #include "linear_quantized.h"
 #include "linear_task.h"
 #include "parallel.h"
+#include "plane_rows.h"
 #include "room.h"
 #include "rounded_rows.h"
 #include "rows.h"
 
 #if defined(__AMX_BF16__)
-#include "linear_int8_amx.h"
 #include "linear_quantized_rows.h"
 #include "linear_task_amx.h"
 #include "linear_task_compressed.h"
@@ -110,9 +110,8 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   const float* units = nullptr;
 #if !defined(__AMX_INT8__) && !defined(RHIZOME_INT8_DOTS) && !defined(RHIZOME_INTEGERS)
   if (weights.format == Format::kInt8Both) {
-    const int64_t stride = row_stride(weights.inputs);
-    const RoundedRows<bf16> made(x, x_stride, rows, weights.inputs, 32 * blocks(weights.inputs), stride);
-    x = made.data(), x_stride = stride, units = made.units();
+    const RoundedRows made(x, x_stride, rows, 32 * blocks(weights.inputs));
+    x = made.data(), x_stride = made.stride(), units = made.units();
   }
 #endif
   const auto finish = [&](int64_t panel, int64_t row, int count, float* sums, int thread) {
@@ -121,10 +120,10 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     add_bias(weights, panel, sums, count);
     then(panel, row, count, sums, thread);
   };
-#if defined(__AMX_INT8__)
+#if defined(__AMX_INT8__) || defined(RHIZOME_INT8_DOTS)
   if (in_quads(weights.format)) {
     const PackedMatrix pairs = as_pairs(weights);
-    const PlaneRows made(x, x_stride, rows, weights.inputs, weights.format == Format::kInt8Both);
+    const PlaneRows made(x, x_stride, rows, weights);
     const int planes = made.planes();
     const auto of_rows = [&](int64_t panel, int64_t row, int count) { before(panel, row / planes, count / planes); };
     return Tasks(pairs, planes * rows, unit).run([&](const Range& range, int thread) {
@@ -132,21 +131,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
         made.join(row / planes, count / planes, sums);
         finish(panel, row / planes, count / planes, sums, thread);
       };
-      multiply<TileNumbers::kInt8>(pairs, made.data(), made.stride(), range, of_rows, take);
-    });
-  }
-#endif
-#if defined(RHIZOME_INT8_DOTS)
-  if (in_quads(weights.format)) {
-    const PackedMatrix pairs = as_pairs(weights);
-    const int64_t stride = row_stride(pairs.inputs);
-    const RoundedRows<int8_t> made(x, x_stride, rows, weights.inputs, 2 * pairs.inputs, 2 * stride);
-    return Tasks(pairs, rows, unit).run([&](const Range& range, int thread) {
-      const auto take = [&](int64_t panel, int64_t row, int count, float* sums) {
-        take_byte_sums(sums, count, made.sums() + row, made.units() + row);
-        finish(panel, row, count, sums, thread);
-      };
-      multiply_bytes(pairs, reinterpret_cast<const bf16*>(made.data()), stride, range, before, take);
+      multiply_bytes(pairs, made.data(), made.stride(), range, of_rows, take);
     });
   }
 #endif

@@ -1,5 +1,5 @@
-// The micro-kernel for AMX: two by two tiles of sums, two of x, two of weights. Numbers are bfloat16, sums float32; or int8,
-// two in the place of a bfloat16, and sums int32.
+// The micro-kernel for AMX: two by two tiles of sums, two of x, two of weights. Numbers are bfloat16, sums float32; or int8
+// (of weights without a sign), two in the place of a bfloat16, and sums int32.
 #pragma once
 
 #include <immintrin.h>
@@ -67,7 +67,7 @@ inline void amx_block(const bf16* x, int64_t x_stride, Blocks& weights, int64_t 
   const bf16* const x_lower = x + kTile * x_stride;
 #define RHIZOME_DOT(sums, rows, columns)          \
   if constexpr (kNumbers == TileNumbers::kInt8)   \
-    _tile_dpbssd(sums, rows, columns);            \
+    _tile_dpbsud(sums, rows, columns);            \
   else                                            \
     _tile_dpbf16ps(sums, rows, columns)
 #define RHIZOME_CHANGE(tile, place)                                     \

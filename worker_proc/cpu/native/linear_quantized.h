@@ -31,7 +31,7 @@
 namespace rhizome {
 
 #if !defined(__AMX_INT8__) && (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
-#define RHIZOME_INT8_DOTS  // rows of int8 are multiplied as bytes, see linear_task_int8.h
+#define RHIZOME_INT8_DOTS  // rows of int8 are multiplied as bytes, see plane_rows.h
 #endif
 
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
@@ -47,6 +47,8 @@ constexpr bool by_channel(Format format) { return int8_by_channel(format) || for
 constexpr bool in_quads([[maybe_unused]] Format format) {
 #if defined(__AMX_INT8__)
   return int8_by_channel(format);
+#elif defined(RHIZOME_INT8_DOTS) && defined(__AVX512BF16__)
+  return int8_by_channel(format);  // rather than as bfloat16
 #elif defined(RHIZOME_INT8_DOTS)
   return format == Format::kInt8Both;
 #else
@@ -116,14 +118,12 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #endif
 }
 
-// A code as it is stored, and the other way round: those of int8 without zeros are signed, but for those in groups
-// on AMX, and those that dot products of bytes take. In integers, those of
+// A code as it is stored, and the other way round: those of int8 without zeros are signed, but for those in quads, and
+// those in groups on AMX. In integers, those of
 // FP4 begin with the least number (see linear_integers.h).
 inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
-#if defined(__AMX_BF16__)
-  if (in_quads(weights.format)) return code ^ 128;
-#else
   if (in_quads(weights.format)) return code;
+#if !defined(__AMX_BF16__)
   if ((int8_by_channel(weights.format) || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
 #endif
   if (in_integers(weights.format) && weights.format == Format::kFloat4) return code ^ 15;

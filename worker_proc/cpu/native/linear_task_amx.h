@@ -106,7 +106,7 @@ void multiply_rows(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
 }
 
 // Calls then(panel, row, count, sums) with the sums [count, 32] of all panels and rows of a range, up to kBlockRows at once,
-// and before(panel, row, count) when their last inputs are about to be multiplied. The weights are bfloat16, or int8.
+// and before(panel, row, count) when their last inputs are about to be multiplied. The weights are bfloat16.
 template <TileNumbers kNumbers = TileNumbers::kBFloat16, class Before, class Then>
 void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, const Range& range, Before& before,
               Then& then) {
@@ -114,6 +114,12 @@ void multiply(const PackedMatrix& weights, const bf16* x, int64_t x_stride, cons
     multiply_rows<kNumbers, true>(weights, x, x_stride, range, before, then);
   else
     multiply_rows<kNumbers, false>(weights, x, x_stride, range, before, then);
+}
+
+// The same for a matrix of bytes in pairs (`as_pairs`) and rows of int8; sums are whole numbers of 32 bits.
+template <class Before, class Then>
+void multiply_bytes(const PackedMatrix& pairs, const bf16* x, int64_t x_stride, const Range& range, Before& before, Then& then) {
+  multiply<TileNumbers::kInt8>(pairs, x, x_stride, range, before, then);
 }
 
 }  // namespace rhizome

@@ -1,6 +1,5 @@
-// The products of a task with rows of int8 by dot products of bytes (VPDPBUSD), four to a sum of 32 bits: twice as many as of 16
-// bits or bfloat16. Codes are bytes without a sign, 128 more than they are, for which the sum of a row makes up. Sums over all
-// inputs are exact, so they are those of AMX's tiles (linear_int8_amx.h), as the layout is.
+// The products of a task with rows of int8 (plane_rows.h) by dot products of bytes (VPDPBUSD), four to a sum of 32 bits: twice as
+// many as of 16 bits or bfloat16. They have the bits that AMX's tiles make.
 #pragma once
 
 #include "linear_quantized.h"
@@ -112,16 +111,6 @@ class BytePiece {
   const int64_t steps_;
   LinesAhead ahead_;
 };
-
-// Sums [count, 32] of rows become float32; `x_sums` are those of the rows, `units` what they count.
-inline void take_byte_sums(float* sums, int count, const int32_t* x_sums, const float* units) {
-  for (int row = 0; row < count; ++row)
-    for (int v = 0; v < kPanel; v += kLanes) {
-      ints whole;
-      std::memcpy(&whole, sums + row * kPanel + v, sizeof whole);
-      store(sums + row * kPanel + v, __builtin_convertvector(whole - 128 * x_sums[row], floats) * splat(units[row]));
-    }
-}
 
 template <class Before, class Then>
 void multiply_bytes(const PackedMatrix& pairs, const bf16* x, int64_t x_stride, const Range& range, Before& before, Then& then) {

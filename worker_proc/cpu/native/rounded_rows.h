@@ -1,4 +1,4 @@
-// Rows of x rounded to int8 for kInt8Both.
+// Rows of x rounded to int8 for kInt8Both, where products are those of bfloat16, which holds the whole numbers exactly.
 #pragma once
 
 #include <algorithm>
@@ -11,50 +11,33 @@
 
 namespace rhizome {
 
-inline void put_whole(float number, int8_t& to) { to = static_cast<int8_t>(number); }
-inline void put_whole(float number, bf16& to) { to = to_bf16(number); }  // exactly
-
-// As numbers of type `Number`, int8 or bfloat16. Until the next ones of the same thread.
-template <class Number>
+// Until the next ones of the same thread.
 class RoundedRows {
  public:
-  // Rows [rows, inputs] become rows of `size` numbers, the last of which are zeros, `stride` apart.
-  RoundedRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t size, int64_t stride) : stride_(stride) {
-    static thread_local std::vector<Number> memory;
+  // x [rows, inputs], the last ones perhaps zeros behind a row.
+  RoundedRows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) : stride_(row_stride(inputs)) {
+    static thread_local std::vector<bf16> memory;
     static thread_local std::vector<float> units;
-    static thread_local std::vector<int32_t> sums;
-    data_ = room_in(memory, rows * stride);
+    data_ = room_in(memory, rows * stride_);
     units_ = room_in(units, rows);
-    sums_ = room_in(sums, rows);
-    for_rows(rows, inputs, [&](int64_t row) { round(x + row * x_stride, row, inputs, size); });
+    for_rows(rows, inputs, [&](int64_t row) {
+      const bf16* const from = x + row * x_stride;
+      int largest = 0;
+      for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, from[i] & 0x7fff);
+      const FixedPoint point(largest, true);
+      for (int64_t i = 0; i < inputs; ++i) data_[row * stride_ + i] = to_bf16(__builtin_nearbyintf(to_float(from[i]) * point.factor));
+      units_[row] = point.unit;
+    });
   }
 
-  const Number* data() const { return data_; }
-  const float* units() const { return units_; }   // that the numbers of a row count
-  const int32_t* sums() const { return sums_; }   // of the numbers of a row
+  const bf16* data() const { return data_; }
+  int64_t stride() const { return stride_; }
+  const float* units() const { return units_; }  // that the numbers of a row count
 
  private:
-  void round(const bf16* from, int64_t row, int64_t inputs, int64_t size) {
-    int largest = 0;
-    for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, from[i] & 0x7fff);
-    const FixedPoint point(largest, true);
-    units_[row] = point.unit;
-    Number* const to = data_ + row * stride_;
-    const float factor = largest < 0x7f80 ? point.factor : 0.0f;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < inputs; ++i) {
-      const float whole = __builtin_nearbyintf(to_float(from[i]) * factor);
-      put_whole(whole == whole ? whole : 0.0f, to[i]);
-      sum += static_cast<int32_t>(whole == whole ? whole : 0.0f);
-    }
-    sums_[row] = sum;
-    std::fill(to + inputs, to + size, Number{0});
-  }
-
-  Number* data_;
+  bf16* data_;
   float* units_;
-  int32_t* sums_;
-  int64_t stride_;
+  const int64_t stride_;
 };
 
 }  // namespace rhizome
