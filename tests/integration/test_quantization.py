@@ -15,6 +15,7 @@ from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import quantize_checkpoint, store_bytes, store_mxfp4
 from tests.integration.cluster import ROOT, Cluster, running
 from tests.integration.test_cluster import GREEDY, collect, crowd
+from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
@@ -78,7 +79,8 @@ def test_int4_weights_and_int8_kv_over_two_ranks(tmp_path: Path) -> None:
         assert answers(cluster) == two_ranks(path, tmp_path, 32)
 
 
-def test_preempted_requests_have_the_tokens_that_they_have_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("w8a8", marks=needs_compiler)])
+def test_preempted_requests_have_the_tokens_that_they_have_alone(quantization: str, tmp_path: Path) -> None:
     """Their int8 pages are shared, copied, evicted and computed again."""
     path = make_checkpoint("llama", tmp_path / "model")
     prompts, _ = crowd(300)
@@ -86,12 +88,22 @@ def test_preempted_requests_have_the_tokens_that_they_have_alone(tmp_path: Path)
     batch = ("--max-batch-tokens", "64", "--chunk-tokens", "16", "--max-running", "32", "--page-size", "4")
     outputs = {}
     for name, tokens in (("roomy", "8192"), ("tight", "320")):
-        flags = ("--quantization", "int8", "--kv-cache-dtype", "int8", "--dtype", "bfloat16", "--kv-tokens", tokens)
+        flags = (
+            "--quantization",
+            quantization,
+            "--kv-cache-dtype",
+            "int8",
+            "--dtype",
+            "bfloat16",
+            "--kv-tokens",
+            tokens,
+        )
         with running(path, *batch, *flags) as cluster, cluster.connect() as connection:
             rids = [connection.submit(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
             found = collect(connection, rids)
             outputs[name] = [found[rid].token_ids for rid in rids]
             assert (connection.stats()["scheduler.preempted"] > 0) == (name == "tight")
+            assert cluster.info["model"]["quantization"] == quantization
     assert outputs["tight"] == outputs["roomy"]
 
 
@@ -148,11 +160,20 @@ def test_weights_in_12_bits_give_the_same_answers() -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
-    path = make_checkpoint("vaultgemma", tmp_path / "model")
-    cluster = Cluster(path, "--quantization", "int4")
+@pytest.mark.parametrize(
+    ("kind", "quantization", "reason"),
+    [
+        ("vaultgemma", "int4", "vaultgemma runs through transformers"),
+        ("llama", "w8a8", "activations are rounded by the native CPU kernels alone"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(
+    kind: str, quantization: str, reason: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(kind, tmp_path / "model")
+    cluster = Cluster(path, "--quantization", quantization, "--dtype", "float32")
     try:
         assert cluster.process.wait(120) == 1
-        assert "quantization = 'int4': vaultgemma runs through transformers" in cluster.log
+        assert f"quantization = '{quantization}': {reason}" in cluster.log
     finally:
         cluster.destroy()
