@@ -57,39 +57,58 @@ class PlaneRows {
   }
 
  private:
+#if defined(__AVX512BW__)
+  void split(const bf16* from, int64_t row) {
+    const int64_t steps = blocks(inputs_);  // zeros follow up to a whole one
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t step = 0; step < steps; ++step)
+      most = _mm512_max_epi16(most, _mm512_and_si512(_mm512_loadu_si512(from + step * 32), _mm512_set1_epi16(0x7fff)));
+    const __m512i even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff)), odd = _mm512_srli_epi32(most, 16);
+    const FixedPoint point(_mm512_reduce_max_epi32(_mm512_max_epi32(even, odd)), planes_ == 1);
+    units_[row] = point.unit;
+    const auto whole = [&](__m256i words) {
+      const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
+      return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(point.factor))));
+    };
+    const auto put = [](int8_t* to, __m512i words) { _mm256_store_si256((__m256i*)to, _mm512_cvtepi16_epi8(words)); };
+    int8_t *upper = reinterpret_cast<int8_t*>(data_ + row * planes_ * stride_), *lower = upper + 2 * stride_;
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t step = 0; step < steps; ++step, from += 32, upper += 32, lower += 32) {
+      const __m512i words = _mm512_loadu_si512(from);
+      const __m256i left = whole(_mm512_castsi512_si256(words)), right = whole(_mm512_extracti64x4_epi64(words, 1));
+      const __m512i numbers = _mm512_min_epi16(_mm512_inserti64x4(_mm512_castsi256_si512(left), right, 1), _mm512_set1_epi16(32639));
+      sum = _mm512_add_epi32(sum, _mm512_madd_epi16(numbers, _mm512_set1_epi16(1)));
+      if (planes_ == 1) {
+        put(upper, numbers);
+      } else {
+        put(upper, _mm512_srai_epi16(_mm512_add_epi16(numbers, _mm512_set1_epi16(128)), 8));
+        put(lower, numbers);
+      }
+    }
+    sums_[row] = _mm512_reduce_add_epi32(sum);  // of up to 2^16 numbers of 16 bits
+    if (steps % 2 == 0) return;
+    put(upper, _mm512_setzero_si512());
+    if (planes_ == 2) put(lower, _mm512_setzero_si512());
+  }
+#else  // one plane, see `in_quads`
   void split(const bf16* from, int64_t row) {
     int largest = 0;
     for (int64_t i = 0; i < inputs_; ++i) largest = std::max(largest, from[i] & 0x7fff);
-    const FixedPoint point(largest, planes_ == 1);
+    const FixedPoint point(largest, true);
     units_[row] = point.unit;
-    int8_t* const upper = reinterpret_cast<int8_t*>(data_ + row * planes_ * stride_);
-    int8_t* const lower = upper + 2 * stride_;
-    std::memset(upper + inputs_, 0, size_ - inputs_);
-    if (planes_ == 2) std::memset(lower + inputs_, 0, size_ - inputs_);
+    int8_t* const to = reinterpret_cast<int8_t*>(data_ + row * stride_);
+    std::memset(to + inputs_, 0, size_ - inputs_);
     sums_[row] = 0;
     if (largest >= 0x7f80) return;  // whatever is there: the unit is NaN
-    int64_t sum = 0;
-    constexpr int64_t kAtOnce = 64;  // of which a sum has 32 bits
-    for (int64_t first = 0; first < inputs_; first += kAtOnce) {
-      const int64_t end = std::min(inputs_, first + kAtOnce);
-      int32_t some = 0;
-      if (planes_ == 1)
-        for (int64_t i = first; i < end; ++i) {
-          const int32_t number = whole(from[i], point.factor);
-          upper[i] = static_cast<int8_t>(number);
-          some += number;
-        }
-      else
-        for (int64_t i = first; i < end; ++i) {
-          const int32_t number = std::min(whole(from[i], point.factor), 32639);
-          upper[i] = static_cast<int8_t>((number + 128) >> 8);
-          lower[i] = static_cast<int8_t>(number);
-          some += number;
-        }
-      sum += some;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < inputs_; ++i) {
+      const int32_t number = static_cast<int32_t>(__builtin_nearbyintf(to_float(from[i]) * point.factor));
+      to[i] = static_cast<int8_t>(number);
+      sum += number;
     }
     sums_[row] = sum;
   }
+#endif
 
   static floats one_plane(const float* sums, int64_t of_zeros) {
     ints whole;
@@ -114,8 +133,6 @@ class PlaneRows {
     return splat(0);  // never asked for, see `in_quads`
 #endif
   }
-
-  static int32_t whole(bf16 number, float factor) { return static_cast<int32_t>(__builtin_nearbyintf(to_float(number) * factor)); }
 
   const int64_t inputs_, size_, stride_;
   const int planes_;
