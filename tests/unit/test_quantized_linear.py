@@ -116,8 +116,8 @@ def segments(scheme: Scheme, inputs: int) -> list[tuple[int, int, int]]:
 
 def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
     """What native/linear_integers.h defines, to the last bit: `x` in fixed point times codes, exact for a segment, then
-    in float32. With bytes (native/plane_rows.h), all inputs are one
-    segment."""
+    in float32. With bytes (native/plane_rows.h), all inputs are one segment."""
+    whole_rows = exact(level, rows.scheme)
     x = x if rows.order is None else x[:, rows.order]
     if rows.scheme.dynamic:
         fixed, unit = int8_rows(x)
@@ -125,7 +125,7 @@ def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
         _, exponents = x.float().abs().amax(dim=1, keepdim=True).frexp()
         unit = torch.ldexp(torch.ones(len(x), 1, dtype=torch.float64), (exponents - 1).clamp(-112) - 14)
         fixed = (x.double() / unit).round()
-        if exact(level, rows.scheme):
+        if whole_rows:
             fixed = fixed.clamp(max=32639)
     scales = torch.ones_like(rows.scales) if rows.scheme.by_channel else rows.scales
     zeros = rows.zeros if rows.zeros is not None else torch.full_like(rows.scales, rows.scheme.middle)
@@ -133,7 +133,6 @@ def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
     if rows.scheme.floating:  # of FP4: whole numbers are twice as large
         codes, scales = 2 * floating_numbers(rows.scheme, rows.codes).double(), scales / 2
     total = torch.zeros(len(x), len(rows.codes))
-    whole_rows = exact(level, rows.scheme)
     for begin, end, group in [(0, x.shape[1], 0)] if whole_rows else segments(rows.scheme, x.shape[1]):
         part, group_zeros = fixed[:, begin:end], zeros[:, group]
         whole = part @ (codes[:, begin:end] - (0 if any_zeros(rows.scheme) else group_zeros[:, None])).t()

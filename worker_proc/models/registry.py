@@ -71,12 +71,12 @@ def load_model(
     with torch.inference_mode():
         loader = WeightLoader(open_checkpoint(directory), dtype, device)
         quantize = NativeQuantizer(native) if native is not None else quantize_rows
-        computed = native is not None and supports(spec, dtype)
-        source = WeightSource(loader, quantization, parse_stored(config), quantize, dynamic=computed)
-        if native is not None and computed:
-            packed = PackedWeightPlan(spec, shard, loader, native, source, compression=compression)
+        kernels = native if supports(spec, dtype) else None
+        source = WeightSource(loader, quantization, parse_stored(config), quantize, dynamic=kernels is not None)
+        if kernels is not None:
+            packed = PackedWeightPlan(spec, shard, loader, kernels, source, compression=compression)
             loader.run(progress)
-            return CpuDecoder(spec, shard, packed.finish(), tp, native)
+            return CpuDecoder(spec, shard, packed.finish(), tp, kernels)
         if device.type == "cuda":
             return load_gpu_model(spec, shard, loader, source, tp, attention, progress)
         plan = DecoderWeightPlan(spec, shard, loader, source)

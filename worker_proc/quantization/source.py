@@ -28,10 +28,8 @@ class WeightSource:
         MXFP4, which experts have, and nothing beside them. Unless `dynamic`, matrices do not round what they are
         multiplied with: then a scheme that says so is refused, and what a checkpoint says of it left out."""
         if scheme is not None and scheme.dynamic and not dynamic:
-            reason = (
-                "activations are rounded by the native CPU kernels alone, for the models that they compute in bfloat16"
-            )
-            raise ModelError("quantization", scheme.name, f"{reason}: take int8")
+            reason = "activations are rounded by the native CPU kernels alone, for the models that they compute in "
+            raise ModelError("quantization", scheme.name, reason + "bfloat16: take int8")
         if scheme is not None and stored is not None and stored.method != "mxfp4":
             raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
         self._load = load

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "bf16.h"
+
 namespace rhizome {
 
 inline float power_of_two(int exponent) {
@@ -13,6 +15,13 @@ inline float power_of_two(int exponent) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+// Of the largest magnitude among `count` numbers.
+inline int largest_bits(const bf16* numbers, int64_t count) {
+  int largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, numbers[i] & 0x7fff);
+  return largest;
 }
 
 // What numbers are multiplied with before they are rounded, and the whole numbers after: NaN where one is not finite.

@@ -92,8 +92,7 @@ class PlaneRows {
   }
 #else  // one plane, see `in_quads`
   void split(const bf16* from, int64_t row) {
-    int largest = 0;
-    for (int64_t i = 0; i < inputs_; ++i) largest = std::max(largest, from[i] & 0x7fff);
+    const int largest = largest_bits(from, inputs_);
     const FixedPoint point(largest, true);
     units_[row] = point.unit;
     int8_t* const to = reinterpret_cast<int8_t*>(data_ + row * stride_);

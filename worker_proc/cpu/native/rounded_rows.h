@@ -22,9 +22,7 @@ class RoundedRows {
     units_ = room_in(units, rows);
     for_rows(rows, inputs, [&](int64_t row) {
       const bf16* const from = x + row * x_stride;
-      int largest = 0;
-      for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, from[i] & 0x7fff);
-      const FixedPoint point(largest, true);
+      const FixedPoint point(largest_bits(from, inputs), true);
       for (int64_t i = 0; i < inputs; ++i) data_[row * stride_ + i] = to_bf16(__builtin_nearbyintf(to_float(from[i]) * point.factor));
       units_[row] = point.unit;
     });
