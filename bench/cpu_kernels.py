@@ -97,7 +97,7 @@ def limits(native: NativeLibrary) -> tuple[float, float]:
 @click.option("--shapes", default=",".join(_SHAPES), help="Of the projections of the reference shape.")
 @click.option(
     "--quantization",
-    type=click.Choice(["int8", "int4", "fp8", "mxfp4", "w8a8"]),
+    type=click.Choice(["int8", "int4", "fp8", "mxfp4", "w8a8", "w4a8"]),
     default=None,
     help="Weights in codes.",
 )
@@ -105,7 +105,8 @@ def limits(native: NativeLibrary) -> tuple[float, float]:
 def main(level: Level, threads: int, rows: str, shapes: str, quantization: str | None, group_size: int | None) -> None:
     scheme = {"mxfp4": MXFP4, "w8a8": W8A8}.get(quantization or "")
     if quantization is not None and scheme is None:
-        scheme = Scheme(4 if quantization == "int4" else 8, group_size, floating=quantization == "fp8")
+        four = quantization in ("int4", "w4a8")
+        scheme = Scheme(4 if four else 8, group_size, floating=quantization == "fp8", dynamic=quantization == "w4a8")
     native = load_library(level)
     native.set_threads(threads)
     bandwidth, rate = limits(native)

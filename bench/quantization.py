@@ -56,6 +56,9 @@ PRECISIONS = (
     Precision("int4 g64", Scheme(4, 64)),
     Precision("int4 g128", Scheme(4, 128)),
     Precision("int4 g128, KV int8", Scheme(4, 128), True),
+    Precision("w4a8 g32", Scheme(4, 32, dynamic=True)),
+    Precision("w4a8 g64", Scheme(4, 64, dynamic=True)),
+    Precision("w4a8 g128", Scheme(4, 128, dynamic=True)),
 )
 
 

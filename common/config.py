@@ -18,7 +18,7 @@ ADMISSIONS = ("ratio", "peak", "reserve")
 SPECULATIONS = ("off", "ngram")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("auto", "int8", "int4", "fp8", "w8a8")
+QUANTIZATIONS = ("auto", "int8", "int4", "fp8", "w8a8", "w4a8")
 QUANTIZATION_GROUP_SIZES = (32, 64, 128)
 KV_DTYPES = ("auto", "int8")
 CPU_KERNELS = ("auto", "amx", "avx512bf16", "armbf16", "avx512", "generic", "torch")
@@ -44,7 +44,8 @@ class ModelConfig:
     where they are far more than fits in caches.
     `cuda_graphs` replays decode steps on GPUs; `gpu_attention` "auto" is FlashInfer where it can be had, else Triton.
     `quantization` "auto" takes weights as they are stored, other names bring plain weights into fewer bits while they
-    are read; `quantization_group_size` inputs have a scale in common with int4.
+    are read; `quantization_group_size` inputs have a scale in common with int4 and w4a8. The
+    latter also says that weights which are stored in 4 bits are to be multiplied with activations of 8 bits.
     """
 
     path: str
@@ -70,9 +71,9 @@ class ModelConfig:
         size, sizes = self.quantization_group_size, ", ".join(map(str, QUANTIZATION_GROUP_SIZES))
         _check(size is None or size in QUANTIZATION_GROUP_SIZES, "quantization_group_size", f"one of {sizes}")
         _check(
-            size is None or self.quantization == "int4",
+            size is None or self.quantization in ("int4", "w4a8"),
             "quantization_group_size",
-            "left out unless quantization is int4",
+            "left out unless quantization is int4 or w4a8",
         )
         _check(1 <= self.tp <= 64, "tp", "between 1 and 64")
         _check(self.context_len is None or self.context_len >= 2, "context_len", "at least 2")

@@ -91,7 +91,7 @@ model_options = _made_into(
     click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="Replay decode steps on a GPU."),
     click.option("--gpu-attention", default="auto", help="auto, flashinfer, triton or sdpa (plain torch)."),
     click.option(
-        "--quantization", "-q", default="auto", help="auto (as stored), int8, int4, fp8, or w8a8 (activations, too)."
+        "--quantization", "-q", default="auto", help="auto (as stored), int8, int4, fp8, w8a8, w4a8 (activations, too)."
     ),
     click.option(
         "--quantization-group-size", type=int, default=None, help="Inputs with one scale: 32, 64, 128.  [default: 128]"

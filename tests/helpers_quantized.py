@@ -81,7 +81,8 @@ def store_bytes(
             numbers = (torch.randn(tensor.shape, generator=generator) * 50).clamp(-448, 448)
             codes = numbers.to(torch.float8_e4m3fn)
         else:
-            codes = torch.randint(-128, 128, tensor.shape, generator=generator, dtype=torch.int8)
+            most = 2 ** (_weights_of(config).get("num_bits", 8) - 1)
+            codes = torch.randint(-most, most, tensor.shape, generator=generator, dtype=torch.int8)
         spread = scales
         for dim, cut in enumerate(block):
             spread = spread.repeat_interleave(cut or tensor.shape[dim], dim).narrow(dim, 0, tensor.shape[dim])
@@ -91,6 +92,11 @@ def store_bytes(
         if config.get("activation_scheme") == "static":
             codes_of[base + "input_scale"] = torch.tensor(0.1)
     return _write_both(source, directory, codes_of, plain, config)
+
+
+def _weights_of(config: dict[str, Any]) -> dict[str, Any]:
+    weights: dict[str, Any] = config["config_groups"]["group_0"]["weights"]
+    return weights
 
 
 def store_mxfp4(source: Path, directory: Path, *, seed: int = 0) -> tuple[Path, Path]:

@@ -19,6 +19,7 @@ from worker_proc.cpu.attention import DTYPES
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import LEVELS, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library
+from worker_proc.cpu.linear import Format
 from worker_proc.cpu.prefault import Prefault
 from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
@@ -32,7 +33,7 @@ from worker_proc.models.families import is_native, parse_spec
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import load_time_scheme
+from worker_proc.quantization.scheme import Scheme, load_time_scheme
 from worker_proc.sampler import BestRows, DrawRows
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ def load_worker(
     int8_kv = config.cache.kv_dtype == "int8"
     attention = choose_attention(library, dtype, device, model_config, int8_kv=int8_kv)
     scheme = load_time_scheme(model_config.quantization, model_config.quantization_group_size)
+    if scheme is not None and adds_rounding(info, scheme) and model_config.quantization_group_size is not None:
+        raise ConfigError("quantization-group-size: the checkpoint is quantized already, leave the option out")
+    rounds = library is None or library.knows(Format.INT4_BOTH)
+    if scheme is not None and scheme.name == "w4a8" and not rounds and rank == 0:
+        log.info("w4a8: activations stay in 16 bits, as the kernels for this processor do not multiply bytes of 4 bits")
     model: LanguageModel = load_model(
         model_config.path,
         dtype=dtype,
@@ -171,13 +177,12 @@ def load_worker(
     kernels: str = library.level if library is not None else "torch"
     if device.type == "cuda":
         kernels = type(attention).__name__.removesuffix("Attention").lower()
-    held = [str(way) for way in (info.quantization, scheme) if way is not None]
     labels = {
         "architecture": info.architecture,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "kernels": kernels,
-        "quantization": ", else ".join(held) or "none",
+        "quantization": how_held(info, scheme),
         "kv_cache_dtype": "int8" if spec.int8 else str(spec.dtype).removeprefix("torch."),
     }
     host_pages = host.num_pages if host is not None else 0
@@ -200,6 +205,20 @@ def ready_info(
         **({"host_pages": host_pages} if host_pages else {}),
         **{f"eos_{i}": token for i, token in enumerate(info.eos_token_ids)},
     }
+
+
+def how_held(info: ModelInfo, scheme: Scheme | None) -> str:
+    """How weights are quantized: as they are stored, and what `scheme` makes of plain ones or adds to those."""
+    if info.quantization is None or scheme is None:
+        return str(scheme or info.quantization or "none")
+    return (
+        f"{info.quantization}, {scheme.name}" if adds_rounding(info, scheme) else f"{info.quantization}, else {scheme}"
+    )
+
+
+def adds_rounding(info: ModelInfo, scheme: Scheme) -> bool:
+    """Whether the scheme is nothing but how weights are multiplied that are stored in codes."""
+    return info.quantization not in (None, "mxfp4") and scheme.dynamic and scheme.bits == 4
 
 
 def choose_device(model: ModelConfig, rank: int) -> torch.device:

@@ -79,7 +79,10 @@ def test_int4_weights_and_int8_kv_over_two_ranks(tmp_path: Path) -> None:
         assert answers(cluster) == two_ranks(path, tmp_path, 32)
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("w8a8", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "quantization",
+    ["int8", pytest.param("w8a8", marks=needs_compiler), pytest.param("w4a8, groups of 32", marks=needs_compiler)],
+)
 def test_preempted_requests_have_the_tokens_that_they_have_alone(quantization: str, tmp_path: Path) -> None:
     """Their int8 pages are shared, copied, evicted and computed again."""
     path = make_checkpoint("llama", tmp_path / "model")
@@ -88,9 +91,11 @@ def test_preempted_requests_have_the_tokens_that_they_have_alone(quantization: s
     batch = ("--max-batch-tokens", "64", "--chunk-tokens", "16", "--max-running", "32", "--page-size", "4")
     outputs = {}
     for name, tokens in (("roomy", "8192"), ("tight", "320")):
+        method, _, groups = quantization.partition(", groups of ")
         flags = (
             "--quantization",
-            quantization,
+            method,
+            *(("--quantization-group-size", groups) if groups else ()),
             "--kv-cache-dtype",
             "int8",
             "--dtype",
@@ -165,6 +170,7 @@ def test_weights_in_12_bits_give_the_same_answers() -> None:
     [
         ("vaultgemma", "int4", "vaultgemma runs through transformers"),
         ("llama", "w8a8", "activations are rounded by the native CPU kernels alone"),
+        ("llama", "w4a8", "activations are rounded by the native CPU kernels alone"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(

@@ -44,7 +44,14 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         weight_compression=draw(st.sampled_from(WEIGHT_COMPRESSIONS)),
         gpu_attention=draw(st.sampled_from(GPU_ATTENTIONS)),
         **draw(
-            st.sampled_from([{}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 64}])
+            st.sampled_from(
+                [
+                    {},
+                    {"quantization": "int8"},
+                    {"quantization": "int4", "quantization_group_size": 64},
+                    {"quantization": "w4a8"},
+                ]
+            )
         ),
     )
     page_size = draw(st.integers(1, 4096))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import helpers_native
+from tests.emulated_avx_vnni import with_avx_vnni
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
@@ -83,10 +84,12 @@ def any_zeros(scheme: Scheme) -> bool:
     return few and scheme.bits == 4 and not scheme.symmetric
 
 
-def packed(level: Level, rows: QuantizedRows, paired: bool = False) -> QuantizedMatrix:
+def packed(
+    level: Level, rows: QuantizedRows, paired: bool = False, native: NativeLibrary | None = None
+) -> QuantizedMatrix:
     outputs, inputs = len(rows.codes), rows.codes.shape[1] * (1 + rows.halved)
     memory = HugePages(CodeSizes.of(outputs, inputs, rows.scheme, paired=paired).room())
-    matrix = QuantizedMatrix(load_library(level), memory, outputs, inputs, rows.scheme, paired=paired)
+    matrix = QuantizedMatrix(native or load_library(level), memory, outputs, inputs, rows.scheme, paired=paired)
     half, cut = outputs // 2, outputs // 3
     everything = (0, inputs)
     if paired:
@@ -270,9 +273,10 @@ def test_zeros_are_whole_where_sums_would_not_be_exact(scheme: Scheme) -> None:
         packed(LEVELS[0], replace(rows, zeros=rows.zeros + 0.5))
 
 
-@pytest.mark.skipif("avx_vnni" not in cpu_features().flags, reason="the CPU has no such instruction")
+@pytest.mark.skipif("avx2" not in cpu_features().flags, reason="nor can the CPU emulate it")
 @pytest.mark.parametrize("scheme", [*INTEGERS, W8A8], ids=str)
 def test_products_without_avx_vnni_are_the_same(scheme: Scheme) -> None:
+    """As with it, which is emulated where the CPU has no such instruction."""
     features = cpu_features()
     without = NativeLibrary("generic", replace(features, flags=features.flags - {"avx_vnni"}))
     for outputs, inputs, rows in ((70, 640, 1), (33, 256, 5), (64, 320, 40)):
@@ -281,7 +285,8 @@ def test_products_without_avx_vnni_are_the_same(scheme: Scheme) -> None:
         matrix = QuantizedMatrix(without, memory, outputs, inputs, scheme)
         matrix.pack_rows(weights, 0)
         got = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
-        want = packed("generic", weights).linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+        having = packed("generic", weights, native=with_avx_vnni())
+        want = having.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
         assert torch.equal(got, want) or scheme.dynamic
         torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-20)  # summed up otherwise
 

@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_compress": (_LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _LONG]),
     "rhizome_compresses": (_INT, []),
     "rhizome_exact": (_INT, [_INT]),
+    "rhizome_knows": (_INT, [_INT]),
     "rhizome_integers": (_INT, []),
     "rhizome_scales_sums": (_INT, []),
     "rhizome_inflate": (None, [_POINTER, _POINTER]),
@@ -73,6 +74,10 @@ class NativeLibrary:
     def integers(self) -> bool:
         """Whether products with int8 and int4 codes are computed in integers (`native/linear_integers.h`)."""
         return bool(self.functions.rhizome_integers())
+
+    def knows(self, format: int) -> bool:
+        """Whether a matrix may have this `Format`: all but INT4_BOTH are known everywhere."""
+        return bool(self.functions.rhizome_knows(format))
 
     def exact(self, format: int) -> bool:
         """Whether sums of products with a matrix in this `Format` are exact (`in_quads` of

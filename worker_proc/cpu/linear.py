@@ -35,6 +35,7 @@ class Format(IntEnum):
     FLOAT8 = 6
     FLOAT4 = 7
     INT8_BOTH = 8
+    INT4_BOTH = 9
 
 
 class Pairing(IntEnum):

@@ -16,6 +16,7 @@ from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 _BLOCK = 32  # inputs
 _TILE = 64  # of inputs, where a tile takes two blocks
 _MOST_INPUTS = 2**16  # whose products have sums of 32 bits (native/plane_rows.h)
+_SEGMENT = 256  # inputs of a row that are rounded together, at most
 _EXACT_GROUP = 64  # kExactGroup of native/linear.h
 _FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 
@@ -69,7 +70,7 @@ class QuantizedMatrix(PackedMatrix):
         shape = (-1, scheme.num_groups(padded), PANEL)
         self.scales = memory.take(sizes.scales, _scale_dtype(scheme)).view(shape)
         self.zeros = memory.take(sizes.zeros, torch.float32).view(shape) if sizes.zeros else None
-        self.struct.format = _format(scheme)
+        self.struct.format = _format(native, scheme)
         self.struct.group = group or padded
         self.struct.scales = self.scales.data_ptr()
         self.struct.zeros = self.zeros.data_ptr() if self.zeros is not None else None
@@ -127,14 +128,22 @@ def _scale_dtype(scheme: Scheme) -> torch.dtype:
     return torch.uint8 if scheme.floating and scheme.bits == 4 else torch.float32
 
 
-def _format(scheme: Scheme) -> Format:
+def _format(native: NativeLibrary, scheme: Scheme) -> Format:
     if scheme.floating:
         if scheme.bits == 4:
             return Format.FLOAT4
         return Format.FLOAT8_CHANNEL if scheme.by_channel else Format.FLOAT8
     if scheme.by_channel:
         return Format.INT8_BOTH if scheme.dynamic else Format.INT8_CHANNEL
-    return Format.INT4 if scheme.bits == 4 else Format.INT8
+    if scheme.bits == 8:
+        return Format.INT8
+    rounds = scheme.dynamic and native.knows(Format.INT4_BOTH) and _whole_segments(scheme.group_size)
+    return Format.INT4_BOTH if rounds else Format.INT4
+
+
+def _whole_segments(group_size: int | None) -> bool:
+    """Whether the segments in which rows are rounded (native/segment_rows.h) do not cross the groups of weights."""
+    return group_size is None or group_size % _SEGMENT == 0 or _SEGMENT % group_size == 0
 
 
 @dataclass(frozen=True, slots=True)

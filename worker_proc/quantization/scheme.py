@@ -15,8 +15,9 @@ class Scheme:
     one per scale. Where `floating`, a code is a number of FP8 (8 bits: E4M3, as torch.float8_e4m3fn has it) or FP4 (4
     bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric. Where `ordered`, inputs of a
     matrix have an order of their own, in which groups follow each other (GPTQ's order of activations). Where `dynamic`,
-    the rows that weights are multiplied with are rounded to int8, too, with a scale per row (W8A8): only int8 by
-    channel."""
+    the rows that weights are multiplied with are rounded to int8, too: with int8 by channel (W8A8) with a scale per
+    row; with 4 bits (W4A8) with one for every group of weights, or 256 inputs of a larger one, by kernels that multiply
+    bytes of 4 bits, while others leave rows as they are."""
 
     bits: int
     group_size: int | None = None
@@ -39,7 +40,7 @@ class Scheme:
     def name(self) -> str:
         """That of launch.py's --quantization."""
         if self.dynamic:
-            return "w8a8"
+            return f"w{self.bits}a8"
         return f"{'fp' if self.floating else 'int'}{self.bits}"
 
     def __str__(self) -> str:
@@ -73,4 +74,6 @@ def load_time_scheme(method: str, group_size: int | None) -> Scheme | None:
         return Scheme(8, floating=method == "fp8")
     if method == "w8a8":
         return W8A8
-    return Scheme(4, group_size or DEFAULT_GROUP_SIZE) if method == "int4" else None
+    if method in ("int4", "w4a8"):
+        return Scheme(4, group_size or DEFAULT_GROUP_SIZE, dynamic=method == "w4a8")
+    return None

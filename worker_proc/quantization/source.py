@@ -25,15 +25,19 @@ class WeightSource:
         dynamic: bool = False,
     ) -> None:
         """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has. Not both, but for
-        MXFP4, which experts have, and nothing beside them. Unless `dynamic`, matrices do not round what they are
+        MXFP4, which experts have, and nothing beside them; and where the scheme is W4A8, whose activations codes of 4
+        bits then have, however they are stored. Unless `dynamic`, matrices do not round what they are
         multiplied with: then a scheme that says so is refused, and what a checkpoint says of it left out."""
         if scheme is not None and scheme.dynamic and not dynamic:
             reason = "activations are rounded by the native CPU kernels alone, for the models that they compute in "
-            raise ModelError("quantization", scheme.name, reason + "bfloat16: take int8")
-        if scheme is not None and stored is not None and stored.method != "mxfp4":
+            raise ModelError("quantization", scheme.name, reason + f"bfloat16: take int{scheme.bits}")
+        rounds = scheme is not None and scheme.dynamic and scheme.bits == 4
+        codes = stored is not None and stored.method != "mxfp4"
+        if scheme is not None and stored is not None and codes and not (rounds and stored.in_4_bits):
             raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
         self._load = load
-        self._scheme = scheme
+        self._scheme = None if codes else scheme
+        self._rounds = rounds
         self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
         self._stored = None if self._in_blocks else stored
         self._quantize = quantize
@@ -43,15 +47,21 @@ class WeightSource:
         """How the matrix that `parts` make together is held; None: plain. Raises ModelError where only some of them
         are stored as codes."""
         if self._in_blocks:
-            return scheme_of_parts(self._load.checkpoint, parts)
+            return self._rounding(scheme_of_parts(self._load.checkpoint, parts))
         if self._stored is None:
             return self._scheme
         stored = [is_stored(self._stored, self._load.checkpoint, part) for part in parts]
         if any(stored) != all(stored):
             plain = parts[stored.index(False)].name
             raise ModelError(plain, "not quantized", "projections that are computed together must be alike")
-        scheme = self._stored.scheme if all(stored) else self._scheme
-        return scheme if scheme is None or self._dynamic else replace(scheme, dynamic=False)
+        return self._rounding(self._stored.scheme if all(stored) else self._scheme)
+
+    def _rounding(self, scheme: Scheme | None) -> Scheme | None:
+        """With activations of 8 bits where they are wanted and known."""
+        if scheme is None or not self._dynamic:
+            return scheme and replace(scheme, dynamic=False)
+        in_4_bits = scheme.bits == 4 and not scheme.floating
+        return replace(scheme, dynamic=True) if self._rounds and in_4_bits else scheme
 
     def head_scheme(self, head: Part) -> Scheme | None:
         """How the output head is held."""

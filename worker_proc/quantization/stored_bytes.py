@@ -48,11 +48,13 @@ def unread_names(checkpoint: Checkpoint, part: Part) -> tuple[str, ...]:
 
 
 def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -> QuantizedRows:
-    """See `stored.StoredLayout`. Refuses FP8 that is not a number."""
+    """See `stored.StoredLayout`. Refuses FP8 that is not a number, and numbers of more bits than there should be."""
     as_bytes, scheme, outputs = _bytes(stored), stored.scheme, part.shape[0]
     codes = tensors["weight"].view(torch.uint8)
     if not scheme.floating:
-        codes = codes ^ 128  # two's complement
+        codes = codes + scheme.middle  # two's complement
+        if bool((codes >= 2**scheme.bits).any()):
+            raise ModelError(f"{module_of(part)}.weight", "a code", f"does not fit into {scheme.bits} bits")
     elif bool(((codes & 127) == 127).any()):
         raise ModelError(f"{module_of(part)}.weight", "NaN", "a weight is not a number")
     scales = tensors["scale"].float().reshape(as_bytes.blocks(part.shape))

@@ -21,15 +21,16 @@ _COMPRESSED_FORMATS = (
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
     """Weights with a byte each, in safetensors' `dtype`. A `block` of outputs by inputs has one scale; None: all. Where
-    `dynamic`, rows of activations are to be rounded to int8, too."""
+    `dynamic`, rows of activations are to be rounded to int8, too. Codes may have 4 `bits` of their byte."""
 
     dtype: Literal["F8_E4M3", "I8"]
     block: tuple[int | None, int | None]
     dynamic: bool = False
+    bits: int = 8
 
     @property
     def scheme(self) -> Scheme:
-        return Scheme(8, self.block[1], floating=self.dtype == "F8_E4M3", dynamic=self.dynamic)
+        return Scheme(self.bits, self.block[1], floating=self.dtype == "F8_E4M3", dynamic=self.dynamic)
 
     def blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of outputs and of inputs in a matrix, the last ones perhaps smaller."""
@@ -45,6 +46,11 @@ class StoredQuantization:
     scheme: Scheme
     zero_offset: int = 0
     as_bytes: StoredBytes | None = None
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether codes have 4 bits, in GGUF files those of some matrices."""
+        return self.method == "gguf" or (self.scheme.bits == 4 and not self.scheme.floating)
 
 
 def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
@@ -113,8 +119,7 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(g, dict) for g in groups.values()):
         raise ModelError("quantization_config: config_groups", groups, "one group of modules is supported")
     (group,) = groups.values()
-    for key in ("input_activations", "output_activations") if layout == "pack-quantized" else ("output_activations",):
-        _require(group, key, (None,), "only weights may be quantized")
+    _require(group, "output_activations", (None,), "not supported")
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ModelError("quantization_config: weights", weights, "must be an object")
@@ -123,13 +128,17 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     if layout != "pack-quantized":
         return _compressed_bytes(layout, weights, group.get("input_activations"))
     bits = _require(weights, "num_bits", (4, 8), "only 4 and 8 bits are supported")
+    rounds = _rounds_rows(group.get("input_activations"))
+    if not rounds or bits != 4:
+        _require(group, "input_activations", (None,), "only int8 per token is supported, beside weights of 4 bits")
     _require(weights, "type", ("int", None), "only int is supported")
     _require(weights, "dynamic", (False, None), "weights have fixed scales")
     known = (None, "weight", "static", "group", False)
     order = _require(weights, "actorder", known, "only weight, static and group are supported")
     strategy = _require(weights, "strategy", ("group", "channel"), "only group and channel are supported")
     size = _group_size(weights) if strategy == "group" else None
-    scheme = Scheme(bits, size, bool(weights.get("symmetric", True)), ordered=order == "group" and size is not None)
+    symmetric, ordered = bool(weights.get("symmetric", True)), order == "group" and size is not None
+    scheme = Scheme(bits, size, symmetric, ordered=ordered, dynamic=rounds)
     return StoredQuantization("compressed-tensors", scheme)
 
 
@@ -146,7 +155,7 @@ def _compressed_mxfp4(weights: Mapping[str, Any]) -> StoredQuantization:
 
 
 def _compressed_bytes(layout: str, weights: Mapping[str, Any], activations: object) -> StoredQuantization:
-    _require(weights, "num_bits", (8,), "only 8 bits are supported")
+    bits = _require(weights, "num_bits", (4, 8) if layout == "int-quantized" else (8,), "not supported in this format")
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",)}.get(layout, ("float", "int"))
     kind = _require(weights, "type", kinds, f"must be {' or '.join(kinds)} with {layout}")
     _require(weights, "symmetric", (True, None), "only weights without zero points are supported")
@@ -159,8 +168,8 @@ def _compressed_bytes(layout: str, weights: Mapping[str, Any], activations: obje
         block = 1, _group_size(weights)
     elif strategy == "block":
         block = _block(weights, "block_structure")
-    dynamic = kind == "int" and block[1] is None and _rounds_rows(activations)
-    as_bytes = StoredBytes("F8_E4M3" if kind == "float" else "I8", block, dynamic)
+    dynamic = kind == "int" and (block[1] is None or bits == 4) and _rounds_rows(activations)
+    as_bytes = StoredBytes("F8_E4M3" if kind == "float" else "I8", block, dynamic, bits)
     return StoredQuantization("compressed-tensors", as_bytes.scheme, as_bytes=as_bytes)
 
 

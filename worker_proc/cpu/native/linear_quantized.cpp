@@ -80,8 +80,11 @@ constexpr int kOfWord = 2 * sizeof(CodeWord);
 
 // Puts the 32 codes of an output into a block, where they are 0.
 void add_codes(Format format, int output, const uint8_t* from, uint8_t* codes) {
-  if (!in_nibbles(format)) {
-    for (int input = 0; input < 32; ++input) codes[place_of(format, output, input).byte] = from[input];
+  if (!in_nibbles(format) || format == Format::kInt4Both) {
+    for (int input = 0; input < 32; ++input) {
+      const CodePlace at = place_of(format, output, input);
+      codes[at.byte] |= static_cast<uint8_t>(from[input] << at.shift);
+    }
     return;
   }
 #if defined(__AMX_BF16__)
@@ -113,6 +116,7 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
     case Format::kFloat4: return multiply_format<Format::kFloat4>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt8Channel:
     case Format::kInt8Both:
+    case Format::kInt4Both:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -143,6 +147,7 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
     case Format::kFloat8Channel: return run(code_dots_of<Format::kFloat8Channel, false>);
     case Format::kFloat8: return run(code_dots_of<Format::kFloat8, false>);
     case Format::kFloat4: return run(code_dots_of<Format::kFloat4, false>);
+    case Format::kInt4Both:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -186,6 +191,15 @@ void widen_codes(const PackedMatrix& weights, int64_t block, int64_t count, bf16
 #endif
 
 }  // namespace rhizome
+
+int rhizome_knows(int format) {
+#if defined(RHIZOME_INT8_DOTS)
+  (void)format;
+  return 1;
+#else
+  return static_cast<rhizome::Format>(format) != rhizome::Format::kInt4Both;
+#endif
+}
 
 int rhizome_scales_sums() {
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

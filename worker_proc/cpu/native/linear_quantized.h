@@ -5,7 +5,8 @@
 //                 128, which bfloat16 holds exactly; the scale multiplies the sums.
 //   kInt8Both     the same, and rows of x are rounded to int8, too, with a scale per row (W8A8): see fixed_point.h.
 //   kInt8, kInt4  weight = (code - zero) * scale, rounded to bfloat16, a scale (and a zero) per group of inputs.
-//   kFloat8Channel, kFloat8  the same, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
+//   kInt4Both     kInt4 with rows of x rounded to int8 in segments (W4A8), where bytes are multiplied: see linear_task_nibbles.h.
+//   kFloat8Channel, kFloat8  as kInt8, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
 //                 bfloat16 holds, or times a scale per group, rounded to bfloat16. Numbers are 2^-8 of those that codes
 //                 stand for (see float8.h), scales 2^8 times as large.
 //   kFloat4       the same with numbers of FP4 (E2M1), twice as large, and scales half as large, a byte each (float4.h).
@@ -37,7 +38,9 @@ namespace rhizome {
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
-constexpr bool in_nibbles(Format format) { return format == Format::kInt4 || format == Format::kFloat4; }  // 4 bits each
+constexpr bool in_nibbles(Format format) {  // 4 bits each
+  return format == Format::kInt4 || format == Format::kInt4Both || format == Format::kFloat4;
+}
 constexpr int64_t code_bytes(Format format, int64_t weights) { return in_nibbles(format) ? weights / 2 : weights; }
 constexpr bool int8_by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kInt8Both; }
 constexpr bool by_channel(Format format) { return int8_by_channel(format) || format == Format::kFloat8Channel; }
@@ -57,7 +60,8 @@ constexpr bool in_quads([[maybe_unused]] Format format) {
 }
 constexpr bool in_integers([[maybe_unused]] Format format) {
 #if defined(RHIZOME_INTEGERS)
-  return (int8_by_channel(format) && !in_quads(format)) || format == Format::kInt8 || in_nibbles(format);
+  return (int8_by_channel(format) && !in_quads(format)) || format == Format::kInt8 ||
+         (in_nibbles(format) && format != Format::kInt4Both);
 #else
   return false;
 #endif
@@ -75,7 +79,7 @@ inline const Scale<kFormat>* scales_of(const PackedMatrix& weights) {
   return reinterpret_cast<const Scale<kFormat>*>(weights.scales);
 }
 
-inline float middle_code(Format format) { return format == Format::kInt4 ? 8.0f : 128.0f; }
+inline float middle_code(Format format) { return in_nibbles(format) ? 8.0f : 128.0f; }
 
 // Where the code of an output and input of a block is.
 struct CodePlace {
@@ -92,6 +96,9 @@ struct CodePlace {
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
   if (in_quads(format))
     return {output / kTile * kTileElements * 2 + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
+  if (format == Format::kInt4Both)
+    return {output / kTile * kTileElements / 2 + input / 8 * 4 * kTile + output % kTile * 4 + input % 4,
+            static_cast<int>(input / 4 % 2 * 4)};
 #if defined(__AMX_BF16__)
   if (in_nibbles(format))
     return {output / 4 * 64 + input * 2 + output % 4 / 2, static_cast<int>(output % 2 * 4)};
@@ -176,6 +183,9 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
 // [rows, groups] of `group` inputs: what worker_proc/quantization/rows.py defines, to the last bit. FP8 if `floating`.
 RHIZOME_EXPORT void rhizome_quantize(const void* source, int wide, int64_t stride, int64_t rows, int64_t inputs,
                                      int64_t group, int bits, int floating, uint8_t* codes, float* scales);
+
+// Whether a matrix may have this format.
+RHIZOME_EXPORT int rhizome_knows(int format);
 
 // Whether sums of products over all inputs are exact.
 RHIZOME_EXPORT int rhizome_exact(int format);

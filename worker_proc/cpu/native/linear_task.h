@@ -63,7 +63,9 @@ struct Piece {
 
 class PieceOrder {
  public:
-  PieceOrder(const Range& range, int64_t steps, int64_t part) : range_(range), steps_(steps), part_(part) {}
+  // Pieces of at most `most` blocks.
+  PieceOrder(const Range& range, int64_t steps, int64_t part, int64_t most = kSteps)
+      : range_(range), steps_(steps), part_(part), most_(most) {}
 
   Piece start() const { return at(0, range_.panel_begin, 0); }
 
@@ -79,11 +81,11 @@ class PieceOrder {
  private:
   Piece at(int64_t first, int64_t panel, int64_t step) const {
     const int64_t stop = std::min(steps_, first + part_);
-    return {first, stop, panel, step, std::min(kSteps, stop - step)};
+    return {first, stop, panel, step, std::min(most_, stop - step)};
   }
 
   const Range& range_;
-  const int64_t steps_, part_;
+  const int64_t steps_, part_, most_;
 };
 
 // Room for the sums of a task: of all its panels where the inputs are taken in parts, else of one.

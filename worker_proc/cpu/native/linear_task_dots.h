@@ -12,6 +12,10 @@ namespace rhizome {
 // One piece, for one pass of rows after the other.
 class DotPiece {
  public:
+  static int64_t most_steps(const PackedMatrix& weights, int64_t rows) {
+    return in_nibbles(weights.format) && dot_passes(rows) == 1 ? 4 * kSteps : kSteps;
+  }
+
   // `following` is the block with which the thread goes on after this piece.
   DotPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(weights), block_(piece.panel * blocks(weights.inputs) + piece.step), steps_(piece.now),

@@ -29,7 +29,7 @@ void multiply_pieces(const PackedMatrix& weights, const Number* x, int64_t x_str
                      Then& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const int64_t part = rows > kBlockRows && steps > kWholeSteps ? kPartSteps : steps;
-  const PieceOrder order(range, steps, part);
+  const PieceOrder order(range, steps, part, Weights::most_steps(weights, rows));
   for (Piece piece = order.start(), next = piece; !order.ended(piece); piece = next) {
     next = order.after(piece);
     Weights now(weights, piece, order.ended(next) ? range.panel_next * steps : next.panel * steps + next.step, rows);

@@ -1,0 +1,164 @@
+"""Products of 4-bit codes with rows rounded to int8 (`native/linear_task_nibbles.h`) against numpy."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.emulated_avx_vnni import with_avx_vnni
+from tests.unit.test_cpu_build import needs_compiler
+from tests.unit.test_quantized_linear import ROWS, SIZES, packed, random, random_rows
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import NativeLibrary, load_library
+from worker_proc.cpu.linear import Finish, Format
+from worker_proc.cpu.quantized import QuantizedMatrix
+from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.scheme import Scheme
+
+pytestmark = needs_compiler
+LEVELS = cpu_features().levels()
+SCHEMES = [
+    Scheme(4, size, symmetric, ordered=ordered, dynamic=True)
+    for size, symmetric, ordered in (
+        (32, True, False),
+        (64, False, False),
+        (128, True, False),
+        (128, False, False),
+        (128, True, True),
+        (256, True, False),
+        (512, False, False),
+        (None, True, False),
+    )
+]
+OTHER_SEGMENTS = Scheme(4, 96, dynamic=True)  # groups that 256 inputs cut
+schemes = st.sampled_from(SCHEMES)
+
+
+ROUNDING = [level for level in LEVELS if level != "amx" and level != "armbf16"]
+
+
+def library(level: Level) -> NativeLibrary:
+    """One that multiplies bytes, by instructions that are emulated where the processor's generic level lacks them."""
+    native = with_avx_vnni() if level == "generic" else load_library(level)
+    if not native.knows(Format.INT4_BOTH):
+        pytest.skip("the CPU has no such instructions")
+    return native
+
+
+def matrix_of(native: NativeLibrary, rows: QuantizedRows) -> QuantizedMatrix:
+    return packed(LEVELS[0], rows, native=native)
+
+
+def product(matrix: QuantizedMatrix, x: Tensor) -> Tensor:
+    return matrix.linear(x, Finish.STORE_FLOAT, torch.full((len(x), matrix.outputs), torch.nan))
+
+
+def wanted(rows: QuantizedRows, x: Tensor) -> Tensor:
+    """Segment by segment: whole numbers, exact, times a scale, added with one rounding: in long double, whose 64 bits
+    hold products of float32."""
+    codes, x = rows.codes.numpy().astype(np.int64), x if rows.order is None else x[:, rows.order]
+    size = rows.scheme.group_size or x.shape[1]
+    step = min(size, 256)
+    total = np.zeros((len(x), len(codes)), np.float32)
+    for begin in range(0, x.shape[1], step):
+        part = x[:, begin : begin + step].float().numpy()
+        largest = np.abs(part).max(axis=1, keepdims=True)
+        counts = largest >= np.float32(1e-30)
+        factor = np.where(counts, np.float32(127) / np.where(counts, largest, 1), 0).astype(np.float32)
+        unit = np.where(counts, largest / np.float32(127), 0).astype(np.float32)
+        fixed = np.rint(part * factor).astype(np.int64)
+        sums = (fixed @ codes[:, begin : begin + step].T).astype(np.longdouble)
+        zeros = np.float32(8) if rows.zeros is None else rows.zeros[:, begin // size].numpy()
+        sums = (sums - fixed.sum(axis=1, keepdims=True) * np.longdouble(1) * zeros).astype(np.float32)
+        scale = rows.scales[:, begin // size].numpy() * unit
+        total = (sums.astype(np.longdouble) * scale + total).astype(np.float32)
+    return torch.from_numpy(total)
+
+
+@pytest.mark.parametrize("level", ROUNDING)
+@settings(max_examples=80, deadline=None)
+@given(scheme=schemes, rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), seed=st.integers(0, 99))
+def test_sums_are_what_is_promised_to_the_last_bit(
+    level: Level, scheme: Scheme, rows: int, outputs: int, inputs: int, threads: int, seed: int
+) -> None:
+    native = library(level)
+    native.set_threads(threads)
+    weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
+    matrix = matrix_of(native, weights)
+    assert matrix.struct.format == Format.INT4_BOTH
+    got = product(matrix, x)
+    assert torch.equal(got, wanted(weights, x))
+    exact = x.double() @ weights.dequantize(torch.float32).double().t()
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=float(0.02 * exact.abs().max() + 1e-6))
+    before = random(rows, outputs, seed=seed + 3).float()
+    assert torch.equal(matrix.linear(x, Finish.ADD, before.clone()), got + before)
+    outputs_of = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(matrix.unpack(outputs_of), weights.dequantize(torch.bfloat16)[outputs_of])
+    native.set_threads(1)
+
+
+@pytest.mark.parametrize("level", ROUNDING)
+@given(scheme=schemes, counts=st.lists(st.integers(1, 45), min_size=2, max_size=4), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_a_row_has_the_same_bits_in_any_batch(level: Level, scheme: Scheme, counts: list[int], seed: int) -> None:
+    """However many rows a pass takes, and whether codes are widened before."""
+    x = random(sum(counts), 1344, seed=seed)
+    matrix = matrix_of(library(level), random_rows(70, 1344, scheme, seed))
+    whole = product(matrix, x)
+    assert torch.equal(torch.cat([product(matrix, part) for part in x.split(counts)]), whole)
+
+
+@pytest.mark.parametrize("level", ROUNDING)
+def test_a_large_number_costs_its_own_segment_precision(level: Level) -> None:
+    """As in models whose activations have outliers: per row, everything else would become 0."""
+    scheme, x = Scheme(4, 128, dynamic=True), random(5, 512, seed=1)
+    weights = random_rows(64, 512, scheme, 2)
+    weights.codes[:, 7] = 8  # what the large number is multiplied with: nothing
+    x[:, 7] = 3000.0
+    exact = x.double() @ weights.dequantize(torch.float32).double().t()
+    got = product(matrix_of(library(level), weights), x)
+    assert float((got - exact).norm() / exact.norm()) < 0.55
+    others = torch.arange(512) >= 128
+    x[:, ~others] = 0
+    exact = x.double() @ weights.dequantize(torch.float32).double().t()
+    got = product(matrix_of(library(level), weights), x)
+    assert float((got - exact).norm() / exact.norm()) < 0.01
+
+
+@pytest.mark.parametrize("level", ROUNDING)
+@pytest.mark.parametrize("scheme", SCHEMES[:2], ids=str)
+def test_what_is_not_finite_stays_in_its_row(level: Level, scheme: Scheme) -> None:
+    matrix, x = matrix_of(library(level), random_rows(40, 320, scheme, 1)), random(9, 320, seed=2)
+    want = product(matrix, x)
+    x[2, 300], x[5, 3], x[8] = torch.inf, torch.nan, 0
+    got = product(matrix, x)
+    assert not bool(got[[2, 5]].isfinite().any()) and torch.equal(got[8], torch.zeros(40))
+    others = [0, 1, 3, 4, 6, 7]
+    assert torch.equal(got[others], want[others])
+
+
+@pytest.mark.parametrize("level", ROUNDING)
+def test_numbers_of_any_size_stand_beside_each_other(level: Level) -> None:
+    """The smallest that count and the largest of bfloat16, in segments and rows of their own."""
+    scheme = Scheme(4, 64, dynamic=True)
+    weights, x = random_rows(33, 256, scheme, 3), random(4, 256, seed=4)
+    for segment, size in enumerate((1e-38, 1e-29, 1.0, 1e30)):
+        x[:, 64 * segment : 64 * segment + 64] *= size
+    x[1] = torch.where(x[1].abs() > 1, 0, x[1])
+    assert torch.equal(product(matrix_of(library(level), weights), x), wanted(weights, x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scheme", [SCHEMES[1], SCHEMES[2], OTHER_SEGMENTS], ids=str)
+def test_elsewhere_activations_are_not_rounded(level: Level, scheme: Scheme) -> None:
+    """Where the kernels have no products of bytes, or groups no whole segments, results are those of int4."""
+    weights, x = random_rows(70, 300, scheme, 5), random(21, 300, seed=6)
+    matrix = packed(level, weights)
+    rounds = load_library(level).knows(Format.INT4_BOTH) and scheme is not OTHER_SEGMENTS
+    assert matrix.struct.format == (Format.INT4_BOTH if rounds else Format.INT4)
+    plain = packed(level, replace(weights, scheme=replace(scheme, dynamic=False)))
+    assert torch.equal(product(matrix, x), product(plain, x)) != rounds

@@ -1,0 +1,151 @@
+"""Models whose codes of 4 bits are multiplied with activations of 8 bits: by option, and by what a checkpoint says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers_gguf import directory_of, write_gguf
+from tests.helpers_models import VOCAB_SIZE, make_checkpoint
+from tests.helpers_paged import generate, make_prompts
+from tests.helpers_quantized import bytes_config, quantization_config, quantize_checkpoint, store_bytes
+from tests.unit.test_cpu_build import needs_compiler
+from tests.unit.test_gguf_models import K
+from tests.unit.test_quantized_models import KINDS, error, load_native, load_torch, logits
+from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.linear import Format
+from worker_proc.errors import ModelError
+from worker_proc.models.describe import describe, read_config
+from worker_proc.quantization.scheme import W8A8, Scheme, load_time_scheme
+from worker_proc.quantization.stored_config import parse_stored
+from worker_proc.startup import how_held
+from worker_proc.weights import SINGLE_FILE
+
+pytestmark = needs_compiler
+LEVELS = cpu_features().levels()
+W4A8 = Scheme(4, 32, dynamic=True)
+ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+PROMPTS = make_prompts(VOCAB_SIZE)
+
+
+def check_rounds(rounded: CpuDecoder, plain: CpuDecoder, level: Level) -> None:
+    """The same weights; activations are rounded where the kernels know how to make use of it."""
+    known = load_library(level).knows(Format.INT4_BOTH)
+    assert rounded.weights.layers[0].o.struct.format == (Format.INT4_BOTH if known else Format.INT4)
+    assert plain.weights.layers[0].o.struct.format == Format.INT4
+    every = torch.arange(rounded.weights.layers[0].o.outputs)
+    assert torch.equal(rounded.weights.layers[0].o.unpack(every), plain.weights.layers[0].o.unpack(every))
+    difference = error(logits(rounded), logits(plain))
+    assert 1e-3 < difference < 0.05 if known else difference == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("kind", "overrides"), KINDS, ids=range(len(KINDS)))
+def test_logits_are_near_those_of_dequantized_weights(
+    kind: str, overrides: dict[str, Any], level: Level, tmp_path: Path
+) -> None:
+    path = make_checkpoint(kind, tmp_path, **overrides)
+    exact = load_torch(path, replace(W4A8, dynamic=False))
+    want = logits(exact, exact.vocab_size)
+    assert error(logits(load_native(path, W4A8, level), exact.vocab_size), want) < 0.05
+    assert error(want, logits(load_torch(path, None), exact.vocab_size)) > 1e-3, "nothing was quantized"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tokens_do_not_depend_on_pages_chunks_or_company(level: Level, tmp_path: Path) -> None:
+    native = load_native(make_checkpoint("qwen3", tmp_path), W4A8, level)
+    together = generate(native, PROMPTS, 16, page_size=16, int8=True)
+    assert len({token for output in together for token in output}) > 20, "a degenerate model proves nothing"
+    assert generate(native, PROMPTS, 16, page_size=8, chunk=9, int8=True) == together
+    alone = [generate(native, [prompt], 16, page_size=16, chunk=16, int8=True)[0] for prompt in PROMPTS]
+    assert alone == together
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("method", "scheme"),
+    [
+        ("gptq", Scheme(4, 32)),
+        ("gptq", Scheme(4, 64, symmetric=False, ordered=True)),
+        ("awq", Scheme(4, 64, symmetric=False)),
+        ("compressed-tensors", Scheme(4, 128)),
+        ("compressed-tensors", Scheme(4)),
+    ],
+    ids=str,
+)
+def test_stored_codes_are_multiplied_with_rounded_rows_on_demand(
+    method: str, scheme: Scheme, level: Level, tmp_path: Path
+) -> None:
+    source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
+    codes, _ = quantize_checkpoint(source, tmp_path, method, scheme)
+    option = load_time_scheme("w4a8", None)
+    check_rounds(load_native(codes, option, level), load_native(codes, None, level), level)
+    assert how_held(describe(codes), option) == f"{method}, w4a8"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_so_are_those_of_a_gguf_file(kind: str, level: Level, tmp_path: Path) -> None:
+    """Zeros of Q4_K are no whole numbers."""
+    source = make_checkpoint("llama", tmp_path / "source", **K)
+    directory = directory_of(write_gguf(source, tmp_path / "m.gguf", lambda _: kind, plain=tmp_path / "plain"))
+    rounded = load_native(directory, load_time_scheme("w4a8", None), level)
+    check_rounds(rounded, load_native(directory, None, level), level)
+    together = generate(rounded, PROMPTS, 16, page_size=16)
+    assert generate(rounded, PROMPTS, 16, page_size=8, chunk=9) == together
+
+
+@pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized"])
+def test_a_checkpoint_says_that_activations_have_8_bits(layout: str, tmp_path: Path) -> None:
+    """As llm-compressor writes W4A8: a byte for each code, or eight in a word."""
+    source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
+    scheme = Scheme(4, 32)
+    if layout == "pack-quantized":
+        config = quantization_config("compressed-tensors", scheme)
+        config["config_groups"]["group_0"]["input_activations"] = ACTIVATIONS
+        codes, plain = quantize_checkpoint(source, tmp_path, "compressed-tensors", scheme, **config)
+    else:
+        config = bytes_config("int", strategy="group", group_size=32, num_bits=4)
+        codes, plain = store_bytes(source, tmp_path, config, (1, 32), "weight_scale")
+    stored = parse_stored(read_config(codes))
+    assert stored is not None and stored.scheme == W4A8
+    got, want = load_native(codes, None), logits(load_native(plain, None))
+    known = load_library(LEVELS[0]).knows(Format.INT4_BOTH)
+    assert got.weights.layers[0].o.struct.format == (Format.INT4_BOTH if known else Format.INT4)
+    assert error(logits(got), want) < 0.05
+    assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
+
+
+def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
+    config = bytes_config("int", strategy="group", group_size=32, num_bits=4)
+    codes, _ = store_bytes(source, tmp_path, config, (1, 32), "weight_scale")
+    weights = load_file(codes / SINGLE_FILE)
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] = 8
+    save_file(weights, codes / SINGLE_FILE)
+    with pytest.raises(ModelError, match=r"mlp.up_proj.weight = 'a code': does not fit into 4 bits"):
+        load_native(codes, None)
+
+
+def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
+    source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
+    option = load_time_scheme("w4a8", None)
+    with pytest.raises(ModelError, match=r"'w4a8': activations are rounded by the native CPU kernels.*: take int4"):
+        load_torch(source, option)
+    for method, scheme in (("gptq", Scheme(8, 32)), ("compressed-tensors", Scheme(4, 32))):
+        (tmp_path / method).mkdir()
+        codes, _ = quantize_checkpoint(source, tmp_path / method, method, scheme)
+        other = option if scheme.bits == 8 else W8A8
+        with pytest.raises(ModelError, match=f"quantization = '{method}': the checkpoint is quantized already"):
+            load_native(codes, other)
+    settings = json.loads((codes / "config.json").read_text())
+    group = settings["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = ACTIVATIONS | {"dynamic": False}
+    with pytest.raises(ModelError, match=r"input_activations = .*: only int8 per token is supported"):
+        parse_stored(settings)
