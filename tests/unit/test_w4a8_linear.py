@@ -92,8 +92,9 @@ def test_sums_are_what_is_promised_to_the_last_bit(
     assert matrix.struct.format == Format.INT4_BOTH
     got = product(matrix, x)
     assert torch.equal(got, wanted(weights, x))
-    exact = x.double() @ weights.dequantize(torch.float32).double().t()
-    torch.testing.assert_close(got.double(), exact, rtol=0, atol=float(0.02 * exact.abs().max() + 1e-6))
+    numbers = weights.dequantize(torch.float32).double()
+    most = x.double().abs().amax(dim=1, keepdim=True) / 253 * numbers.abs().sum(dim=1)  # half of a step for each number
+    assert bool(((got - x.double() @ numbers.t()).abs() <= most).all())
     before = random(rows, outputs, seed=seed + 3).float()
     assert torch.equal(matrix.linear(x, Finish.ADD, before.clone()), got + before)
     outputs_of = torch.tensor([outputs - 1, 0, outputs // 2])
