@@ -22,7 +22,7 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
 from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import MXFP4, W8A8, Scheme
+from worker_proc.quantization.scheme import MXFP4, Scheme
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # outputs, inputs, paired: the projections of the reference shape
@@ -103,10 +103,10 @@ def limits(native: NativeLibrary) -> tuple[float, float]:
 )
 @click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
 def main(level: Level, threads: int, rows: str, shapes: str, quantization: str | None, group_size: int | None) -> None:
-    scheme = {"mxfp4": MXFP4, "w8a8": W8A8}.get(quantization or "")
+    scheme = MXFP4 if quantization == "mxfp4" else None
     if quantization is not None and scheme is None:
-        four = quantization in ("int4", "w4a8")
-        scheme = Scheme(4 if four else 8, group_size, floating=quantization == "fp8", dynamic=quantization == "w4a8")
+        bits, dynamic = 4 if quantization in ("int4", "w4a8") else 8, quantization in ("w8a8", "w4a8")
+        scheme = Scheme(bits, group_size, floating=quantization == "fp8", dynamic=dynamic)
     native = load_library(level)
     native.set_threads(threads)
     bandwidth, rate = limits(native)

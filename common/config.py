@@ -44,8 +44,8 @@ class ModelConfig:
     where they are far more than fits in caches.
     `cuda_graphs` replays decode steps on GPUs; `gpu_attention` "auto" is FlashInfer where it can be had, else Triton.
     `quantization` "auto" takes weights as they are stored, other names bring plain weights into fewer bits while they
-    are read; `quantization_group_size` inputs have a scale in common with int4 and w4a8. The
-    latter also says that weights which are stored in 4 bits are to be multiplied with activations of 8 bits.
+    are read; `quantization_group_size` inputs have a scale in common with int4 and w4a8.
+    w8a8 and w4a8 also say that what is stored in 8 or 4 bits is to be multiplied with activations of 8 bits.
     """
 
     path: str

@@ -90,9 +90,12 @@ def load_worker(
     scheme = load_time_scheme(model_config.quantization, model_config.quantization_group_size)
     if scheme is not None and adds_rounding(info, scheme) and model_config.quantization_group_size is not None:
         raise ConfigError("quantization-group-size: the checkpoint is quantized already, leave the option out")
-    rounds = library is None or library.knows(Format.INT4_BOTH)
-    if scheme is not None and scheme.name == "w4a8" and not rounds and rank == 0:
-        log.info("w4a8: activations stay in 16 bits, as the kernels for this processor do not multiply bytes of 4 bits")
+    rounds = library is None or library.knows(Format.INT4_SEGMENTS)
+    in_groups = scheme is not None and scheme.dynamic and (not scheme.by_channel or adds_rounding(info, scheme))
+    if in_groups and not rounds and rank == 0:
+        log.info(
+            "%s: activations stay in 16 bits, as the kernels for this processor multiply no bytes in groups", scheme
+        )
     model: LanguageModel = load_model(
         model_config.path,
         dtype=dtype,
@@ -218,7 +221,7 @@ def how_held(info: ModelInfo, scheme: Scheme | None) -> str:
 
 def adds_rounding(info: ModelInfo, scheme: Scheme) -> bool:
     """Whether the scheme is nothing but how weights are multiplied that are stored in codes."""
-    return info.quantization not in (None, "mxfp4") and scheme.dynamic and scheme.bits == 4
+    return info.quantization not in (None, "mxfp4") and scheme.dynamic
 
 
 def choose_device(model: ModelConfig, rank: int) -> torch.device:

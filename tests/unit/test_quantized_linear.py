@@ -178,6 +178,8 @@ def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
 def rounds(level: Level, scheme: Scheme) -> bool:
     """Whether the weights of this scheme are rounded to bfloat16 when they are widened."""
     native = load_library(level)
+    if scheme.dynamic and not scheme.by_channel and native.knows(Format.INT8_SEGMENTS):
+        return False
     return not (scheme.by_channel or in_integers(level, scheme) or (is_fp8(scheme) and native.scales_sums))
 
 

@@ -76,7 +76,7 @@ class NativeLibrary:
         return bool(self.functions.rhizome_integers())
 
     def knows(self, format: int) -> bool:
-        """Whether a matrix may have this `Format`: all but INT4_BOTH are known everywhere."""
+        """Whether a matrix may have this `Format`: all but those in segments are known everywhere."""
         return bool(self.functions.rhizome_knows(format))
 
     def exact(self, format: int) -> bool:

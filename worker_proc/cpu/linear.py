@@ -35,7 +35,8 @@ class Format(IntEnum):
     FLOAT8 = 6
     FLOAT4 = 7
     INT8_BOTH = 8
-    INT4_BOTH = 9
+    INT4_SEGMENTS = 9
+    INT8_SEGMENTS = 10
 
 
 class Pairing(IntEnum):

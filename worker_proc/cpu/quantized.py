@@ -135,10 +135,8 @@ def _format(native: NativeLibrary, scheme: Scheme) -> Format:
         return Format.FLOAT8_CHANNEL if scheme.by_channel else Format.FLOAT8
     if scheme.by_channel:
         return Format.INT8_BOTH if scheme.dynamic else Format.INT8_CHANNEL
-    if scheme.bits == 8:
-        return Format.INT8
-    rounds = scheme.dynamic and native.knows(Format.INT4_BOTH) and _whole_segments(scheme.group_size)
-    return Format.INT4_BOTH if rounds else Format.INT4
+    plain, rounded = (Format.INT4, Format.INT4_SEGMENTS) if scheme.bits == 4 else (Format.INT8, Format.INT8_SEGMENTS)
+    return rounded if scheme.dynamic and native.knows(rounded) and _whole_segments(scheme.group_size) else plain
 
 
 def _whole_segments(group_size: int | None) -> bool:

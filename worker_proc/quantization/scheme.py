@@ -16,8 +16,8 @@ class Scheme:
     bits: E2M1, see `FP4_NUMBERS`) that the scale multiplies, and schemes are symmetric. Where `ordered`, inputs of a
     matrix have an order of their own, in which groups follow each other (GPTQ's order of activations). Where `dynamic`,
     the rows that weights are multiplied with are rounded to int8, too: with int8 by channel (W8A8) with a scale per
-    row; with 4 bits (W4A8) with one for every group of weights, or 256 inputs of a larger one, by kernels that multiply
-    bytes of 4 bits, while others leave rows as they are."""
+    row; with others (W4A8) with one for every group of weights, or 256 inputs of a larger one, by kernels that multiply
+    bytes in groups, while those without leave rows as they are."""
 
     bits: int
     group_size: int | None = None

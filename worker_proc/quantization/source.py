@@ -25,19 +25,18 @@ class WeightSource:
         dynamic: bool = False,
     ) -> None:
         """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has. Not both, but for
-        MXFP4, which experts have, and nothing beside them; and where the scheme is W4A8, whose activations codes of 4
-        bits then have, however they are stored. Unless `dynamic`, matrices do not round what they are
-        multiplied with: then a scheme that says so is refused, and what a checkpoint says of it left out."""
+        MXFP4, which experts have, and nothing beside them; and where the scheme is W4A8 or W8A8 and fits what is
+        stored, which then has such activations. Unless `dynamic`, matrices do not round what they are multiplied with:
+        then a scheme that says so is refused, and what a checkpoint says of it left out."""
         if scheme is not None and scheme.dynamic and not dynamic:
             reason = "activations are rounded by the native CPU kernels alone, for the models that they compute in "
             raise ModelError("quantization", scheme.name, reason + f"bfloat16: take int{scheme.bits}")
-        rounds = scheme is not None and scheme.dynamic and scheme.bits == 4
         codes = stored is not None and stored.method != "mxfp4"
-        if scheme is not None and stored is not None and codes and not (rounds and stored.in_4_bits):
+        if scheme is not None and stored is not None and codes and not stored.fits(scheme):
             raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
         self._load = load
         self._scheme = None if codes else scheme
-        self._rounds = rounds
+        self._rounds = codes and scheme is not None  # what is stored
         self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
         self._stored = None if self._in_blocks else stored
         self._quantize = quantize
@@ -60,8 +59,7 @@ class WeightSource:
         """With activations of 8 bits where they are wanted and known."""
         if scheme is None or not self._dynamic:
             return scheme and replace(scheme, dynamic=False)
-        in_4_bits = scheme.bits == 4 and not scheme.floating
-        return replace(scheme, dynamic=True) if self._rounds and in_4_bits else scheme
+        return replace(scheme, dynamic=True) if self._rounds and not scheme.floating else scheme
 
     def head_scheme(self, head: Part) -> Scheme | None:
         """How the output head is held."""

@@ -53,7 +53,7 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
     codes = tensors["weight"].view(torch.uint8)
     if not scheme.floating:
         codes = codes + scheme.middle  # two's complement
-        if bool((codes >= 2**scheme.bits).any()):
+        if bool((codes > 2**scheme.bits - 1).any()):
             raise ModelError(f"{module_of(part)}.weight", "a code", f"does not fit into {scheme.bits} bits")
     elif bool(((codes & 127) == 127).any()):
         raise ModelError(f"{module_of(part)}.weight", "NaN", "a weight is not a number")

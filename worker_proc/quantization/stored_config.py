@@ -47,10 +47,11 @@ class StoredQuantization:
     zero_offset: int = 0
     as_bytes: StoredBytes | None = None
 
-    @property
-    def in_4_bits(self) -> bool:
-        """Whether codes have 4 bits, in GGUF files those of some matrices."""
-        return self.method == "gguf" or (self.scheme.bits == 4 and not self.scheme.floating)
+    def fits(self, scheme: Scheme) -> bool:
+        """Whether the option of this scheme may say how the codes are multiplied: where they have as many bits, and in
+        GGUF files, whose matrices differ."""
+        alike = self.scheme.bits == scheme.bits and not self.scheme.floating
+        return scheme.dynamic and (self.method == "gguf" or alike)
 
 
 def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
@@ -129,8 +130,8 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
         return _compressed_bytes(layout, weights, group.get("input_activations"))
     bits = _require(weights, "num_bits", (4, 8), "only 4 and 8 bits are supported")
     rounds = _rounds_rows(group.get("input_activations"))
-    if not rounds or bits != 4:
-        _require(group, "input_activations", (None,), "only int8 per token is supported, beside weights of 4 bits")
+    if not rounds:
+        _require(group, "input_activations", (None,), "only int8 per token is supported")
     _require(weights, "type", ("int", None), "only int is supported")
     _require(weights, "dynamic", (False, None), "weights have fixed scales")
     known = (None, "weight", "static", "group", False)
@@ -168,7 +169,7 @@ def _compressed_bytes(layout: str, weights: Mapping[str, Any], activations: obje
         block = 1, _group_size(weights)
     elif strategy == "block":
         block = _block(weights, "block_structure")
-    dynamic = kind == "int" and (block[1] is None or bits == 4) and _rounds_rows(activations)
+    dynamic = kind == "int" and _rounds_rows(activations)
     as_bytes = StoredBytes("F8_E4M3" if kind == "float" else "I8", block, dynamic, bits)
     return StoredQuantization("compressed-tensors", as_bytes.scheme, as_bytes=as_bytes)
 

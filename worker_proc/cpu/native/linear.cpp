@@ -26,7 +26,7 @@
 #include "linear_task_simd.h"
 #endif
 #include "linear_task_int8.h"
-#include "linear_task_nibbles.h"
+#include "linear_task_segments.h"
 
 namespace rhizome {
 namespace {
@@ -138,11 +138,11 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
 #endif
   const Tasks tasks(weights, rows, unit);
 #if defined(RHIZOME_INT8_DOTS)
-  if (weights.format == Format::kInt4Both) {
+  if (in_segments(weights.format)) {
     const SegmentRows made(x, x_stride, rows, weights);
     return tasks.run([&](const Range& range, int thread) {
       const auto take = [&](int64_t panel, int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
-      multiply_nibbles(weights, made.data(), made.stride(), range, before, take);
+      multiply_segments(weights, made.data(), made.stride(), range, before, take);
     });
   }
 #endif

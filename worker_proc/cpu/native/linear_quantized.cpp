@@ -80,7 +80,7 @@ constexpr int kOfWord = 2 * sizeof(CodeWord);
 
 // Puts the 32 codes of an output into a block, where they are 0.
 void add_codes(Format format, int output, const uint8_t* from, uint8_t* codes) {
-  if (!in_nibbles(format) || format == Format::kInt4Both) {
+  if (!in_nibbles(format) || format == Format::kInt4Segments) {
     for (int input = 0; input < 32; ++input) {
       const CodePlace at = place_of(format, output, input);
       codes[at.byte] |= static_cast<uint8_t>(from[input] << at.shift);
@@ -116,7 +116,8 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
     case Format::kFloat4: return multiply_format<Format::kFloat4>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt8Channel:
     case Format::kInt8Both:
-    case Format::kInt4Both:
+    case Format::kInt4Segments:
+    case Format::kInt8Segments:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -147,7 +148,8 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
     case Format::kFloat8Channel: return run(code_dots_of<Format::kFloat8Channel, false>);
     case Format::kFloat8: return run(code_dots_of<Format::kFloat8, false>);
     case Format::kFloat4: return run(code_dots_of<Format::kFloat4, false>);
-    case Format::kInt4Both:
+    case Format::kInt4Segments:
+    case Format::kInt8Segments:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -197,7 +199,7 @@ int rhizome_knows(int format) {
   (void)format;
   return 1;
 #else
-  return static_cast<rhizome::Format>(format) != rhizome::Format::kInt4Both;
+  return !rhizome::in_segments(static_cast<rhizome::Format>(format));
 #endif
 }
 

@@ -5,7 +5,8 @@
 //                 128, which bfloat16 holds exactly; the scale multiplies the sums.
 //   kInt8Both     the same, and rows of x are rounded to int8, too, with a scale per row (W8A8): see fixed_point.h.
 //   kInt8, kInt4  weight = (code - zero) * scale, rounded to bfloat16, a scale (and a zero) per group of inputs.
-//   kInt4Both     kInt4 with rows of x rounded to int8 in segments (W4A8), where bytes are multiplied: see linear_task_nibbles.h.
+//   kInt4Segments, kInt8Segments  kInt4 and kInt8 where rows of x are rounded to int8, too, with a scale for each segment (W4A8),
+//                 and bytes are multiplied: see linear_task_segments.h.
 //   kFloat8Channel, kFloat8  as kInt8, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
 //                 bfloat16 holds, or times a scale per group, rounded to bfloat16. Numbers are 2^-8 of those that codes
 //                 stand for (see float8.h), scales 2^8 times as large.
@@ -39,8 +40,9 @@ inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
 constexpr bool in_nibbles(Format format) {  // 4 bits each
-  return format == Format::kInt4 || format == Format::kInt4Both || format == Format::kFloat4;
+  return format == Format::kInt4 || format == Format::kInt4Segments || format == Format::kFloat4;
 }
+constexpr bool in_segments(Format format) { return format == Format::kInt4Segments || format == Format::kInt8Segments; }
 constexpr int64_t code_bytes(Format format, int64_t weights) { return in_nibbles(format) ? weights / 2 : weights; }
 constexpr bool int8_by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kInt8Both; }
 constexpr bool by_channel(Format format) { return int8_by_channel(format) || format == Format::kFloat8Channel; }
@@ -61,7 +63,7 @@ constexpr bool in_quads([[maybe_unused]] Format format) {
 constexpr bool in_integers([[maybe_unused]] Format format) {
 #if defined(RHIZOME_INTEGERS)
   return (int8_by_channel(format) && !in_quads(format)) || format == Format::kInt8 ||
-         (in_nibbles(format) && format != Format::kInt4Both);
+         (in_nibbles(format) && format != Format::kInt4Segments);
 #else
   return false;
 #endif
@@ -96,7 +98,9 @@ struct CodePlace {
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
   if (in_quads(format))
     return {output / kTile * kTileElements * 2 + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
-  if (format == Format::kInt4Both)
+  if (format == Format::kInt8Segments)
+    return {output / kTile * kTileElements + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
+  if (format == Format::kInt4Segments)
     return {output / kTile * kTileElements / 2 + input / 8 * 4 * kTile + output % kTile * 4 + input % 4,
             static_cast<int>(input / 4 % 2 * 4)};
 #if defined(__AMX_BF16__)

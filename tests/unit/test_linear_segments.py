@@ -1,4 +1,4 @@
-"""Products of 4-bit codes with rows rounded to int8 (`native/linear_task_nibbles.h`) against numpy."""
+"""Products of codes in groups with rows rounded to int8 (`native/linear_task_segments.h`) against numpy."""
 
 from dataclasses import replace
 
@@ -22,20 +22,27 @@ from worker_proc.quantization.scheme import Scheme
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
 SCHEMES = [
-    Scheme(4, size, symmetric, ordered=ordered, dynamic=True)
-    for size, symmetric, ordered in (
-        (32, True, False),
-        (64, False, False),
-        (128, True, False),
-        (128, False, False),
-        (128, True, True),
-        (256, True, False),
-        (512, False, False),
-        (None, True, False),
+    Scheme(bits, size, symmetric, ordered=ordered, dynamic=True)
+    for bits, size, symmetric, ordered in (
+        (4, 32, True, False),
+        (4, 64, False, False),
+        (4, 128, True, False),
+        (4, 128, False, False),
+        (4, 128, True, True),
+        (4, 256, True, False),
+        (4, 512, False, False),
+        (4, None, True, False),
+        (8, 32, True, False),
+        (8, 128, False, True),
+        (8, None, False, False),
     )
 ]
 OTHER_SEGMENTS = Scheme(4, 96, dynamic=True)  # groups that 256 inputs cut
 schemes = st.sampled_from(SCHEMES)
+
+
+def rounded_format(scheme: Scheme) -> Format:
+    return Format.INT4_SEGMENTS if scheme.bits == 4 else Format.INT8_SEGMENTS
 
 
 ROUNDING = [level for level in LEVELS if level != "amx" and level != "armbf16"]
@@ -44,7 +51,7 @@ ROUNDING = [level for level in LEVELS if level != "amx" and level != "armbf16"]
 def library(level: Level) -> NativeLibrary:
     """One that multiplies bytes, by instructions that are emulated where the processor's generic level lacks them."""
     native = with_avx_vnni() if level == "generic" else load_library(level)
-    if not native.knows(Format.INT4_BOTH):
+    if not native.knows(Format.INT4_SEGMENTS):
         pytest.skip("the CPU has no such instructions")
     return native
 
@@ -72,7 +79,7 @@ def wanted(rows: QuantizedRows, x: Tensor) -> Tensor:
         unit = np.where(counts, largest / np.float32(127), 0).astype(np.float32)
         fixed = np.rint(part * factor).astype(np.int64)
         sums = (fixed @ codes[:, begin : begin + step].T).astype(np.longdouble)
-        zeros = np.float32(8) if rows.zeros is None else rows.zeros[:, begin // size].numpy()
+        zeros = np.float32(rows.scheme.middle) if rows.zeros is None else rows.zeros[:, begin // size].numpy()
         sums = (sums - fixed.sum(axis=1, keepdims=True) * np.longdouble(1) * zeros).astype(np.float32)
         scale = rows.scales[:, begin // size].numpy() * unit
         total = (sums.astype(np.longdouble) * scale + total).astype(np.float32)
@@ -89,7 +96,7 @@ def test_sums_are_what_is_promised_to_the_last_bit(
     native.set_threads(threads)
     weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
     matrix = matrix_of(native, weights)
-    assert matrix.struct.format == Format.INT4_BOTH
+    assert matrix.struct.format == rounded_format(scheme)
     got = product(matrix, x)
     assert torch.equal(got, wanted(weights, x))
     numbers = weights.dequantize(torch.float32).double()
@@ -154,12 +161,13 @@ def test_numbers_of_any_size_stand_beside_each_other(level: Level) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scheme", [SCHEMES[1], SCHEMES[2], OTHER_SEGMENTS], ids=str)
+@pytest.mark.parametrize("scheme", [SCHEMES[1], SCHEMES[2], SCHEMES[8], OTHER_SEGMENTS], ids=str)
 def test_elsewhere_activations_are_not_rounded(level: Level, scheme: Scheme) -> None:
-    """Where the kernels have no products of bytes, or groups no whole segments, results are those of int4."""
+    """Where the kernels have no products of bytes, or groups no whole segments, results are those of int4 or int8."""
     weights, x = random_rows(70, 300, scheme, 5), random(21, 300, seed=6)
     matrix = packed(level, weights)
-    rounds = load_library(level).knows(Format.INT4_BOTH) and scheme is not OTHER_SEGMENTS
-    assert matrix.struct.format == (Format.INT4_BOTH if rounds else Format.INT4)
+    rounds = load_library(level).knows(Format.INT4_SEGMENTS) and scheme is not OTHER_SEGMENTS
+    otherwise = Format.INT4 if scheme.bits == 4 else Format.INT8
+    assert matrix.struct.format == (rounded_format(scheme) if rounds else otherwise)
     plain = packed(level, replace(weights, scheme=replace(scheme, dynamic=False)))
     assert torch.equal(product(matrix, x), product(plain, x)) != rounds

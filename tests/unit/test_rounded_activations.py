@@ -1,4 +1,4 @@
-"""Models whose codes of 4 bits are multiplied with activations of 8 bits: by option, and by what a checkpoint says."""
+"""Models whose codes are multiplied with activations of 8 bits: by option, and by what a checkpoint says."""
 
 import json
 from dataclasses import replace
@@ -32,17 +32,23 @@ LEVELS = cpu_features().levels()
 W4A8 = Scheme(4, 32, dynamic=True)
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
 PROMPTS = make_prompts(VOCAB_SIZE)
+ROUNDED = {
+    Format.INT4: Format.INT4_SEGMENTS,
+    Format.INT8: Format.INT8_SEGMENTS,
+    Format.INT8_CHANNEL: Format.INT8_BOTH,
+}
 
 
 def check_rounds(rounded: CpuDecoder, plain: CpuDecoder, level: Level) -> None:
     """The same weights; activations are rounded where the kernels know how to make use of it."""
-    known = load_library(level).knows(Format.INT4_BOTH)
-    assert rounded.weights.layers[0].o.struct.format == (Format.INT4_BOTH if known else Format.INT4)
-    assert plain.weights.layers[0].o.struct.format == Format.INT4
-    every = torch.arange(rounded.weights.layers[0].o.outputs)
-    assert torch.equal(rounded.weights.layers[0].o.unpack(every), plain.weights.layers[0].o.unpack(every))
+    held, want = rounded.weights.layers[0].o, plain.weights.layers[0].o
+    known = ROUNDED[Format(want.struct.format)]
+    rounds = load_library(level).knows(known)
+    assert held.struct.format == (known if rounds else want.struct.format)
+    every = torch.arange(held.outputs)
+    assert torch.equal(held.unpack(every), want.unpack(every))
     difference = error(logits(rounded), logits(plain))
-    assert 1e-3 < difference < 0.05 if known else difference == 0
+    assert 1e-3 < difference < 0.05 if rounds else difference == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -76,6 +82,8 @@ def test_tokens_do_not_depend_on_pages_chunks_or_company(level: Level, tmp_path:
         ("awq", Scheme(4, 64, symmetric=False)),
         ("compressed-tensors", Scheme(4, 128)),
         ("compressed-tensors", Scheme(4)),
+        ("gptq", Scheme(8, 32)),
+        ("compressed-tensors", Scheme(8)),
     ],
     ids=str,
 )
@@ -84,40 +92,43 @@ def test_stored_codes_are_multiplied_with_rounded_rows_on_demand(
 ) -> None:
     source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
     codes, _ = quantize_checkpoint(source, tmp_path, method, scheme)
-    option = load_time_scheme("w4a8", None)
+    name = f"w{scheme.bits}a8"
+    option = load_time_scheme(name, None)
     check_rounds(load_native(codes, option, level), load_native(codes, None, level), level)
-    assert how_held(describe(codes), option) == f"{method}, w4a8"
+    assert option is not None and how_held(describe(codes), option) == f"{method}, {name}"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
+@pytest.mark.parametrize(("kind", "option"), [("Q4_0", "w4a8"), ("Q4_K", "w4a8"), ("Q8_0", "w8a8"), ("Q6_K", "w4a8")])
 @pytest.mark.parametrize("level", LEVELS)
-def test_so_are_those_of_a_gguf_file(kind: str, level: Level, tmp_path: Path) -> None:
-    """Zeros of Q4_K are no whole numbers."""
+def test_so_are_those_of_a_gguf_file(kind: str, option: str, level: Level, tmp_path: Path) -> None:
+    """Zeros of Q4_K are no whole numbers. Files of one name have matrices of both widths, so either option will do."""
     source = make_checkpoint("llama", tmp_path / "source", **K)
     directory = directory_of(write_gguf(source, tmp_path / "m.gguf", lambda _: kind, plain=tmp_path / "plain"))
-    rounded = load_native(directory, load_time_scheme("w4a8", None), level)
+    rounded = load_native(directory, load_time_scheme(option, None), level)
     check_rounds(rounded, load_native(directory, None, level), level)
     together = generate(rounded, PROMPTS, 16, page_size=16)
     assert generate(rounded, PROMPTS, 16, page_size=8, chunk=9) == together
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized"])
-def test_a_checkpoint_says_that_activations_have_8_bits(layout: str, tmp_path: Path) -> None:
+def test_a_checkpoint_says_that_activations_have_8_bits(layout: str, bits: int, tmp_path: Path) -> None:
     """As llm-compressor writes W4A8: a byte for each code, or eight in a word."""
     source = make_checkpoint("llama-gqa-untied", tmp_path / "source", intermediate_size=128)
-    scheme = Scheme(4, 32)
+    scheme = Scheme(bits, 32)
     if layout == "pack-quantized":
         config = quantization_config("compressed-tensors", scheme)
         config["config_groups"]["group_0"]["input_activations"] = ACTIVATIONS
         codes, plain = quantize_checkpoint(source, tmp_path, "compressed-tensors", scheme, **config)
     else:
-        config = bytes_config("int", strategy="group", group_size=32, num_bits=4)
+        config = bytes_config("int", strategy="group", group_size=32, num_bits=bits)
         codes, plain = store_bytes(source, tmp_path, config, (1, 32), "weight_scale")
     stored = parse_stored(read_config(codes))
-    assert stored is not None and stored.scheme == W4A8
+    assert stored is not None and stored.scheme == replace(scheme, dynamic=True)
     got, want = load_native(codes, None), logits(load_native(plain, None))
-    known = load_library(LEVELS[0]).knows(Format.INT4_BOTH)
-    assert got.weights.layers[0].o.struct.format == (Format.INT4_BOTH if known else Format.INT4)
+    otherwise = Format.INT4 if bits == 4 else Format.INT8
+    known = load_library(LEVELS[0]).knows(ROUNDED[otherwise])
+    assert got.weights.layers[0].o.struct.format == (ROUNDED[otherwise] if known else otherwise)
     assert error(logits(got), want) < 0.05
     assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
 

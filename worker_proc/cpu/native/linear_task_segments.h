@@ -1,9 +1,9 @@
-// The products of a task with rows in int8 (segment_rows.h) and weights of 4 bits, by dot products of bytes (VPDPBUSD). A
+// The products of a task with rows in int8 (segment_rows.h) and weights in groups, by dot products of bytes (VPDPBUSD). A
 // segment's sum of codes times x is exact, in any order; then it is scaled, by what the group's weights and the segment's x
 // count, and added in float32. Weights are not rounded to anything, and the results are the same for any number of rows.
 //
-// Of eight inputs of 16 outputs, four share a vector of bytes with the other four: [16 outputs][4], one in the lower halves of
-// bytes and one in the upper halves.
+// In 4 bits, of eight inputs of 16 outputs, four share a vector of bytes with the other four: [16 outputs][4], one in the lower
+// halves of bytes and one in the upper halves. In 8 bits they are two such vectors.
 #pragma once
 
 #include "linear_task_int8.h"
@@ -13,13 +13,11 @@
 
 namespace rhizome {
 
-inline constexpr int kMostNibbleRows = kByteRuns == 1 ? 9 : kMostByteRows;  // with sums of 10, codes lack registers
-inline constexpr int kNibbleTurns = 4;  // calls of `ahead` per block, one for each eight inputs
-inline constexpr int64_t kTileNibbles = kTileElements / 2;  // bytes
-inline constexpr int64_t kApartNibbles = kByteRuns == 1 ? kTileNibbles : 32;
+inline constexpr int kMostSegmentRows = kByteRuns == 1 ? 9 : kMostByteRows;  // with sums of 10, codes lack registers
+inline constexpr int kSegmentTurns = 4;  // calls of `ahead` per block, one for each eight inputs
 
 // Rows of x from a block of inputs on, and the sums of a panel, [rows][32].
-struct NibbleRows {
+struct ByteSegments {
   const int8_t* x;
   int64_t x_stride;
   float* sums;
@@ -39,26 +37,36 @@ inline floats fused_sum(floats a, floats b, floats c) { return (floats)_mm256_fm
 #endif
 
 // Codes of two vectors of outputs, eight inputs after eight, as they lie in memory.
-class NibblesInPassing {
+template <bool kNibbles>
+class CodesOfEight {
  public:
-  explicit NibblesInPassing(const uint8_t* codes) : at_(codes) {}
+  static constexpr int kMiddle = kNibbles ? 8 : 128;
+  static constexpr int64_t kTileCodes = kNibbles ? kTileElements / 2 : kTileElements;
+
+  explicit CodesOfEight(const uint8_t* codes) : at_(codes) {}
 
   void next(Bytes (&first)[2], Bytes (&second)[2]) {
     for (int v = 0; v < 2; ++v) {
-      const Bytes both = load_bytes(at_ + v * kApartNibbles);
-      first[v] = lower_halves(both), second[v] = upper_halves(both);
+      const uint8_t* const from = at_ + v * kApart;
+      const Bytes codes = load_bytes(from);
+      first[v] = kNibbles ? lower_halves(codes) : codes;
+      second[v] = kNibbles ? upper_halves(codes) : load_bytes(from + 64);
     }
-    at_ += 64;
+    at_ += kNibbles ? 64 : 128;
   }
-  void next_block() { at_ += kTileNibbles; }  // over the other tile
+  void next_block() { at_ += kTileCodes; }  // over the other tile
 
  private:
+  static constexpr int64_t kApart = kByteRuns == 1 ? kTileCodes : 32;
+
   const uint8_t* at_;
 };
 
-// The same, a byte each, as they are used.
+// Those of 4 bits, a byte each, in the order in which they are used.
 class WideNibbles {
  public:
+  static constexpr int kMiddle = CodesOfEight<true>::kMiddle;
+
   explicit WideNibbles(const uint8_t* codes) : at_(codes) {}
 
   void next(Bytes (&first)[2], Bytes (&second)[2]) {
@@ -73,14 +81,14 @@ class WideNibbles {
 };
 
 // Where a pass works: blocks [step, step + now) of a panel, and vectors of outputs from `output` on.
-struct NibblePlace {
+struct SegmentPlace {
   const PackedMatrix& weights;
   int64_t panel, step, now;
   int output;
 };
 
 template <int kRows, bool kZeros, class Codes>
-__attribute__((noinline)) void nibble_pass(const NibblePlace& place, const NibbleRows& rows, Codes codes, LinesAhead& outside) {
+__attribute__((noinline)) void segment_pass(const SegmentPlace& place, const ByteSegments& rows, Codes codes, LinesAhead& outside) {
   LinesAhead ahead = outside;  // in registers
   const PackedMatrix& weights = place.weights;
   const int64_t all = blocks(weights.inputs), of_segment = segment_steps(weights), segments = (all + of_segment - 1) / of_segment;
@@ -96,11 +104,11 @@ __attribute__((noinline)) void nibble_pass(const NibblePlace& place, const Nibbl
     };
     Bytes sums[kRows][2];
 #pragma GCC unroll 9
-    for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = all_of(kZeros ? 0 : -8 * sum_of(row));
+    for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = all_of(kZeros ? 0 : -Codes::kMiddle * sum_of(row));
     const bool adding = rows.adding || step > place.step;
     const int64_t at = (place.panel * groups(weights) + step * 32 / weights.group) * kPanel + place.output;
     for (; step < stop; ++step, codes.next_block())
-      for (int turn = 0; turn < kNibbleTurns; ++turn, x += 8) {
+      for (int turn = 0; turn < kSegmentTurns; ++turn, x += 8) {
         ahead();
         Bytes first[2], second[2];
         codes.next(first, second);
@@ -138,64 +146,71 @@ __attribute__((noinline)) void nibble_pass(const NibblePlace& place, const Nibbl
 }
 
 template <bool kZeros, class Codes, int... kCounts>
-inline void nibble_pass_of(int count, const NibblePlace& place, const NibbleRows& rows, Codes codes, LinesAhead& ahead,
+inline void segment_pass_of(int count, const SegmentPlace& place, const ByteSegments& rows, Codes codes, LinesAhead& ahead,
                            std::integer_sequence<int, kCounts...>) {
-  using Pass = void (*)(const NibblePlace&, const NibbleRows&, Codes, LinesAhead&);
-  static constexpr Pass kPasses[] = {nibble_pass<kCounts + 1, kZeros, Codes>...};
+  using Pass = void (*)(const SegmentPlace&, const ByteSegments&, Codes, LinesAhead&);
+  static constexpr Pass kPasses[] = {segment_pass<kCounts + 1, kZeros, Codes>...};
   kPasses[count - 1](place, rows, codes, ahead);
 }
 
 // One piece, for one pass of rows after the other.
-class NibblePiece {
+template <bool kNibbles>
+class SegmentPiece {
+  using Codes = CodesOfEight<kNibbles>;
+
  public:
-  static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t rows) { return passes(rows) == 1 ? 4 * kSteps : kSteps; }
+  // Pieces are of 16 KiB where one pass takes all rows: in shorter ones, what is fetched ahead would come too late.
+  static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t rows) {
+    return passes(rows) == 1 ? (kNibbles ? 4 : 2) * kSteps : kSteps;
+  }
 
   // `following` is the block with which the thread goes on after this piece.
-  NibblePiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
+  SegmentPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(weights), piece_(piece), codes_(codes_at(weights, piece.panel, piece.step)),
-        ahead_(piece_ahead(weights, following, piece.now, piece.now * kNibbleTurns * kByteRuns * passes(rows))) {
-    if (passes(rows) == 1) return;
+        ahead_(piece_ahead(weights, following, piece.now, piece.now * kSegmentTurns * kByteRuns * passes(rows))) {
+    if (!kNibbles || passes(rows) == 1) return;
     alignas(64) static thread_local uint8_t room[kSteps * kBlockWeights];
     wide_ = room;
-    for (int run = 0; run < kByteRuns; ++run) {
-      NibblesInPassing codes(codes_ + run * kTileNibbles);
-      uint8_t* to = room + run * piece.now * kTileElements;
-      for (int64_t step = 0; step < piece.now; ++step, codes.next_block())
-        for (int turn = 0; turn < kNibbleTurns; ++turn, to += 4 * sizeof(Bytes)) {
-          Bytes first[2], second[2];
-          codes.next(first, second);
-          for (int v = 0; v < 2; ++v)
-            store_bytes(to + v * sizeof(Bytes), first[v]), store_bytes(to + (2 + v) * sizeof(Bytes), second[v]);
-        }
-    }
+    for (int run = 0; run < kByteRuns; ++run) widen(run, room + run * piece.now * kTileElements);
   }
 
   // At most kBlockRows rows.
-  void multiply(int count, const NibbleRows& rows) {
+  void multiply(int count, const ByteSegments& rows) {
     for (int done = 0, left = passes(count); done < count; --left) {
       const int now = (count - done + left - 1) / left;
-      const NibbleRows some{rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding};
+      const ByteSegments some{rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding};
       for (int run = 0; run < kByteRuns; ++run) {
-        const NibblePlace place{weights_, piece_.panel, piece_.step, piece_.now, run * kTile};
+        const SegmentPlace place{weights_, piece_.panel, piece_.step, piece_.now, run * kTile};
         if (wide_ != nullptr)
           pass(now, place, some, WideNibbles(wide_ + run * piece_.now * kTileElements));
         else
-          pass(now, place, some, NibblesInPassing(codes_ + run * kTileNibbles));
+          pass(now, place, some, Codes(codes_ + run * Codes::kTileCodes));
       }
       done += now;
     }
   }
 
  private:
-  static int passes(int64_t rows) { return rows <= kMostNibbleRows ? 1 : static_cast<int>((rows + kByteRows - 1) / kByteRows); }
+  static int passes(int64_t rows) { return rows <= kMostSegmentRows ? 1 : static_cast<int>((rows + kByteRows - 1) / kByteRows); }
 
-  template <class Codes>
-  void pass(int count, const NibblePlace& place, const NibbleRows& rows, Codes codes) {
-    constexpr auto kCounts = std::make_integer_sequence<int, kMostNibbleRows>();
+  void widen(int run, uint8_t* to) const {
+    Codes codes(codes_ + run * Codes::kTileCodes);
+    for (int64_t step = 0; step < piece_.now; ++step, codes.next_block())
+      for (int turn = 0; turn < kSegmentTurns; ++turn, to += 4 * sizeof(Bytes)) {
+        Bytes first[2], second[2];
+        codes.next(first, second);
+        for (int v = 0; v < 2; ++v)
+          store_bytes(to + v * sizeof(Bytes), first[v]), store_bytes(to + (2 + v) * sizeof(Bytes), second[v]);
+      }
+  }
+
+  template <class Some>
+  void pass(int count, const SegmentPlace& place, const ByteSegments& rows, Some codes) {
+    constexpr auto kCounts = std::make_integer_sequence<int, kMostSegmentRows>();
     if (weights_.zeros != nullptr)
-      nibble_pass_of<true>(count, place, rows, codes, ahead_, kCounts);
+      segment_pass_of<true>(count, place, rows, codes, ahead_, kCounts);
     else
-      nibble_pass_of<false>(count, place, rows, codes, ahead_, kCounts);
+      segment_pass_of<false>(count, place, rows, codes, ahead_, kCounts);
   }
 
   const PackedMatrix& weights_;
@@ -206,8 +221,11 @@ class NibblePiece {
 };
 
 template <class Before, class Then>
-void multiply_nibbles(const PackedMatrix& weights, const int8_t* x, int64_t x_stride, const Range& range, Before& before, Then& then) {
-  multiply_pieces<NibblePiece, NibbleRows>(weights, x, x_stride, range, before, then);
+void multiply_segments(const PackedMatrix& weights, const int8_t* x, int64_t x_stride, const Range& range, Before& before, Then& then) {
+  if (in_nibbles(weights.format))
+    multiply_pieces<SegmentPiece<true>, ByteSegments>(weights, x, x_stride, range, before, then);
+  else
+    multiply_pieces<SegmentPiece<false>, ByteSegments>(weights, x, x_stride, range, before, then);
 }
 
 }  // namespace rhizome
