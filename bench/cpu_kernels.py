@@ -11,6 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import click
 import torch
@@ -97,16 +98,18 @@ def limits(native: NativeLibrary) -> tuple[float, float]:
 @click.option("--shapes", default=",".join(_SHAPES), help="Of the projections of the reference shape.")
 @click.option(
     "--quantization",
-    type=click.Choice(["int8", "int4", "fp8", "mxfp4", "w8a8", "w4a8"]),
+    type=click.Choice(["int8", "int4", "fp8", "mxfp4", "w8a8", "w4a8", "mxfp4a8"]),
     default=None,
-    help="Weights in codes.",
+    help="Weights in codes; rows in int8, too, where it ends in a8.",
 )
 @click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
 def main(level: Level, threads: int, rows: str, shapes: str, quantization: str | None, group_size: int | None) -> None:
-    scheme = MXFP4 if quantization == "mxfp4" else None
-    if quantization is not None and scheme is None:
-        bits, dynamic = 4 if quantization in ("int4", "w4a8") else 8, quantization in ("w8a8", "w4a8")
-        scheme = Scheme(bits, group_size, floating=quantization == "fp8", dynamic=dynamic)
+    scheme = None
+    if quantization is not None:
+        bits, dynamic = 8 if quantization in ("int8", "fp8", "w8a8") else 4, quantization.endswith("a8")
+        scheme = Scheme(bits, group_size, floating="fp" in quantization, dynamic=dynamic)
+    if scheme is not None and scheme.bits == 4 and scheme.floating:
+        scheme = replace(MXFP4, dynamic=scheme.dynamic)
     native = load_library(level)
     native.set_threads(threads)
     bandwidth, rate = limits(native)

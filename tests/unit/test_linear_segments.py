@@ -16,8 +16,8 @@ from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish, Format
 from worker_proc.cpu.quantized import QuantizedMatrix
-from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.rows import QuantizedRows, floating_numbers
+from worker_proc.quantization.scheme import MXFP4, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -36,12 +36,17 @@ SCHEMES = [
         (8, 128, False, True),
         (8, None, False, False),
     )
+] + [
+    replace(MXFP4, dynamic=True),
+    Scheme(4, 128, floating=True, dynamic=True),
 ]
 OTHER_SEGMENTS = Scheme(4, 96, dynamic=True)  # groups that 256 inputs cut
 schemes = st.sampled_from(SCHEMES)
 
 
 def rounded_format(scheme: Scheme) -> Format:
+    if scheme.floating:
+        return Format.FLOAT4_SEGMENTS
     return Format.INT4_SEGMENTS if scheme.bits == 4 else Format.INT8_SEGMENTS
 
 
@@ -67,8 +72,11 @@ def product(matrix: QuantizedMatrix, x: Tensor) -> Tensor:
 def wanted(rows: QuantizedRows, x: Tensor) -> Tensor:
     """Segment by segment: whole numbers, exact, times a scale, added with one rounding: in long double, whose 64 bits
     hold products of float32."""
-    codes, x = rows.codes.numpy().astype(np.int64), x if rows.order is None else x[:, rows.order]
-    size = rows.scheme.group_size or x.shape[1]
+    numbers, x = rows.codes.long(), x if rows.order is None else x[:, rows.order]
+    scales, middle = rows.scales, np.float32(rows.scheme.middle)
+    if rows.scheme.floating:  # of FP4: whole numbers are twice as large
+        numbers, scales = (2 * floating_numbers(rows.scheme, rows.codes)).long(), scales / 2
+    codes, size = numbers.numpy(), rows.scheme.group_size or x.shape[1]
     step = min(size, 256)
     total = np.zeros((len(x), len(codes)), np.float32)
     for begin in range(0, x.shape[1], step):
@@ -79,9 +87,9 @@ def wanted(rows: QuantizedRows, x: Tensor) -> Tensor:
         unit = np.where(counts, largest / np.float32(127), 0).astype(np.float32)
         fixed = np.rint(part * factor).astype(np.int64)
         sums = (fixed @ codes[:, begin : begin + step].T).astype(np.longdouble)
-        zeros = np.float32(rows.scheme.middle) if rows.zeros is None else rows.zeros[:, begin // size].numpy()
+        zeros = middle if rows.zeros is None else rows.zeros[:, begin // size].numpy()
         sums = (sums - fixed.sum(axis=1, keepdims=True) * np.longdouble(1) * zeros).astype(np.float32)
-        scale = rows.scales[:, begin // size].numpy() * unit
+        scale = scales[:, begin // size].numpy() * unit
         total = (sums.astype(np.longdouble) * scale + total).astype(np.float32)
     return torch.from_numpy(total)
 
@@ -161,13 +169,13 @@ def test_numbers_of_any_size_stand_beside_each_other(level: Level) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scheme", [SCHEMES[1], SCHEMES[2], SCHEMES[8], OTHER_SEGMENTS], ids=str)
+@pytest.mark.parametrize("scheme", [SCHEMES[1], SCHEMES[2], SCHEMES[8], SCHEMES[-2], OTHER_SEGMENTS], ids=str)
 def test_elsewhere_activations_are_not_rounded(level: Level, scheme: Scheme) -> None:
     """Where the kernels have no products of bytes, or groups no whole segments, results are those of int4 or int8."""
     weights, x = random_rows(70, 300, scheme, 5), random(21, 300, seed=6)
     matrix = packed(level, weights)
     rounds = load_library(level).knows(Format.INT4_SEGMENTS) and scheme is not OTHER_SEGMENTS
-    otherwise = Format.INT4 if scheme.bits == 4 else Format.INT8
+    otherwise = Format.FLOAT4 if scheme.floating else Format.INT4 if scheme.bits == 4 else Format.INT8
     assert matrix.struct.format == (rounded_format(scheme) if rounds else otherwise)
     plain = packed(level, replace(weights, scheme=replace(scheme, dynamic=False)))
     assert torch.equal(product(matrix, x), product(plain, x)) != rounds

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers_gguf import directory_of, write_gguf
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts
-from tests.helpers_quantized import bytes_config, quantization_config, quantize_checkpoint, store_bytes
+from tests.helpers_quantized import bytes_config, quantization_config, quantize_checkpoint, store_bytes, store_mxfp4
 from tests.unit.test_cpu_build import needs_compiler
 from tests.unit.test_gguf_models import K
 from tests.unit.test_quantized_models import KINDS, error, load_native, load_torch, logits
@@ -131,6 +131,25 @@ def test_a_checkpoint_says_that_activations_have_8_bits(layout: str, bits: int, 
     assert got.weights.layers[0].o.struct.format == (ROUNDED[otherwise] if known else otherwise)
     assert error(logits(got), want) < 0.05
     assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["gpt-oss", "llama-gqa-untied"])
+def test_codes_of_mxfp4_are_multiplied_with_rounded_rows_on_demand(kind: str, level: Level, tmp_path: Path) -> None:
+    """Experts of a gpt-oss, and all of what compressed-tensors has in that format."""
+    more = {"num_experts_per_tok": 5} if kind == "gpt-oss" else {}  # all of them
+    codes, _ = store_mxfp4(make_checkpoint(kind, tmp_path / "source", **more), tmp_path)
+    option = load_time_scheme("w4a8", None)
+    native, other = load_native(codes, option, level), load_native(codes, None, level)
+    known = load_library(level).knows(Format.FLOAT4_SEGMENTS)
+    (layer, *_), (plain, *_) = native.weights.layers, other.weights.layers
+    held = (layer.experts[1].down, plain.experts[1].down) if kind == "gpt-oss" else (layer.down, plain.down)
+    formats = [matrix.struct.format for matrix in held]
+    assert formats == [Format.FLOAT4_SEGMENTS if known else Format.FLOAT4, Format.FLOAT4]
+    every = torch.arange(held[0].outputs)
+    assert torch.equal(*(matrix.unpack(every) for matrix in held))
+    rest = Scheme(4, 128) if kind == "gpt-oss" else None  # of what is stored plain
+    assert error(logits(native), logits(load_torch(codes, rest))) < 0.05
 
 
 def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

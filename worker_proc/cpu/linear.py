@@ -37,6 +37,7 @@ class Format(IntEnum):
     INT8_BOTH = 8
     INT4_SEGMENTS = 9
     INT8_SEGMENTS = 10
+    FLOAT4_SEGMENTS = 11
 
 
 class Pairing(IntEnum):

@@ -129,13 +129,13 @@ def _scale_dtype(scheme: Scheme) -> torch.dtype:
 
 
 def _format(native: NativeLibrary, scheme: Scheme) -> Format:
-    if scheme.floating:
-        if scheme.bits == 4:
-            return Format.FLOAT4
+    if scheme.floating and scheme.bits == 8:
         return Format.FLOAT8_CHANNEL if scheme.by_channel else Format.FLOAT8
     if scheme.by_channel:
         return Format.INT8_BOTH if scheme.dynamic else Format.INT8_CHANNEL
     plain, rounded = (Format.INT4, Format.INT4_SEGMENTS) if scheme.bits == 4 else (Format.INT8, Format.INT8_SEGMENTS)
+    if scheme.floating:
+        plain, rounded = Format.FLOAT4, Format.FLOAT4_SEGMENTS
     return rounded if scheme.dynamic and native.knows(rounded) and _whole_segments(scheme.group_size) else plain
 
 

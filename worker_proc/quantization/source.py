@@ -36,7 +36,7 @@ class WeightSource:
             raise ModelError("quantization", stored.method, "the checkpoint is quantized already: leave the option out")
         self._load = load
         self._scheme = None if codes else scheme
-        self._rounds = codes and scheme is not None  # what is stored
+        self._rounds = stored is not None and scheme is not None and scheme.dynamic  # what it multiplies
         self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
         self._stored = None if self._in_blocks else stored
         self._quantize = quantize
@@ -59,7 +59,8 @@ class WeightSource:
         """With activations of 8 bits where they are wanted and known."""
         if scheme is None or not self._dynamic:
             return scheme and replace(scheme, dynamic=False)
-        return replace(scheme, dynamic=True) if self._rounds and not scheme.floating else scheme
+        is_fp8 = scheme.floating and scheme.bits == 8
+        return replace(scheme, dynamic=True) if self._rounds and not is_fp8 else scheme
 
     def head_scheme(self, head: Part) -> Scheme | None:
         """How the output head is held."""

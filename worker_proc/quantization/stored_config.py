@@ -50,7 +50,7 @@ class StoredQuantization:
     def fits(self, scheme: Scheme) -> bool:
         """Whether the option of this scheme may say how the codes are multiplied: where they have as many bits, and in
         GGUF files, whose matrices differ."""
-        alike = self.scheme.bits == scheme.bits and not self.scheme.floating
+        alike = self.scheme.bits == scheme.bits and (not self.scheme.floating or scheme.bits == 4)
         return scheme.dynamic and (self.method == "gguf" or alike)
 
 

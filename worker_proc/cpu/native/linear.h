@@ -23,7 +23,10 @@ inline constexpr int kBlockRows = 32;  // rows of x that one micro-kernel call t
 inline constexpr int kExactGroup = 64;  // 4-bit codes whose sum with x in fixed point is exact in float32
 
 // How the numbers of a matrix are stored, see linear_quantized.h and linear_compressed.h.
-enum class Format : int32_t { kBFloat16 = 0, kInt8Channel, kInt8, kInt4, kCompressed, kFloat8Channel, kFloat8, kFloat4, kInt8Both, kInt4Segments, kInt8Segments };
+enum class Format : int32_t {
+  kBFloat16 = 0, kInt8Channel, kInt8, kInt4, kCompressed, kFloat8Channel, kFloat8, kFloat4, kInt8Both, kInt4Segments,
+  kInt8Segments, kFloat4Segments
+};
 
 // Plain C types only: linear.py mirrors it with ctypes.
 struct PackedMatrix {

@@ -80,7 +80,7 @@ constexpr int kOfWord = 2 * sizeof(CodeWord);
 
 // Puts the 32 codes of an output into a block, where they are 0.
 void add_codes(Format format, int output, const uint8_t* from, uint8_t* codes) {
-  if (!in_nibbles(format) || format == Format::kInt4Segments) {
+  if (!in_nibbles(format) || in_segments(format)) {
     for (int input = 0; input < 32; ++input) {
       const CodePlace at = place_of(format, output, input);
       codes[at.byte] |= static_cast<uint8_t>(from[input] << at.shift);
@@ -118,6 +118,7 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
     case Format::kInt8Both:
     case Format::kInt4Segments:
     case Format::kInt8Segments:
+    case Format::kFloat4Segments:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }
@@ -150,6 +151,7 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
     case Format::kFloat4: return run(code_dots_of<Format::kFloat4, false>);
     case Format::kInt4Segments:
     case Format::kInt8Segments:
+    case Format::kFloat4Segments:
     case Format::kBFloat16:
     case Format::kCompressed: return;
   }

@@ -5,7 +5,7 @@
 //                 128, which bfloat16 holds exactly; the scale multiplies the sums.
 //   kInt8Both     the same, and rows of x are rounded to int8, too, with a scale per row (W8A8): see fixed_point.h.
 //   kInt8, kInt4  weight = (code - zero) * scale, rounded to bfloat16, a scale (and a zero) per group of inputs.
-//   kInt4Segments, kInt8Segments  kInt4 and kInt8 where rows of x are rounded to int8, too, with a scale for each segment (W4A8),
+//   kInt4Segments, kInt8Segments, kFloat4Segments  kInt4, kInt8 and kFloat4 where rows of x are rounded to int8, too, with a scale for each segment (W4A8),
 //                 and bytes are multiplied: see linear_task_segments.h.
 //   kFloat8Channel, kFloat8  as kInt8, where a code is a number of FP8 (E4M3, without NaN), and its own weight: what
 //                 bfloat16 holds, or times a scale per group, rounded to bfloat16. Numbers are 2^-8 of those that codes
@@ -39,10 +39,13 @@ namespace rhizome {
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
 inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
+constexpr bool is_float4(Format format) { return format == Format::kFloat4 || format == Format::kFloat4Segments; }
 constexpr bool in_nibbles(Format format) {  // 4 bits each
-  return format == Format::kInt4 || format == Format::kInt4Segments || format == Format::kFloat4;
+  return format == Format::kInt4 || format == Format::kInt4Segments || is_float4(format);
 }
-constexpr bool in_segments(Format format) { return format == Format::kInt4Segments || format == Format::kInt8Segments; }
+constexpr bool in_segments(Format format) {
+  return format == Format::kInt4Segments || format == Format::kInt8Segments || format == Format::kFloat4Segments;
+}
 constexpr int64_t code_bytes(Format format, int64_t weights) { return in_nibbles(format) ? weights / 2 : weights; }
 constexpr bool int8_by_channel(Format format) { return format == Format::kInt8Channel || format == Format::kInt8Both; }
 constexpr bool by_channel(Format format) { return int8_by_channel(format) || format == Format::kFloat8Channel; }
@@ -63,7 +66,7 @@ constexpr bool in_quads([[maybe_unused]] Format format) {
 constexpr bool in_integers([[maybe_unused]] Format format) {
 #if defined(RHIZOME_INTEGERS)
   return (int8_by_channel(format) && !in_quads(format)) || format == Format::kInt8 ||
-         (in_nibbles(format) && format != Format::kInt4Segments);
+         (in_nibbles(format) && !in_segments(format));
 #else
   return false;
 #endif
@@ -75,7 +78,7 @@ inline int64_t groups(const PackedMatrix& weights) {
 
 // The scales of a matrix of this format, see float4.h.
 template <Format kFormat>
-using Scale = std::conditional_t<kFormat == Format::kFloat4, uint8_t, float>;
+using Scale = std::conditional_t<is_float4(kFormat), uint8_t, float>;
 template <Format kFormat>
 inline const Scale<kFormat>* scales_of(const PackedMatrix& weights) {
   return reinterpret_cast<const Scale<kFormat>*>(weights.scales);
@@ -100,7 +103,7 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
     return {output / kTile * kTileElements * 2 + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
   if (format == Format::kInt8Segments)
     return {output / kTile * kTileElements + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
-  if (format == Format::kInt4Segments)
+  if (in_segments(format))
     return {output / kTile * kTileElements / 2 + input / 8 * 4 * kTile + output % kTile * 4 + input % 4,
             static_cast<int>(input / 4 % 2 * 4)};
 #if defined(__AMX_BF16__)
@@ -176,7 +179,7 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
   const int64_t group = by_channel(weights.format) ? 0 : input / weights.group;
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
   if (is_float8(weights.format)) return float8_number(code) * weights.scales[scale];
-  if (weights.format == Format::kFloat4) return kFloat4Numbers[code] * scale_of(scales_of<Format::kFloat4>(weights)[scale]);
+  if (is_float4(weights.format)) return kFloat4Numbers[code] * scale_of(scales_of<Format::kFloat4>(weights)[scale]);
   const float zero = weights.zeros != nullptr ? weights.zeros[scale] : middle_code(weights.format);
   return (static_cast<float>(code) - zero) * weights.scales[scale];
 }

@@ -28,19 +28,22 @@ struct ByteSegments {
 inline Bytes lower_halves(Bytes bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 inline Bytes upper_halves(Bytes bytes) { return lower_halves(_mm512_srli_epi16(bytes, 4)); }
 inline Bytes all_of(int32_t number) { return _mm512_set1_epi32(number); }
+inline Bytes looked_up(__m128i table, Bytes codes) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes); }
 inline floats fused_sum(floats a, floats b, floats c) { return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else
 inline Bytes lower_halves(Bytes bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 inline Bytes upper_halves(Bytes bytes) { return lower_halves(_mm256_srli_epi16(bytes, 4)); }
 inline Bytes all_of(int32_t number) { return _mm256_set1_epi32(number); }
+inline Bytes looked_up(__m128i table, Bytes codes) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes); }
 inline floats fused_sum(floats a, floats b, floats c) { return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #endif
 
-// Codes of two vectors of outputs, eight inputs after eight, as they lie in memory.
-template <bool kNibbles>
+// Codes of two vectors of outputs, eight inputs after eight, as they lie in memory. FP4's become its numbers, kMostFloat4 more.
+template <Format kFormat>
 class CodesOfEight {
  public:
-  static constexpr int kMiddle = kNibbles ? 8 : 128;
+  static constexpr bool kNibbles = in_nibbles(kFormat);
+  static constexpr int kMiddle = is_float4(kFormat) ? kMostFloat4 : kNibbles ? 8 : 128;
   static constexpr int64_t kTileCodes = kNibbles ? kTileElements / 2 : kTileElements;
 
   explicit CodesOfEight(const uint8_t* codes) : at_(codes) {}
@@ -51,6 +54,7 @@ class CodesOfEight {
       const Bytes codes = load_bytes(from);
       first[v] = kNibbles ? lower_halves(codes) : codes;
       second[v] = kNibbles ? upper_halves(codes) : load_bytes(from + 64);
+      if constexpr (is_float4(kFormat)) first[v] = looked_up(numbers(), first[v]), second[v] = looked_up(numbers(), second[v]);
     }
     at_ += kNibbles ? 64 : 128;
   }
@@ -59,13 +63,19 @@ class CodesOfEight {
  private:
   static constexpr int64_t kApart = kByteRuns == 1 ? kTileCodes : 32;
 
+  static __m128i numbers() {
+    const __m128i signed_numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFloat4Numbers));
+    return _mm_add_epi8(signed_numbers, _mm_set1_epi8(kMostFloat4));
+  }
+
   const uint8_t* at_;
 };
 
 // Those of 4 bits, a byte each, in the order in which they are used.
+template <Format kFormat>
 class WideNibbles {
  public:
-  static constexpr int kMiddle = CodesOfEight<true>::kMiddle;
+  static constexpr int kMiddle = CodesOfEight<kFormat>::kMiddle;
 
   explicit WideNibbles(const uint8_t* codes) : at_(codes) {}
 
@@ -87,7 +97,7 @@ struct SegmentPlace {
   int output;
 };
 
-template <int kRows, bool kZeros, class Codes>
+template <int kRows, Format kFormat, bool kZeros, class Codes>
 __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const ByteSegments& rows, Codes codes, LinesAhead& outside) {
   LinesAhead ahead = outside;  // in registers
   const PackedMatrix& weights = place.weights;
@@ -127,7 +137,8 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
           sums[row][1] = byte_dots(sums[row][1], second[1], four);
         }
       }
-    const floats scales[2] = {load(weights.scales + at), load(weights.scales + at + kLanes)};
+    const auto* const scales_at = scales_of<kFormat>(weights) + at;
+    const floats scales[2] = {load_scales(scales_at), load_scales(scales_at + kLanes)};
 #pragma GCC unroll 9
     for (int row = 0; row < kRows; ++row) {
       float unit;
@@ -145,30 +156,30 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
   outside = ahead;
 }
 
-template <bool kZeros, class Codes, int... kCounts>
+template <Format kFormat, bool kZeros, class Codes, int... kCounts>
 inline void segment_pass_of(int count, const SegmentPlace& place, const ByteSegments& rows, Codes codes, LinesAhead& ahead,
                            std::integer_sequence<int, kCounts...>) {
   using Pass = void (*)(const SegmentPlace&, const ByteSegments&, Codes, LinesAhead&);
-  static constexpr Pass kPasses[] = {segment_pass<kCounts + 1, kZeros, Codes>...};
+  static constexpr Pass kPasses[] = {segment_pass<kCounts + 1, kFormat, kZeros, Codes>...};
   kPasses[count - 1](place, rows, codes, ahead);
 }
 
 // One piece, for one pass of rows after the other.
-template <bool kNibbles>
+template <Format kFormat>
 class SegmentPiece {
-  using Codes = CodesOfEight<kNibbles>;
+  using Codes = CodesOfEight<kFormat>;
 
  public:
   // Pieces are of 16 KiB where one pass takes all rows: in shorter ones, what is fetched ahead would come too late.
   static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t rows) {
-    return passes(rows) == 1 ? (kNibbles ? 4 : 2) * kSteps : kSteps;
+    return passes(rows) == 1 ? (Codes::kNibbles ? 4 : 2) * kSteps : kSteps;
   }
 
   // `following` is the block with which the thread goes on after this piece.
   SegmentPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(weights), piece_(piece), codes_(codes_at(weights, piece.panel, piece.step)),
         ahead_(piece_ahead(weights, following, piece.now, piece.now * kSegmentTurns * kByteRuns * passes(rows))) {
-    if (!kNibbles || passes(rows) == 1) return;
+    if (!Codes::kNibbles || passes(rows) == 1) return;
     alignas(64) static thread_local uint8_t room[kSteps * kBlockWeights];
     wide_ = room;
     for (int run = 0; run < kByteRuns; ++run) widen(run, room + run * piece.now * kTileElements);
@@ -182,7 +193,7 @@ class SegmentPiece {
       for (int run = 0; run < kByteRuns; ++run) {
         const SegmentPlace place{weights_, piece_.panel, piece_.step, piece_.now, run * kTile};
         if (wide_ != nullptr)
-          pass(now, place, some, WideNibbles(wide_ + run * piece_.now * kTileElements));
+          pass(now, place, some, WideNibbles<kFormat>(wide_ + run * piece_.now * kTileElements));
         else
           pass(now, place, some, Codes(codes_ + run * Codes::kTileCodes));
       }
@@ -207,10 +218,9 @@ class SegmentPiece {
   template <class Some>
   void pass(int count, const SegmentPlace& place, const ByteSegments& rows, Some codes) {
     constexpr auto kCounts = std::make_integer_sequence<int, kMostSegmentRows>();
-    if (weights_.zeros != nullptr)
-      segment_pass_of<true>(count, place, rows, codes, ahead_, kCounts);
-    else
-      segment_pass_of<false>(count, place, rows, codes, ahead_, kCounts);
+    if constexpr (!is_float4(kFormat))
+      if (weights_.zeros != nullptr) return segment_pass_of<kFormat, true>(count, place, rows, codes, ahead_, kCounts);
+    segment_pass_of<kFormat, false>(count, place, rows, codes, ahead_, kCounts);
   }
 
   const PackedMatrix& weights_;
@@ -222,10 +232,12 @@ class SegmentPiece {
 
 template <class Before, class Then>
 void multiply_segments(const PackedMatrix& weights, const int8_t* x, int64_t x_stride, const Range& range, Before& before, Then& then) {
-  if (in_nibbles(weights.format))
-    multiply_pieces<SegmentPiece<true>, ByteSegments>(weights, x, x_stride, range, before, then);
-  else
-    multiply_pieces<SegmentPiece<false>, ByteSegments>(weights, x, x_stride, range, before, then);
+  const auto run = [&]<Format kFormat>(std::integral_constant<Format, kFormat>) {
+    multiply_pieces<SegmentPiece<kFormat>, ByteSegments>(weights, x, x_stride, range, before, then);
+  };
+  if (weights.format == Format::kInt8Segments) return run(std::integral_constant<Format, Format::kInt8Segments>());
+  if (weights.format == Format::kInt4Segments) return run(std::integral_constant<Format, Format::kInt4Segments>());
+  run(std::integral_constant<Format, Format::kFloat4Segments>());
 }
 
 }  // namespace rhizome

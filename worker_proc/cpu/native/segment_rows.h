@@ -1,4 +1,4 @@
-// Rows of x in int8 for weights in groups (kInt4Segments, kInt8Segments), with a scale for each segment of inputs: those that a group of weights
+// Rows of x in int8 for weights in groups (`in_segments`), with a scale for each segment of inputs: those that a group of weights
 // shares, 256 at most. Numbers of x that are much larger than the rest so cost the others of their segment precision alone, as
 // in llama.cpp's Q8_0 and OpenVINO's dynamic quantization, and not those of the whole row.
 #pragma once
