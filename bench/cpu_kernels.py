@@ -70,7 +70,7 @@ def matrices(
 
 
 def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
-    if isinstance(matrix, QuantizedMatrix) and matrix.scheme == MXFP4:  # which weights are not made into
+    if isinstance(matrix, QuantizedMatrix) and replace(matrix.scheme, dynamic=False) == MXFP4:  # not made of weights
         codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
         matrix.pack_rows(
             QuantizedRows(MXFP4, codes, torch.full((len(codes), codes.shape[1] // 32), 2.0**-7)), 0, pairing

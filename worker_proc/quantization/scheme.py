@@ -39,9 +39,9 @@ class Scheme:
     @property
     def name(self) -> str:
         """That of launch.py's --quantization."""
-        if self.dynamic:
-            return f"w{self.bits}a8"
-        return f"{'fp' if self.floating else 'int'}{self.bits}"
+        if self.floating:
+            return f"fp{self.bits}" + ("a8" if self.dynamic else "")
+        return f"w{self.bits}a8" if self.dynamic else f"int{self.bits}"
 
     def __str__(self) -> str:
         groups = "" if self.group_size is None else f", groups of {self.group_size}"
