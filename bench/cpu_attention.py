@@ -15,7 +15,7 @@ from dataclasses import replace
 import click
 import torch
 
-from bench.cpu_kernels import limits
+from bench.limits import limits
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.attention import NativeAttention
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
@@ -99,14 +99,14 @@ def main(level: Level, threads: int, cases: str, int8: bool) -> None:
             memory.random_(-127, 128) if int8 else memory.normal_()
         for memory in (*cache.k_scales, *cache.v_scales):
             memory.fill_(1 / 50)
-        bandwidth, rate = limits(native)
+        most = limits(native)
         took = seconds(native, batch, cache, share=True)
         alone = seconds(native, batch, cache, share=False) if shared and new == 1 else None
         read = (shared + rows * (total - shared)) * bytes_per_token
         operations = 4 * _HEADS * _HEAD_DIM * rows * (new * total - new * (new - 1) / 2)
         click.echo(
-            f"{name:26} {took * 1e6:9.1f} {read / took / 1e9:6.1f} {read / took / bandwidth:6.0%} "
-            f"{operations / took / 1e9:8.1f} {operations / took / rate:6.0%} "
+            f"{name:26} {took * 1e6:9.1f} {read / took / 1e9:6.1f} {read / took / most.bandwidth:6.0%} "
+            f"{operations / took / 1e9:8.1f} {operations / took / most.operations:6.0%} "
             + (f"{alone * 1e6:9.1f}" if alone is not None else "")
         )
 

@@ -8,14 +8,13 @@ Weights are streamed from more memory than the caches hold: `copies` of each mat
 """
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import click
 import torch
 
+from bench.limits import limits, seconds
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
@@ -35,17 +34,6 @@ _SHAPES = {
     "head": (151936, 1024, False),
 }
 _MEMORY = 2**29  # bytes of weights per shape
-_SECONDS = 0.3
-
-
-def seconds(run: Callable[[], object], least: float = _SECONDS) -> float:
-    """Median time of a call, over as many calls as fit in `least` seconds, at least three."""
-    times, begin = [], time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - begin < least:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def matrices(
@@ -81,16 +69,6 @@ def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
         matrix.pack(weight, 0, pairing)
 
 
-def limits(native: NativeLibrary) -> tuple[float, float]:
-    """Bytes per second that all threads read together, and floating-point operations per second."""
-    block = HugePages(2**29).take(2**29, torch.uint8)
-    block.fill_(1)
-    reading = seconds(lambda: native.functions.rhizome_read(block.data_ptr(), len(block)))
-    rounds = 1000
-    operations = native.functions.rhizome_multiply(rounds)
-    return len(block) / reading, operations / seconds(lambda: native.functions.rhizome_multiply(rounds))
-
-
 @click.command()
 @click.option("--level", type=click.Choice(LEVELS), default=cpu_features().levels()[0])
 @click.option("--threads", type=int, default=num_cpus())
@@ -112,10 +90,8 @@ def main(level: Level, threads: int, rows: str, shapes: str, quantization: str |
         scheme = replace(MXFP4, dynamic=scheme.dynamic)
     native = load_library(level)
     native.set_threads(threads)
-    bandwidth, rate = limits(native)
-    print(
-        f"{level}, {threads} threads, {scheme or 'bfloat16'}: {bandwidth / 1e9:.1f} GB/s read, {rate / 1e9:.0f} GFLOP/s"
-    )
+    most = limits(native)
+    print(f"{level}, {threads} threads, {scheme or 'bfloat16'}: {most}")
     print("shape     rows        ms    GB/s  GFLOP/s  of the floor")
     for name in shapes.split(","):
         outputs, inputs, paired = _SHAPES[name]
@@ -125,7 +101,7 @@ def main(level: Level, threads: int, rows: str, shapes: str, quantization: str |
                 continue
             took = seconds(product(stack, count))
             size, operations = stack[0].nbytes, 2 * outputs * inputs * count
-            floor = max(size / bandwidth, operations / rate)
+            floor = most.product(stack[0], count)
             print(
                 f"{name:8} {count:5} {took * 1e3:9.3f} {size / took / 1e9:7.1f} {operations / took / 1e9:8.0f}"
                 f"  {floor / took:7.0%}"

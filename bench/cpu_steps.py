@@ -16,7 +16,7 @@ import click
 import torch
 
 from bench.clusters import machine
-from bench.cpu_kernels import limits
+from bench.limits import Limits, limits
 from common.config import QUANTIZATIONS, WEIGHT_COMPRESSIONS
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
@@ -65,22 +65,17 @@ def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatc
     return batch, rows * columns
 
 
-def floors(
-    model: CpuDecoder, rows: int, new: int, total: int, shared: int, bandwidth: float, rate: float
-) -> dict[str, float]:
+def floors(model: CpuDecoder, rows: int, new: int, total: int, shared: int, most: Limits) -> dict[str, float]:
     """Seconds that each operation takes at least; those that are not named move nothing but activations. The last layer
     computes one token of a row to the end, and of the others keys and values. A mixture's MLPs are all in "gate_up"."""
     spec, tokens, others = model.spec, rows * new, model.spec.num_layers - 1
 
-    def product(matrix: PackedMatrix, outputs_of: float, copies: float = 1.0) -> float:
-        return max(copies * matrix.nbytes / bandwidth, 2 * matrix.outputs * matrix.inputs * outputs_of / rate)
-
     def mlp(matrix: PackedMatrix, tokens: int) -> float:
         if spec.mixture is None:
-            return product(matrix, tokens)
+            return most.product(matrix, tokens)
         experts, each = spec.mixture.experts, spec.mixture.each
         taken = experts * (1 - (1 - each / experts) ** tokens)  # of a router that prefers none
-        return product(matrix, tokens * each, taken)
+        return most.product(matrix, tokens * each, taken)
 
     layer = model.weights.layers[0]
     arithmetic, read = 0.0, 0.0
@@ -94,11 +89,11 @@ def floors(
         read += tokens_read * model.kv_spec.bytes_per_token / spec.num_layers
     up, down = (others * mlp(matrix, tokens) + mlp(matrix, rows) for matrix in (layer.up, layer.down))
     return {
-        "qkv": spec.num_layers * product(layer.qkv, tokens),
-        "o": others * product(layer.o, tokens) + product(layer.o, rows),
+        "qkv": spec.num_layers * most.product(layer.qkv, tokens),
+        "o": others * most.product(layer.o, tokens) + most.product(layer.o, rows),
         **({"gate_up": up + down} if spec.mixture is not None else {"gate_up": up, "down": down}),
-        "head": product(model.weights.head, rows),
-        "attention": max(read / bandwidth, arithmetic / rate),
+        "head": most.product(model.weights.head, rows),
+        "attention": max(read / most.bandwidth, arithmetic / most.operations),
     }
 
 
@@ -143,10 +138,10 @@ def main(
         cache = KVCache(model.kv_spec, pages, PAGE_SIZE)
         for memory in (*cache.k, *cache.v):
             memory.normal_()
-        bandwidth, rate = limits(native)
+        most = limits(native)
         parts, whole = measure(model, batch, cache, repeats)
-        least = floors(model, *case, bandwidth, rate)
-        click.echo(f"\n{name}: {whole * 1e3:.1f} ms, at {bandwidth / 1e9:.1f} GB/s and {rate / 1e12:.2f} TFLOP/s\n")
+        least = floors(model, *case, most)
+        click.echo(f"\n{name}: {whole * 1e3:.1f} ms, at {most}\n")
         click.echo("| operation | ms | share | floor, ms | floor / measured |\n|---|---|---|---|---|")
         rest = whole - sum(parts)
         for operation, took in zip((*OPERATIONS, "between"), (*parts, rest), strict=True):

@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 import torch
 
-from bench.cpu_kernels import limits
 from bench.demo_corpus import build_corpus
+from bench.limits import limits
 from tokenizer_proc.tokenizer_files import load_tokenizer
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
@@ -110,7 +110,8 @@ def main() -> None:
 @main.command()
 @click.option("--model", type=click.Path(path_type=Path), default=DEMO)
 @click.option("--tokens", default=65536, help="Held-out tokens at most.")
-def accuracy(model: Path, tokens: int) -> None:
+@click.option("--only", default="", help="Names of precisions, separated by semicolons.  [default: all]")
+def accuracy(model: Path, tokens: int, only: str) -> None:
     """Perplexity of held-out text."""
     corpus = build_corpus()
     tokenizer = load_tokenizer(model)
@@ -119,6 +120,8 @@ def accuracy(model: Path, tokens: int) -> None:
     click.echo("precision             perplexity   to bfloat16")
     base = 0.0
     for precision in PRECISIONS:
+        if only and precision.name not in only.split(";"):
+            continue
         found = perplexity(load(model, precision), ids, precision.int8_kv)
         base = base or found
         click.echo(f"{precision.name:20}  {found:10.4f}   {found / base - 1:+11.2%}")
@@ -158,11 +161,11 @@ def speed(model: Path, batches: str, context: int, steps: int, only: str) -> Non
         loaded = load(model, precision)
         load_s, weights = time.perf_counter() - started, weight_bytes(loaded)
         for batch in map(int, batches.split(",")):
-            before = limits(native)[0]
+            before = limits(native).bandwidth
             took = decode_seconds(loaded, batch, context, steps, precision.int8_kv)
             kv = batch * context * replace(loaded.kv_spec, int8=precision.int8_kv).bytes_per_token
             size = weights + kv
-            bandwidth = max(before, limits(native)[0])
+            bandwidth = max(before, limits(native).bandwidth)
             click.echo(
                 f"{precision.name:20}  {load_s:7.1f}  {weights / 1e6:10.0f}  {batch:5}  {took * 1e3:7.2f}"
                 f"  {batch / took:6.1f}  {size / took / 1e9:5.1f}  {bandwidth / 1e9:5.1f}"

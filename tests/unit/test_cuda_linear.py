@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from tests.helpers_codes import SCHEMES, random_rows
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import quantize_checkpoint
 from tests.unit.test_cuda_decoder import OnDevice, load
-from tests.unit.test_quantized_linear import SCHEMES, random_rows
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.linear_kernels import _float4
 from worker_proc.cuda.quantized import Launch, PackedWeight

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.emulated_avx_vnni import with_avx_vnni
+from tests.helpers_codes import ROWS, SIZES, packed, random, random_rows
 from tests.unit.test_cpu_build import needs_compiler
-from tests.unit.test_quantized_linear import ROWS, SIZES, packed, random, random_rows
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish, Format

@@ -16,7 +16,6 @@ from tests.unit.test_quantized_models import (
     INT4,
     INT8,
     LEVELS,
-    check_field,
     check_refused,
     check_same_model,
     error,
@@ -25,6 +24,7 @@ from tests.unit.test_quantized_models import (
     logits,
     shard_weights,
 )
+from tests.unit.test_stored_config import check_field
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.linear import Format
 from worker_proc.models.describe import describe

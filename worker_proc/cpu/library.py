@@ -21,6 +21,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_enable": (_INT, []),
     "rhizome_read": (ctypes.c_uint32, [_POINTER, _LONG]),
     "rhizome_multiply": (ctypes.c_double, [_LONG]),
+    "rhizome_multiply_bytes": (ctypes.c_double, [_LONG]),
     "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),
     "rhizome_compress": (_LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _LONG]),
     "rhizome_compresses": (_INT, []),

@@ -8,6 +8,7 @@ from worker_proc.attention.interface import AttentionBackend
 from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.decoder import CpuDecoder, supports
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.linear import Format
 from worker_proc.cpu.quantized import NativeQuantizer
 from worker_proc.cpu.weights import PackedWeightPlan
 from worker_proc.errors import ModelError
@@ -72,7 +73,9 @@ def load_model(
         loader = WeightLoader(open_checkpoint(directory), dtype, device)
         quantize = NativeQuantizer(native) if native is not None else quantize_rows
         kernels = native if supports(spec, dtype) else None
-        source = WeightSource(loader, quantization, parse_stored(config), quantize, dynamic=kernels is not None)
+        in_groups = kernels is not None and kernels.knows(Format.INT8_SEGMENTS)
+        stored = parse_stored(config)
+        source = WeightSource(loader, quantization, stored, quantize, dynamic=kernels is not None, in_groups=in_groups)
         if kernels is not None:
             packed = PackedWeightPlan(spec, shard, loader, kernels, source, compression=compression)
             loader.run(progress)

@@ -66,6 +66,7 @@ MXFP4 = Scheme(4, 32, floating=True)  # whose scales are powers of two (OCP Micr
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
 W8A8 = Scheme(8, dynamic=True)
 HEAD_SCHEME = Scheme(8)  # of the output head when weights are quantized while they are loaded
+ROUNDED_HEAD = Scheme(8, 256, dynamic=True)  # the same where activations are rounded: not a whole row of them together
 
 
 def load_time_scheme(method: str, group_size: int | None) -> Scheme | None:

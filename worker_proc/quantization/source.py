@@ -5,7 +5,7 @@ from dataclasses import replace
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.quantization.rows import quantize_rows
-from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
+from worker_proc.quantization.scheme import HEAD_SCHEME, ROUNDED_HEAD, Scheme
 from worker_proc.quantization.stored import is_stored, plan_read
 from worker_proc.quantization.stored_blocks import BlocksRead, scheme_of_parts
 from worker_proc.quantization.stored_config import StoredQuantization
@@ -23,11 +23,13 @@ class WeightSource:
         quantize: Quantize = quantize_rows,
         *,
         dynamic: bool = False,
+        in_groups: bool = False,
     ) -> None:
         """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has. Not both, but for
         MXFP4, which experts have, and nothing beside them; and where the scheme is W4A8 or W8A8 and fits what is
         stored, which then has such activations. Unless `dynamic`, matrices do not round what they are multiplied with:
-        then a scheme that says so is refused, and what a checkpoint says of it left out."""
+        then a scheme that says so is refused, and what a checkpoint says of it left out. `in_groups` says whether those
+        in groups are quicker then."""
         if scheme is not None and scheme.dynamic and not dynamic:
             reason = "activations are rounded by the native CPU kernels alone, for the models that they compute in "
             raise ModelError("quantization", scheme.name, reason + f"bfloat16: take int{scheme.bits}")
@@ -40,7 +42,7 @@ class WeightSource:
         self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
         self._stored = None if self._in_blocks else stored
         self._quantize = quantize
-        self._dynamic = dynamic
+        self._dynamic, self._in_groups = dynamic, in_groups
 
     def scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
         """How the matrix that `parts` make together is held; None: plain. Raises ModelError where only some of them
@@ -64,7 +66,9 @@ class WeightSource:
 
     def head_scheme(self, head: Part) -> Scheme | None:
         """How the output head is held."""
-        return HEAD_SCHEME if self._scheme is not None else self.scheme((head,))
+        if self._scheme is None:
+            return self.scheme((head,))
+        return ROUNDED_HEAD if self._scheme.dynamic and self._in_groups else HEAD_SCHEME
 
     def into(self, part: Part, scheme: Scheme, target: QuantizedTarget) -> None:
         """Plan to copy `part` to `target`. Raises ModelError as `WeightLoader.into` does, and for columns that cut a

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "linear.h"
+#include "linear_task_int8.h"
 #include "parallel.h"
 
 #if defined(__AMX_BF16__)
@@ -35,9 +36,32 @@ RHIZOME_EXPORT uint32_t rhizome_read(const uint32_t* memory, int64_t bytes) {
   return checksum;
 }
 
-// Multiplies and adds random numbers from the L1 cache, on all threads; returns how many floating-point operations that
-// were. Not zeros, nor the same operands again and again: with those, some processors draw less power and run faster than
-// with any real matrix.
+namespace rhizome {
+namespace {
+
+// Numbers in the L1 cache: not zeros, nor the same again and again, with which some processors draw less power and run
+// faster than with any real matrix.
+class Randoms {
+ public:
+  explicit Randoms(int thread) : state_(1 + static_cast<uint32_t>(thread)) {}
+
+  void fill(bf16* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) numbers[i] = to_bf16(static_cast<float>(static_cast<int32_t>(next())) * 0x1p-31f);
+  }
+  void fill_bytes(bf16* pairs, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) pairs[i] = static_cast<bf16>(next() >> 16);
+  }
+
+ private:
+  uint32_t next() { return state_ = state_ * 1664525u + 1013904223u; }
+
+  uint32_t state_;
+};
+
+}  // namespace
+}  // namespace rhizome
+
+// Multiplies and adds random numbers on all threads; returns how many floating-point operations that were.
 RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
   using namespace rhizome;
   const int threads = num_threads();
@@ -45,15 +69,9 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
   parallel_for(threads, [&](int64_t, int thread) {
     alignas(64) static thread_local bf16 x[kBlockRows * kSteps * 32], weights[kSteps * 2 * kTileElements];
     alignas(64) static thread_local float sums[kBlockRows * kPanel];
-    uint32_t state = 1 + static_cast<uint32_t>(thread);
-    const auto fill = [&](bf16* numbers, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) {
-        state = state * 1664525u + 1013904223u;
-        numbers[i] = to_bf16(static_cast<float>(static_cast<int32_t>(state)) * 0x1p-31f);
-      }
-    };
-    fill(x, kBlockRows * kSteps * 32);
-    fill(weights, kSteps * 2 * kTileElements);
+    Randoms randoms(thread);
+    randoms.fill(x, kBlockRows * kSteps * 32);
+    randoms.fill(weights, kSteps * 2 * kTileElements);
 #if defined(__AMX_BF16__)
     configure_tiles(kBlockRows);
     _tile_zero(0);
@@ -111,4 +129,37 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
 #endif
   });
   return 2.0 * threads * static_cast<double>(rounds) * kBlockRows * kPanel * kSteps * 32;
+}
+
+// The same with bytes; 0 where they are not multiplied as such.
+RHIZOME_EXPORT double rhizome_multiply_bytes([[maybe_unused]] int64_t rounds) {
+#if defined(__AMX_INT8__) || defined(RHIZOME_INT8_DOTS)
+  using namespace rhizome;
+  const int threads = num_threads();
+  constexpr int64_t kSteps = 8, kStride = kSteps * 32;
+  parallel_for(threads, [&](int64_t, int thread) {
+    alignas(64) static thread_local bf16 x[kBlockRows * kStride], weights[kSteps * 2 * kTileElements];
+    alignas(64) static thread_local float sums[kBlockRows * kPanel];
+    Randoms randoms(thread);
+    randoms.fill_bytes(x, kBlockRows * kStride);
+    randoms.fill_bytes(weights, kSteps * 2 * kTileElements);
+#if defined(__AMX_INT8__)
+    configure_tiles(kBlockRows);
+    for (int64_t round = 0; round < rounds; ++round) {
+      PlainBlocks blocks(weights, {});
+      amx_block<TileNumbers::kInt8, true>(x, kStride, blocks, kSteps, nullptr, round > 0 ? sums : nullptr, [] {});
+      store_sums<true>(sums);
+    }
+#else
+    LinesAhead nothing;
+    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(weights);
+    for (int64_t round = 0; round < rounds * kByteRuns * kBlockRows / kByteRows; ++round)
+      byte_pass<kByteRows>(codes + round % kByteRuns * kTileBytes, sums, {x, kStride, sums, round > 0}, kSteps, nothing);
+#endif
+    asm volatile("" : : "r"(sums) : "memory");
+  });
+  return 2.0 * threads * static_cast<double>(rounds) * kBlockRows * kPanel * kSteps * 64;
+#else
+  return 0;
+#endif
 }
