@@ -1,45 +1,83 @@
-"""The yardstick of the benchmarks: what the machine can do, by loops of the kernels' own instructions."""
+"""Refusals name the field and the limit."""
+
+from collections.abc import Callable
 
 import pytest
 
-from bench.limits import limits
-from tests.emulated_avx_vnni import with_avx_vnni
-from tests.unit.test_cpu_build import needs_compiler
-from worker_proc.cpu.features import Level, cpu_features
-from worker_proc.cpu.library import load_library
-from worker_proc.cpu.linear import Format
-from worker_proc.cpu.matrices import MatrixForm
-from worker_proc.cpu.memory import HugePages
-from worker_proc.quantization.scheme import W8A8, Scheme
+from common.config import SchedulerConfig
+from common.messages import ErrorCode, Go, ints
+from tokenizer_proc.limits import Limits, Refused
 
-pytestmark = needs_compiler
+WINDOW = Limits(context_len=10, pool_tokens=64, vocab_size=100, max_live=3, max_choices=2)
+POOL = Limits(context_len=100, pool_tokens=16, vocab_size=100, max_live=3, max_choices=2)
 
 
-@pytest.mark.parametrize("level", cpu_features().levels())
-def test_operations_are_counted(level: Level) -> None:
-    """By all threads; bytes twice as many, where they are multiplied as such."""
-    native = with_avx_vnni() if level == "generic" else load_library(level)
-    for threads in (1, 2):
-        native.set_threads(threads)
-        in_float = native.functions.rhizome_multiply(3)
-        assert in_float == 3 * threads * 2 * 32 * 32 * 256
-        in_bytes = native.functions.rhizome_multiply_bytes(3)
-        assert in_bytes == (2 * in_float if native.knows(Format.INT8_SEGMENTS) or level == "amx" else 0)
-    native.set_threads(1)
+def refusal(check: Callable[[], object]) -> Refused:
+    with pytest.raises(Refused) as caught:
+        check()
+    return caught.value
 
 
-def test_the_floor_of_a_product_is_that_of_its_bytes_or_its_numbers() -> None:
-    native = load_library(cpu_features().levels()[0])
-    most = limits(native)
-    assert most.bandwidth > 0 and most.operations > 0
-    for scheme in (None, Scheme(8), W8A8, Scheme(4, 32)):
-        form = MatrixForm(64, 1024, scheme)
-        matrix = form.make(native, HugePages(form.room()))
-        assert most.product(matrix, 1e-9) == matrix.nbytes / most.bandwidth
-        operations = 2 * 64 * 1024 * 1e9 / most.product(matrix, 1e9)
-        rate = most.operations
-        if scheme == W8A8 and most.with_bytes:
-            rate = most.with_bytes
-        elif scheme == Scheme(8) and native.exact(Format.INT8_CHANNEL):
-            rate = most.with_bytes / 2
-        assert operations == pytest.approx(rate)
+def test_a_prompt_fits_when_one_more_token_does() -> None:
+    WINDOW.check_prompt(ints(*range(9)), "text")
+    POOL.check_prompt(ints(*range(15)), "text")
+
+
+@pytest.mark.parametrize(
+    ("limits", "words", "limit"),
+    [
+        (WINDOW, "this model's maximum context length is 10 tokens,", 9),  # litellm looks for these words
+        (POOL, "this model's maximum context length is 16 tokens (the size of the KV cache),", 15),
+    ],
+)
+def test_too_long_names_what_is_too_small(limits: Limits, words: str, limit: int) -> None:
+    error = refusal(lambda: limits.check_prompt(ints(*range(limit + 1)), "text"))
+    assert (error.code, error.field, error.limit) == (ErrorCode.TOO_LONG, "text", limit)
+    assert words in error.problem and f"{limit + 1} tokens" in error.problem
+
+
+def test_an_empty_prompt() -> None:
+    error = refusal(lambda: WINDOW.check_prompt(ints(), "token_ids"))
+    assert (error.code, error.field) == (ErrorCode.INVALID, "token_ids") and "empty" in error.problem
+
+
+def test_a_token_id_outside_the_vocabulary_is_named_with_its_place() -> None:
+    WINDOW.check_token_ids(ints(0, 99), "token_ids")
+    error = refusal(lambda: WINDOW.check_token_ids(ints(0, 100, 200), "token_ids"))
+    assert (error.code, error.field, error.limit) == (ErrorCode.INVALID, "token_ids[1]", 99)
+    assert "100" in error.problem
+
+
+def test_text_that_cannot_fit_is_not_tokenized() -> None:
+    WINDOW.check_chars(9 * 64, "text")
+    error = refusal(lambda: WINDOW.check_chars(9 * 64 + 1, "text"))
+    assert (error.code, error.field, error.limit) == (ErrorCode.TOO_LONG, "text", 576)
+
+
+def test_too_many_requests() -> None:
+    WINDOW.check_live(2, 1)
+    WINDOW.check_live(1, 2)
+    for live, n in ((3, 1), (2, 2)):
+        error = refusal(lambda: WINDOW.check_live(live, n))  # noqa: B023 (called at once)
+        assert (error.code, error.limit) == (ErrorCode.OVERLOADED, 3) and error.retry_after_s > 0
+    assert error.answer(5).rid == 5
+
+
+def test_more_choices_than_may_ever_wait() -> None:
+    error = refusal(lambda: WINDOW.check_live(0, 3))
+    assert (error.code, error.field, error.limit) == (ErrorCode.INVALID, "n", 2)
+    assert error.retry_after_s == 0, "trying again does not help"
+
+
+def test_the_answer_gets_what_fits() -> None:
+    assert WINDOW.answer_tokens(4, None) == 6
+    assert WINDOW.answer_tokens(4, 2) == 2
+    assert WINDOW.answer_tokens(4, 1000) == 6
+    assert POOL.answer_tokens(15, None) == 1
+
+
+def test_limits_of_a_cluster() -> None:
+    go = Go(num_pages=4, page_size=16, context_len=50, vocab_size=9, eos_token_ids=ints())
+    limits = Limits.of_cluster(go, SchedulerConfig(max_running=2, max_waiting=5), longest_token=100)
+    assert (limits.pool_tokens, limits.max_prompt, limits.max_live, limits.max_chars) == (64, 49, 7, 4900)
+    assert limits.max_choices == 5

@@ -1,0 +1,45 @@
+"""The yardstick of the benchmarks: what the machine can do, by loops of the kernels' own instructions."""
+
+import pytest
+
+from bench.limits import limits
+from tests.emulated_avx_vnni import with_avx_vnni
+from tests.unit.test_cpu_build import needs_compiler
+from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.linear import Format
+from worker_proc.cpu.matrices import MatrixForm
+from worker_proc.cpu.memory import HugePages
+from worker_proc.quantization.scheme import W8A8, Scheme
+
+pytestmark = needs_compiler
+
+
+@pytest.mark.parametrize("level", cpu_features().levels())
+def test_operations_are_counted(level: Level) -> None:
+    """By all threads; bytes twice as many, where they are multiplied as such."""
+    native = with_avx_vnni() if level == "generic" else load_library(level)
+    for threads in (1, 2):
+        native.set_threads(threads)
+        in_float = native.functions.rhizome_multiply(3)
+        assert in_float == 3 * threads * 2 * 32 * 32 * 256
+        in_bytes = native.functions.rhizome_multiply_bytes(3)
+        assert in_bytes == (2 * in_float if native.knows(Format.INT8_SEGMENTS) or level == "amx" else 0)
+    native.set_threads(1)
+
+
+def test_the_floor_of_a_product_is_that_of_its_bytes_or_its_numbers() -> None:
+    native = load_library(cpu_features().levels()[0])
+    most = limits(native)
+    assert most.bandwidth > 0 and most.operations > 0
+    for scheme in (None, Scheme(8), W8A8, Scheme(4, 32)):
+        form = MatrixForm(64, 1024, scheme)
+        matrix = form.make(native, HugePages(form.room()))
+        assert most.product(matrix, 1e-9) == matrix.nbytes / most.bandwidth
+        operations = 2 * 64 * 1024 * 1e9 / most.product(matrix, 1e9)
+        rate = most.operations
+        if scheme == W8A8 and most.with_bytes:
+            rate = most.with_bytes
+        elif scheme == Scheme(8) and native.exact(Format.INT8_CHANNEL):
+            rate = most.with_bytes / 2
+        assert operations == pytest.approx(rate)
