@@ -60,7 +60,8 @@ def limits(native: NativeLibrary) -> Limits:
 
     def rate(multiply: Callable[[int], float]) -> float:
         rounds = 1000
-        return multiply(rounds) / seconds(lambda: multiply(rounds))
+        operations = multiply(rounds)
+        return operations and operations / seconds(lambda: multiply(rounds))
 
     functions = native.functions
     return Limits(len(block) / reading, rate(functions.rhizome_multiply), rate(functions.rhizome_multiply_bytes))

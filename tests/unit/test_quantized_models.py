@@ -43,7 +43,7 @@ from worker_proc.weights import SINGLE_FILE
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
-INT8, INT4 = Scheme(8), Scheme(4, 32)
+INT8, INT4, W4A8 = Scheme(8), Scheme(4, 32), Scheme(4, 32, dynamic=True)
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama-gqa-untied", {}),
@@ -122,7 +122,7 @@ def check_same_model(codes: Path, plain: Path) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scheme", [INT8, INT4, Scheme(4, 128), FP8, W8A8], ids=str)
+@pytest.mark.parametrize("scheme", [INT8, INT4, Scheme(4, 128), FP8, W8A8, W4A8], ids=str)
 @pytest.mark.parametrize(("kind", "overrides"), KINDS, ids=IDS)
 def test_logits_are_those_of_dequantized_weights_in_torch(
     kind: str, overrides: dict[str, Any], scheme: Scheme, level: Level, tmp_path: Path
@@ -139,7 +139,7 @@ def test_logits_are_those_of_dequantized_weights_in_torch(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scheme", [INT8, INT4, FP8, W8A8], ids=str)
+@pytest.mark.parametrize("scheme", [INT8, INT4, FP8, W8A8, W4A8], ids=str)
 def test_tokens_do_not_depend_on_pages_chunks_or_company(scheme: Scheme, level: Level, tmp_path: Path) -> None:
     native = load_native(make_checkpoint("qwen3", tmp_path), scheme, level)
     together = generate(native, PROMPTS, 16, page_size=16, int8=True)

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
 #include "bf16.h"
 
 namespace rhizome {
@@ -17,11 +21,19 @@ inline float power_of_two(int exponent) {
   return value;
 }
 
-// Of the largest magnitude among `count` numbers.
+// Of the largest magnitude among `count` numbers, which go on with zeros up to a multiple of 32.
 inline int largest_bits(const bf16* numbers, int64_t count) {
+#if defined(__AVX512BW__)
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += 32)
+    most = _mm512_max_epi16(most, _mm512_and_si512(_mm512_loadu_si512(numbers + i), _mm512_set1_epi16(0x7fff)));
+  const __m512i even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff)), odd = _mm512_srli_epi32(most, 16);
+  return _mm512_reduce_max_epi32(_mm512_max_epi32(even, odd));
+#else
   int largest = 0;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, numbers[i] & 0x7fff);
   return largest;
+#endif
 }
 
 // What numbers are multiplied with before they are rounded, and the whole numbers after: NaN where one is not finite.

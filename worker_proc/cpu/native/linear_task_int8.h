@@ -87,8 +87,6 @@ inline void byte_pass_of(int count, const uint8_t* codes, float* sums, const Byt
 // One piece of a matrix in pairs (`as_pairs`), for one pass of rows after the other.
 class BytePiece {
  public:
-  static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t /*rows*/) { return kSteps; }
-
   // `following` is the block with which the thread goes on after this piece.
   BytePiece(const PackedMatrix& pairs, const Piece& piece, int64_t following, int64_t rows)
       : codes_(reinterpret_cast<const uint8_t*>(weights_at(pairs, piece.panel, piece.step))), steps_(piece.now),

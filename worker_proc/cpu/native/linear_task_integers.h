@@ -11,8 +11,6 @@ namespace rhizome {
 // One piece, for one pass of rows after the other.
 class IntegerPiece {
  public:
-  static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t /*rows*/) { return kSteps; }
-
   // `following` is the block with which the thread goes on after this piece.
   IntegerPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : place_{weights, piece.panel, piece.step, piece.now},

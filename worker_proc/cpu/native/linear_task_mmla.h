@@ -14,8 +14,6 @@ using TaskRows = PairedRows;  // what `multiply` takes
 // One piece, for one pass of rows after the other.
 class MmlaPiece {
  public:
-  static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t /*rows*/) { return kSteps; }
-
   // `following` is the block with which the thread goes on after this piece.
   MmlaPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : steps_(piece.now), turned_(mmla_passes(rows) > 1), weights_(weights_at(weights, piece.panel, piece.step)),

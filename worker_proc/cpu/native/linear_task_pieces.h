@@ -23,13 +23,16 @@ inline LinesAhead piece_ahead(const PackedMatrix& weights, int64_t block, int64_
 //
 // A Weights(weights, piece, following, rows) is one piece, by which so many rows go, before the thread goes on with block
 // `following`; its multiply(count, rows) takes some of them: a Rows{x, x_stride, sums, adding} are rows of x and the sums of a
-// panel, [count][32], which are added to what is there if `adding`.
+// panel, [count][32], which are added to what is there if `adding`. Pieces are of kSteps blocks, or what its
+// most_steps(weights, rows) says.
 template <class Weights, class Rows, class Number, class Before, class Then>
 void multiply_pieces(const PackedMatrix& weights, const Number* x, int64_t x_stride, const Range& range, Before& before,
                      Then& then) {
   const int64_t steps = blocks(weights.inputs), rows = range.row_end - range.row_begin;
   const int64_t part = rows > kBlockRows && steps > kWholeSteps ? kPartSteps : steps;
-  const PieceOrder order(range, steps, part, Weights::most_steps(weights, rows));
+  int64_t most = kSteps;
+  if constexpr (requires { Weights::most_steps(weights, rows); }) most = Weights::most_steps(weights, rows);
+  const PieceOrder order(range, steps, part, most);
   for (Piece piece = order.start(), next = piece; !order.ended(piece); piece = next) {
     next = order.after(piece);
     Weights now(weights, piece, order.ended(next) ? range.panel_next * steps : next.panel * steps + next.step, rows);

@@ -24,16 +24,13 @@ struct ByteSegments {
   bool adding;
 };
 
+inline Bytes lower_halves(Bytes bytes) { return (Bytes)((words)bytes & 0x0f0f0f0fu); }
+inline Bytes upper_halves(Bytes bytes) { return lower_halves((Bytes)((words)bytes >> 4)); }
+inline Bytes all_of(int32_t number) { return (Bytes)(ints{} + number); }
 #if defined(__AVX512F__)
-inline Bytes lower_halves(Bytes bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
-inline Bytes upper_halves(Bytes bytes) { return lower_halves(_mm512_srli_epi16(bytes, 4)); }
-inline Bytes all_of(int32_t number) { return _mm512_set1_epi32(number); }
 inline Bytes looked_up(__m128i table, Bytes codes) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes); }
 inline floats fused_sum(floats a, floats b, floats c) { return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else
-inline Bytes lower_halves(Bytes bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
-inline Bytes upper_halves(Bytes bytes) { return lower_halves(_mm256_srli_epi16(bytes, 4)); }
-inline Bytes all_of(int32_t number) { return _mm256_set1_epi32(number); }
 inline Bytes looked_up(__m128i table, Bytes codes) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes); }
 inline floats fused_sum(floats a, floats b, floats c) { return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #endif

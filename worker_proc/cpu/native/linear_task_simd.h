@@ -13,8 +13,6 @@ using TaskRows = WideRows;  // what `multiply` takes
 // One piece, for one pass of rows after the other.
 class SimdPiece {
  public:
-  static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t /*rows*/) { return kSteps; }
-
   // `following` is the block with which the thread goes on after this piece.
   SimdPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(weights), block_(piece.panel * blocks(weights.inputs) + piece.step), steps_(piece.now),

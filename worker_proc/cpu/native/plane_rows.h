@@ -60,11 +60,7 @@ class PlaneRows {
 #if defined(__AVX512BW__)
   void split(const bf16* from, int64_t row) {
     const int64_t steps = blocks(inputs_);  // zeros follow up to a whole one
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t step = 0; step < steps; ++step)
-      most = _mm512_max_epi16(most, _mm512_and_si512(_mm512_loadu_si512(from + step * 32), _mm512_set1_epi16(0x7fff)));
-    const __m512i even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff)), odd = _mm512_srli_epi32(most, 16);
-    const FixedPoint point(_mm512_reduce_max_epi32(_mm512_max_epi32(even, odd)), planes_ == 1);
+    const FixedPoint point(largest_bits(from, inputs_), planes_ == 1);
     units_[row] = point.unit;
     const auto whole = [&](__m256i words) {
       const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);

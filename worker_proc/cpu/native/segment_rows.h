@@ -42,21 +42,13 @@ class SegmentRows {
     int32_t* const sums = reinterpret_cast<int32_t*>(units + segments_);
     for (int64_t segment = 0; segment < segments_; ++segment) {
       const int64_t begin = segment * segment_, count = std::min(segment_, inputs_ - begin);
-      const FixedPoint point(largest(from + begin, count), true);
+      const FixedPoint point(largest_bits(from + begin, count), true);
       units[segment] = point.unit;
       sums[segment] = round_some(from + begin, count, point.factor, to + begin);
     }
   }
 
 #if defined(__AVX512BW__)
-  static int largest(const bf16* from, int64_t count) {
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t i = 0; i < count; i += 32)
-      most = _mm512_max_epi16(most, _mm512_and_si512(_mm512_loadu_si512(from + i), _mm512_set1_epi16(0x7fff)));
-    const __m512i even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff)), odd = _mm512_srli_epi32(most, 16);
-    return _mm512_reduce_max_epi32(_mm512_max_epi32(even, odd));
-  }
-
   static int32_t round_some(const bf16* from, int64_t count, float factor, int8_t* to) {
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = 0; i < count; i += 16) {
@@ -68,8 +60,6 @@ class SegmentRows {
     return _mm512_reduce_add_epi32(sum);
   }
 #else
-  static int largest(const bf16* from, int64_t count) { return largest_bits(from, count); }
-
   static int32_t round_some(const bf16* from, int64_t count, float factor, int8_t* to) {
     if (!(factor < __builtin_inff())) return 0;
     int32_t sum = 0;
