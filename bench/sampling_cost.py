@@ -51,12 +51,8 @@ def step_of(
         for slot, draw in enumerate(draws)
         if draw.needs_history
     )
-    none = ints()
-    slots = ints(*range(rows))
-    plan = StepPlan(
-        0, 0, "0", none, slots, ints(*[known] * rows), tuple(draws), none, none, none, none, none, none, none, none,
-        b"", histories,
-    )  # fmt: skip
+    slots, lens = ints(*range(rows)), ints(*[known] * rows)
+    plan = StepPlan(0, 0, "0", enter_slots=slots, enter_lens=lens, enter_draw=tuple(draws), histories=histories)
     staging = Staging("cpu")
     step.apply(plan, staging)
     staging.send()

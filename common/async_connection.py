@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from common.async_reader import AsyncReader
 from common.codec import Message, encode
 from common.connection import ENDINGS, SILENCE_LIMIT_S, ConnectionLost, Unreachable
 from common.messages import (
@@ -44,13 +44,12 @@ from common.messages import (
 from common.prompts import Prompt, prompt_fields
 from common.rows import Row, RowReader
 from common.sampling_params import SamplingParams
-from common.sockets import Inbox, PeerStalled, open_socket
+from common.sockets import AT_ONCE, Inbox, PeerStalled, open_socket
 from common.stamps import Lost
 
 MAX_UNREAD = 2**16  # rows of one request that its reader may leave unread
 MAX_UNSENT = 2**16  # messages that wait for a cluster that takes none
 GATEWAY = b"gateway-"  # how the identities of gateways begin: they tell the stories of their requests themselves
-BURST = 64  # messages handled before other tasks have their turn
 T = TypeVar("T")
 
 
@@ -164,16 +163,15 @@ class AsyncConnection:
         self._unsent: deque[bytes] = deque()
         self._lost: ConnectionLost | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._flushing: asyncio.Task[None] | None = None
         self._linger_ms = 500
-        # Sockets of an asyncio context, not wrapped ones: closing a wrapper would leave the wrapped one to close again.
-        self._context = zmq.asyncio.Context(io_threads=1)
-        self._socket = cast(zmq.asyncio.Socket, open_socket(cast(Any, self._context), zmq.DEALER))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = open_socket(self._context, zmq.DEALER)
         self._socket.set(zmq.IPV6, address.startswith("tcp://["))
         if gateway:
             self._socket.set(zmq.ROUTING_ID, GATEWAY + secrets.token_bytes(8))
         answers = (TextBatch, RequestError, Stats, Beat, Tokens, Text, Info)
-        self._inbox = Inbox(cast(Any, self._socket), *answers, private=True)
+        self._inbox = Inbox(self._socket, *answers, private=True)
+        self._incoming = AsyncReader(self._socket, self._receive, writable=self._flush)
 
     async def __aenter__(self) -> "AsyncConnection":
         """Connect. Nobody at the address shows at the first request; a bad address raises Unreachable here."""
@@ -183,7 +181,8 @@ class AsyncConnection:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise Unreachable(f"cannot connect: {error}") from None
-        for work in (self._receive(), self._watch_connection(), self._watch_silence()):
+        ending = AsyncReader(self._monitor, self._on_ending, parts=True)
+        for work in (self._incoming.run(), ending.run(), self._watch_silence()):
             self._tasks.append(asyncio.create_task(work))
         return self
 
@@ -196,10 +195,9 @@ class AsyncConnection:
             return
         self.abort_all()
         self._lose(ConnectionLost("the connection was closed"))
-        tasks = [*self._tasks, *([self._flushing] if self._flushing else [])]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(self._linger_ms)
@@ -326,39 +324,26 @@ class AsyncConnection:
             raise self._lost
         if not self._streams and not self._asked:
             self._silent_s = 0.0
-        if self._flushing is None and self._send_now(frame):
-            return
         if len(self._unsent) >= MAX_UNSENT:
             raise PeerStalled(f"{self._address} takes no messages ({len(self._unsent)} are waiting)")
         self._unsent.append(frame)
-        if self._flushing is None:
-            self._flushing = asyncio.create_task(self._flush())
+        self._flush()
+        self._incoming.look()
 
-    def _send_now(self, frame: bytes) -> bool:
-        """Through the asyncio socket, because it must know when events may be waiting."""
-        error = cast("asyncio.Future[None]", self._socket.send(frame, zmq.NOBLOCK)).exception()  # done at once
-        if error is not None and not isinstance(error, zmq.Again):
-            raise error
-        return error is None
-
-    async def _flush(self) -> None:
-        try:
+    def _flush(self) -> None:
+        """Send as much as the cluster takes."""
+        with contextlib.suppress(zmq.Again):
             while self._unsent:
-                await self._socket.send(self._unsent[0])
+                self._socket.send(self._unsent[0], AT_ONCE)
                 self._unsent.popleft()
-        finally:
-            self._flushing = None
 
     # ---- receiving ------------------------------------------------------------------------------------------------
 
-    async def _receive(self) -> None:
-        while True:
-            for _ in range(BURST):
-                msg = self._inbox.parse(await self._socket.recv_multipart())
-                if msg is not None:
-                    self._silent_s = 0.0
-                    self._take(msg, time.monotonic_ns())
-            await asyncio.sleep(0)  # a received message does not suspend this loop, so that others need a turn
+    def _receive(self, frame: bytes) -> None:
+        msg = self._inbox.parse(frame)
+        if msg is not None:
+            self._silent_s = 0.0
+            self._take(msg, time.monotonic_ns())
 
     def _take(self, msg: Message | Lost, now_ns: int) -> None:
         match msg:
@@ -411,8 +396,8 @@ class AsyncConnection:
 
     # ---- losing it ------------------------------------------------------------------------------------------------
 
-    async def _watch_connection(self) -> None:
-        event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+    def _on_ending(self, parts: list[bytes]) -> None:
+        event = parse_monitor_message(parts)["event"]
         self._linger_ms = 0  # nobody is there to take what is left
         if event == zmq.EVENT_CONNECT_RETRIED:
             self._lose(Unreachable(f"no cluster answers at {self._address}"))

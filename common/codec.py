@@ -1,19 +1,21 @@
 """msgpack frames <-> message dataclasses.
 
 A frame is the msgpack array `[PROTOCOL_VERSION, tag, field, field, ...]` in the order of the dataclass, so names are
-never repeated on the wire. `decode` raises `FrameError` and nothing else, whatever the bytes are.
+never repeated on the wire, and last fields that hold their defaults are left out. `decode` raises `FrameError` and
+nothing else, whatever the bytes are.
 """
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, Field, dataclass, fields
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
 
-from common.fields import Checker, FieldError
+from common.fields import PLAIN, Checker, FieldError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 32 * 2**20
 
 
@@ -36,8 +38,44 @@ class Message(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the fields of a dataclass lie on the wire.
+
+    `values_of` takes them from an object, in order. `packs` and `unpacks` are the two methods of their checkers, None
+    for a value that is carried as it is. Of the last ones `defaults` may be left out, the last field's comes first.
+    """
+
+    names: tuple[str, ...]
+    values_of: Callable[[Any], tuple[Any, ...]]
+    packs: tuple[Callable[[Any], Any] | None, ...]
+    unpacks: tuple[tuple[Callable[[Any, str], Any], str], ...]
+    defaults: tuple[Any, ...]
+
+    def pack(self, value: Any) -> list[Any]:
+        """What msgpack carries of an object: its fields up to the last one that does not hold its default."""
+        values = self.values_of(value)
+        length = len(values)
+        for default in self.defaults:
+            if values[length - 1] != default:
+                break
+            length -= 1
+        return [v if pack is None else pack(v) for v, pack in zip(values[:length], self.packs, strict=False)]
+
+    def unpack(self, cls: type, wire: list[Any], prefix: str) -> Any:
+        """The object. Raises FieldError, with `prefix` before the name of the field."""
+        most = len(self.names)
+        if not most - len(self.defaults) <= len(wire) <= most:
+            least = f"{most - len(self.defaults)} to " if self.defaults else ""
+            raise FieldError(prefix + cls.__name__, f"must have {least}{most} fields, got {len(wire)}")
+        if prefix:
+            return cls(*[unpack(v, prefix + name) for v, (unpack, name) in zip(wire, self.unpacks, strict=False)])
+        return cls(*[unpack(v, name) for v, (unpack, name) in zip(wire, self.unpacks, strict=False)])
+
+
 _BY_TAG: dict[int, type[Message]] = {}
 _CHECKERS: dict[type, tuple[tuple[str, Checker], ...]] = {}
+_LAYOUTS: dict[type, Layout] = {}
 _M = TypeVar("_M", bound=type)
 
 
@@ -49,6 +87,36 @@ def schema_of(cls: type) -> tuple[tuple[str, Checker], ...]:
         known = tuple((f.name, _checker_of(cls, f.name, hints[f.name])) for f in fields(cls))
         _CHECKERS[cls] = known
     return known
+
+
+def layout_of(cls: type) -> Layout:
+    known = _LAYOUTS.get(cls)
+    if known is None:
+        schema = schema_of(cls)
+        names = tuple(name for name, _ in schema)
+        packs = tuple(None if isinstance(checker, PLAIN) else checker.pack for _, checker in schema)
+        unpacks = tuple((checker.unpack, name) for name, checker in schema)
+        known = _LAYOUTS[cls] = Layout(names, _getter(names), packs, unpacks, tuple(_defaults(fields(cls))))
+    return known
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
+def _defaults(columns: tuple[Field[Any], ...]) -> list[Any]:
+    """Of the last fields, all that have one, beginning with the last."""
+    found: list[Any] = []
+    for column in reversed(columns):
+        if column.default_factory is not MISSING:
+            found.append(column.default_factory())
+        elif column.default is not MISSING:
+            found.append(column.default)
+        else:
+            break
+    return found
 
 
 def _checker_of(cls: type, name: str, hint: Any) -> Checker:
@@ -78,32 +146,24 @@ class Struct:
     cls: type
 
     def pack(self, value: Any) -> list[Any]:
-        return [checker.pack(getattr(value, name)) for name, checker in schema_of(self.cls)]
+        return layout_of(self.cls).pack(value)
 
     def unpack(self, wire: Any, field: str) -> Any:
         if type(wire) is not list:
             raise FieldError(field, f"must be a {self.cls.__name__}, not {type(wire).__name__}")
-        return _build(self.cls, wire, f"{field}.")
-
-
-def _build(cls: type, values: list[Any], prefix: str) -> Any:
-    schema = schema_of(cls)
-    if len(values) != len(schema):
-        raise FieldError(prefix + cls.__name__, f"must have {len(schema)} fields, got {len(values)}")
-    return cls(*[checker.unpack(v, prefix + name) for (name, checker), v in zip(schema, values, strict=True)])
+        return layout_of(self.cls).unpack(self.cls, wire, f"{field}.")
 
 
 def encode(msg: Message) -> bytes:
     """One frame. Raises FrameError when the message is larger than any receiver accepts."""
-    body: list[Any] = [PROTOCOL_VERSION, msg.TAG]
-    body += [checker.pack(getattr(msg, name)) for name, checker in schema_of(type(msg))]
+    body = [PROTOCOL_VERSION, msg.TAG, *layout_of(type(msg)).pack(msg)]
     frame: bytes = msgpack.packb(body, use_bin_type=True)
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError("oversized", f"{len(frame)} bytes, the limit is {MAX_FRAME_BYTES}")
     return frame
 
 
-def decode(frame: bytes, allowed: Collection[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Any:
+def decode(frame: bytes | memoryview, allowed: Collection[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Any:
     """The message in a frame, which must be one of the `allowed` types. Raises FrameError only."""
     if len(frame) > max_bytes:
         rids = _rids_of_start(frame[:64], allowed)
@@ -121,14 +181,14 @@ def decode(frame: bytes, allowed: Collection[type], *, max_bytes: int = MAX_FRAM
     if cls is None or cls not in allowed:
         raise FrameError("unknown", "this socket does not take such a message")
     try:
-        return _build(cls, values, "")
+        return layout_of(cls).unpack(cls, values, "")
     except FieldError as error:
         raise FrameError("invalid", error.problem, error.field, _readable_rids(cls, values)) from None
     except ValueError as error:  # a message's own check across fields
         raise FrameError("invalid", str(error), cls.__name__, _readable_rids(cls, values)) from None
 
 
-def _rids_of_start(start: bytes, allowed: Collection[type]) -> tuple[int, ...]:
+def _rids_of_start(start: bytes | memoryview, allowed: Collection[type]) -> tuple[int, ...]:
     """The request ids at the beginning of a frame that is too large to be read as a whole."""
     unpacker = msgpack.Unpacker(raw=False)
     unpacker.feed(start)
@@ -143,11 +203,13 @@ def _rids_of_start(start: bytes, allowed: Collection[type]) -> tuple[int, ...]:
 
 def _readable_rids(cls: type, values: list[Any]) -> tuple[int, ...]:
     """Those in the first field of a message, where that can be read."""
-    name, checker = schema_of(cls)[0] if schema_of(cls) else ("", None)
-    if name not in ("rid", "rids") or checker is None or not values:
+    layout = layout_of(cls)
+    name = layout.names[0] if layout.names else ""
+    if name not in ("rid", "rids") or not values:
         return ()
+    unpack, _ = layout.unpacks[0]
     try:
-        found = checker.unpack(values[0], name)
+        found = unpack(values[0], name)
     except FieldError:
         return ()
     return tuple(found) if name == "rids" else (found,)

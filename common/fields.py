@@ -275,6 +275,9 @@ class Maybe:
         return None if wire is None else self.inner.unpack(wire, field)
 
 
+PLAIN = (Int, Bool, Str, OneOf, Bytes)  # checkers of values that msgpack carries as they are
+
+
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

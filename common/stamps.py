@@ -1,6 +1,6 @@
 """Stamps: which process a frame comes from, and its number among that one's frames on a connection.
 
-Between our own processes every frame comes with a stamp, a part of its own before it:
+Between our own processes every frame begins with a stamp:
 
     8 bytes   name of the conversation: BLAKE2b of the sender's name and the socket's, which has the term or epoch in it
     8 bytes   number of the frame among those of its sender, from 0, little-endian
@@ -17,6 +17,7 @@ from enum import Enum, auto
 from hashlib import blake2b
 
 _STAMP = struct.Struct("<8sQ")
+STAMP_BYTES = _STAMP.size
 
 
 def conversation(sender: str, address: str) -> bytes:
@@ -68,11 +69,11 @@ class StampCheck:
         self._senders = {conversation(sender, address): sender for sender in senders}
         self._next = dict.fromkeys(self._senders, 0)
 
-    def check(self, stamp: bytes) -> tuple[Verdict, str]:
-        """What a stamp says, and whose it is."""
-        if len(stamp) != _STAMP.size:
+    def check(self, stamped: bytes) -> tuple[Verdict, str]:
+        """What the stamp at the beginning of a frame says, and whose it is."""
+        if len(stamped) < STAMP_BYTES:
             return Verdict.FOREIGN, ""
-        name, number = _STAMP.unpack(stamp)
+        name, number = _STAMP.unpack_from(stamped)
         sender = self._senders.get(name)
         if sender is None:
             return Verdict.FOREIGN, ""
@@ -81,7 +82,7 @@ class StampCheck:
             return Verdict.AGAIN, sender
         return (Verdict.NEXT if number == due else Verdict.LATER), sender
 
-    def take(self, stamp: bytes) -> None:
+    def take(self, stamped: bytes) -> None:
         """The frame with this stamp, which is the next one, has been heard."""
-        name, number = _STAMP.unpack(stamp)
+        name, number = _STAMP.unpack_from(stamped)
         self._next[name] = number + 1

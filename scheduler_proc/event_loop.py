@@ -39,10 +39,11 @@ class EventLoop:
     def run(self, scheduler: Scheduler) -> None:
         """Until the child shall stop."""
         while not self._child.stopping:
-            self._poller.poll(self._patience_ms(scheduler.next_deadline, self._child.pulse()))
-            self._renew(scheduler)
+            ready = dict(self._poller.poll(self._patience_ms(scheduler.next_deadline, self._child.pulse())))
+            if self._child.control in ready:
+                self._renew(scheduler)
             answers: list[Message] = []
-            for msg in self._results.drain():
+            for msg in self._results.drain() if self._results.socket in ready else ():
                 if isinstance(msg, Lost):
                     raise ProtocolError(f"{msg.sender}: {msg.problem}")
                 assert isinstance(msg, StepResult)
@@ -50,7 +51,7 @@ class EventLoop:
                     answers += scheduler.commit(msg, time.monotonic_ns())
                 else:
                     self._stale += 1
-            for msg in self._requests.drain():
+            for msg in self._requests.drain() if self._requests.socket in ready else ():
                 if isinstance(msg, Lost):
                     answers += [RequestError(rid, ErrorCode.INTERNAL, msg.words) for rid in msg.rids]
                     self._child.resync(msg)

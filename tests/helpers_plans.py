@@ -10,10 +10,7 @@ GREEDY = DrawParams(temperature=0.0)
 
 
 def empty_plan(step_id: int = 0, epoch: int = 0, group: str = "0") -> StepPlan:
-    return StepPlan(
-        step_id, epoch, group, ints(), ints(), ints(), (), ints(), ints(), ints(), ints(), ints(), ints(), ints(),
-        ints(), b"",
-    )  # fmt: skip
+    return StepPlan(step_id, epoch, group)
 
 
 def bitmap(slots: list[int]) -> bytes:

@@ -63,13 +63,13 @@ class Detokenizer:
         while not self._child.stopping:
             # Registering with no flags removes the socket: writable is of interest only while something waits.
             self._poller.register(self._outbox.socket, zmq.POLLOUT if self._outbox.backlog else 0)
-            self._poller.poll(int(self._child.pulse() * 1000) + 1)
-            go = self._child.news()
+            ready = dict(self._poller.poll(int(self._child.pulse() * 1000) + 1))
+            go = self._child.news() if self._child.control in ready else None
             if go is not None and go.term != self._term:
                 self._end()
                 self._begin(go.term)
             self._outbox.flush()
-            for msg in self._inbox.drain():
+            for msg in self._inbox.drain() if self._inbox.socket in ready else ():
                 if isinstance(msg, Lost):
                     for rid in msg.rids:
                         self._outbox.send(RequestError(rid, ErrorCode.INTERNAL, msg.words))

@@ -12,26 +12,25 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import click
 import uvloop
 import zmq
-import zmq.asyncio
 
+from common.async_reader import AsyncReader
 from common.child import Child, child_options, run_child
 from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
-from common.sockets import Inbox, Outbox, open_socket
+from common.sockets import AT_ONCE, MORE, Inbox, Outbox, open_socket
 from common.stamps import Lost, Stamper
 from common.tracing import to_collector
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.clients import Clients, Sent
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammar_check import GrammarCheck
-from tokenizer_proc.ledger import Ledger
+from tokenizer_proc.ledger import Ledger, Owner
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.stories import Stories
@@ -46,7 +45,6 @@ COMPILING_THREADS = 2  # for grammars
 FLUSH_S = 0.02  # how often backlogs are tried again
 LOOK_S = 0.1  # how often it is seen whether there are any: each wake-up takes a core from the model
 BEAT_S = 0.5
-BURST = 64  # messages handled from one socket before the others have their turn
 STOP_S = 0.5  # how long the last answers may take at the end
 
 
@@ -66,7 +64,6 @@ class Links:
         self.inbox = Inbox(
             answers, TextBatch, RequestError, Stats, refused=child.refused, senders=("detokenizer",), address=here
         )
-        self.answers = zmq.asyncio.Socket.from_socket(answers)
         self.scheduler = self._outbox(endpoints.scheduler(term), "the scheduler")
         self.detokenizer = self._outbox(endpoints.detokenizer(term), "the detokenizer")
 
@@ -75,7 +72,6 @@ class Links:
         return Outbox(socket, name, self._most, stamper=Stamper(self._child.name, address))
 
     def close(self) -> None:
-        self.answers.close(0)
         self.inbox.socket.close(0)
         self.scheduler.close()
         self.detokenizer.close()
@@ -123,19 +119,32 @@ async def _serve(
     router: Socket,
     pool: ThreadPoolExecutor,
 ) -> None:
-    clients = zmq.asyncio.Socket.from_socket(router)
     links = Links(child, go.term)
     http, traces = child.config.http, None
     if http.otlp_endpoint is not None:
         traces = to_collector(http.otlp_endpoint)
     stories = Stories(http.names(child.config.model.path)[0], time.monotonic_ns, traces)
+
+    def from_client(parts: list[bytes]) -> None:
+        if len(parts) == 2:
+            frontend.on_client(*parts)
+        else:
+            frontend.refused.by_cause["malformed"] += 1
+
+    clients = AsyncReader(router, from_client, parts=True)
+
+    def send(owner: Owner, frame: bytes) -> Sent:
+        sent = _send_now(router, owner, frame)
+        clients.look()
+        return sent
+
     frontend = Frontend(
         limits=limits,
         encoder=encoder,
         grammars=grammars,
         eos_token_ids=go.eos_token_ids,
         ledger=Ledger(lambda: secrets.randbits(63), stories.ended),
-        clients=Clients(lambda owner, frame: _send_now(clients, [owner, frame])),
+        clients=Clients(send),
         send_scheduler=lambda msg: links.scheduler.send(msg),
         send_detokenizer=lambda msg: links.detokenizer.send(msg),
         clock=time.monotonic_ns,
@@ -144,17 +153,10 @@ async def _serve(
         stories=stories,
     )
     frontend.refused = child.refused
-
-    def from_client(parts: list[bytes]) -> None:
-        if len(parts) == 2:
-            frontend.on_client(*parts)
-        else:
-            frontend.refused.by_cause["malformed"] += 1
-
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(child.wake_fd, stop.set)
     loops = [
-        asyncio.create_task(_receive(clients, from_client)),
+        asyncio.create_task(clients.run()),
         asyncio.create_task(_keep_links(child, go, links, frontend)),
         asyncio.create_task(_tick(frontend)),
     ]
@@ -171,8 +173,8 @@ async def _serve(
 async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) -> None:
     """Speak with detokenizer and scheduler, term by term; tell the launcher that this loop lives, and hear its news."""
 
-    def from_detokenizer(parts: list[bytes]) -> None:
-        msg = links.inbox.parse(parts)
+    def from_detokenizer(frame: bytes) -> None:
+        msg = links.inbox.parse(frame)
         if isinstance(msg, Lost):
             frontend.on_lost(msg)
             child.resync(msg)
@@ -182,7 +184,8 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
     drained = False
     while True:
         term = go.term
-        receiving = asyncio.create_task(_receive(links.answers, from_detokenizer))
+        answers = AsyncReader(links.inbox.socket, from_detokenizer)
+        receiving = asyncio.create_task(answers.run())
         try:
             while go.term == term:
                 frontend.restarts, frontend.refused_elsewhere = go.restarts, go.refused
@@ -199,6 +202,7 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
                 go = child.news() or go
         finally:
             receiving.cancel()
+            answers.stop()
         links.close()
         links.open(go.term)
         frontend.resume()
@@ -233,13 +237,6 @@ async def _last_answers(frontend: Frontend, receiving: "asyncio.Task[None]") -> 
             return
 
 
-async def _receive(socket: zmq.asyncio.Socket, handle: Callable[[list[bytes]], None]) -> None:
-    while True:
-        for _ in range(BURST):
-            handle(await socket.recv_multipart())
-        await asyncio.sleep(0)  # a received message does not suspend this loop, so that the others need a turn
-
-
 async def _tick(frontend: Frontend) -> None:
     next_beat = time.monotonic() + BEAT_S
     while True:
@@ -250,17 +247,18 @@ async def _tick(frontend: Frontend) -> None:
             frontend.beat()
 
 
-def _send_now(socket: zmq.asyncio.Socket, parts: list[bytes]) -> Sent:
-    """Send without waiting. The asyncio socket is used for it, because it must know when events may be waiting."""
-    sending = cast("asyncio.Future[None]", socket.send_multipart(parts, zmq.NOBLOCK))
-    error = sending.exception()  # with NOBLOCK the future is done at once
-    if error is None:
-        return Sent.YES
-    if isinstance(error, zmq.Again):
+def _send_now(router: Socket, owner: Owner, frame: bytes) -> Sent:
+    """Send without waiting."""
+    try:
+        router.send(owner, AT_ONCE | MORE)
+        router.send(frame, AT_ONCE)  # of a message that has begun every part is taken
+    except zmq.Again:
         return Sent.FULL
-    if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
-        return Sent.GONE
-    raise error
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return Sent.GONE
+        raise
+    return Sent.YES
 
 
 def _load_template(model: Path) -> ChatTemplate | str | None:

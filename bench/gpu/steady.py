@@ -1,7 +1,5 @@
 """Steady decode through the worker's own ModelRunner, one step ahead of its tokens, under a profiler."""
 
-from array import array
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,14 +40,24 @@ class SteadyDecode:
         self._epoch += 1
         slots = ints(*range(rows))
         begin = self._context - steps - 1
-        none = ints()
+        ones = ints(*[1] * rows)
         entering = StepPlan(
-            0, self._epoch, "0", none, slots, ints(*[begin] * rows), (draw,) * rows, slots,
-            ints(*[self._pages] * rows), ints(*range(rows * self._pages)), none,
-            slots, ints(*[1] * rows), ints(*[1] * rows), ints(*range(3, 3 + rows)), b"",
-        )  # fmt: skip
+            0,
+            self._epoch,
+            "0",
+            enter_slots=slots,
+            enter_lens=ints(*[begin] * rows),
+            enter_draw=(draw,) * rows,
+            page_slots=slots,
+            page_counts=ints(*[self._pages] * rows),
+            pages=ints(*range(rows * self._pages)),
+            chunk_slots=slots,
+            chunk_lens=ones,
+            chunk_samples=ones,
+            chunk_tokens=ints(*range(3, 3 + rows)),
+        )
         bits = (b"\xff" * (rows // 8)) + (bytes([(1 << rows % 8) - 1]) if rows % 8 else b"")
-        return [entering, *(_decoding(step, self._epoch, bits) for step in range(1, steps + 1))]
+        return [entering, *(StepPlan(step, self._epoch, "0", decode=bits) for step in range(1, steps + 1))]
 
     def profile(self, rows: int, draw: DrawParams) -> Trace:
         """`STEPS` decode steps: a step is launched before the tokens of the last one are taken."""
@@ -67,11 +75,3 @@ class SteadyDecode:
                 waiting.finish()
             waiting = launched
         return waiting
-
-
-def _decoding(step: int, epoch: int, bits: bytes) -> StepPlan:
-    nothing: array[int] = ints()
-    return StepPlan(
-        step, epoch, "0", nothing, nothing, nothing, (), nothing, nothing, nothing, nothing, nothing, nothing, nothing,
-        nothing, bits,
-    )  # fmt: skip

@@ -16,7 +16,7 @@ from common.messages.types import (
     Counts,
     Times,
     TokenIds,
-    ints,
+    no_ints,
     same_length,
 )
 from common.sampling_params import DRAW_PARAMS, GRAMMAR, MAX_TOKEN_ID, DrawParams, Grammar
@@ -54,8 +54,10 @@ class EnterGrammar:
 @message
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step for the workers of `group`, as the difference to what they know. Applied in the order of the fields.
+    """One step for the workers of `group`, as the difference to what they know. What changes is applied in the order of
+    the fields, then all is computed.
 
+    `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
     `leave`          slots that are free now
     `enter_*`        slots that are taken: tokens already in the KV cache, and how to draw
     `page_*`         pages appended to slots' page tables (entering ones start empty): slot, how many, the page ids
@@ -66,7 +68,6 @@ class StepPlan:
                      one is sampled; `chunk_tokens` are all their tokens, one after another. The last `chunk_drafts`
                      of a sampling chunk are guesses: a token is drawn after the one before them and after each of
                      them, and only those guesses stay that are what was drawn. The column is empty without guesses
-    `decode`         bit s (byte s // 8, bit s % 8) is set when slot s decodes: its input is the token it sampled last
     `histories`      of entering slots that need one (DrawParams.needs_history)
     `enter_grammars` of entering slots that have one
     `scorings`       prompt tokens to score, of slots with `prompt_logprobs`
@@ -76,23 +77,23 @@ class StepPlan:
     step_id: Annotated[int, Int(0, MAX_COUNT)]
     epoch: Annotated[int, Int(0, MAX_RID)]
     group: Annotated[str, Str(64)]
-    leave: Counts
-    enter_slots: Counts
-    enter_lens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_BATCH_TOKENS)]
-    enter_draw: Annotated[tuple[DrawParams, ...], ListOf(DRAW_PARAMS, MAX_SLOTS)]
-    page_slots: Counts
-    page_counts: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
-    pages: Annotated[IntArray, Ints(MAX_BATCH_TOKENS)]
-    copies: Annotated[IntArray, Ints(2 * MAX_COPIES)]
-    chunk_slots: Counts
-    chunk_lens: Annotated[IntArray, Ints(MAX_SLOTS, 1)]
-    chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)]
-    chunk_tokens: TokenIds
-    decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)]
+    decode: Annotated[bytes, Bytes(MAX_SLOTS // 8)] = b""
+    leave: Counts = field(default_factory=no_ints)
+    enter_slots: Counts = field(default_factory=no_ints)
+    enter_lens: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_BATCH_TOKENS)] = field(default_factory=no_ints)
+    enter_draw: Annotated[tuple[DrawParams, ...], ListOf(DRAW_PARAMS, MAX_SLOTS)] = ()
+    page_slots: Counts = field(default_factory=no_ints)
+    page_counts: Annotated[IntArray, Ints(MAX_SLOTS, 1)] = field(default_factory=no_ints)
+    pages: Annotated[IntArray, Ints(MAX_BATCH_TOKENS)] = field(default_factory=no_ints)
+    copies: Annotated[IntArray, Ints(2 * MAX_COPIES)] = field(default_factory=no_ints)
+    chunk_slots: Counts = field(default_factory=no_ints)
+    chunk_lens: Annotated[IntArray, Ints(MAX_SLOTS, 1)] = field(default_factory=no_ints)
+    chunk_samples: Annotated[IntArray, Ints(MAX_SLOTS, 0, 1)] = field(default_factory=no_ints)
+    chunk_tokens: TokenIds = field(default_factory=no_ints)
     histories: Annotated[tuple[History, ...], ListOf(Struct(History), MAX_SLOTS)] = ()
     scorings: Annotated[tuple[Scoring, ...], ListOf(Struct(Scoring), MAX_SLOTS)] = ()
     enter_grammars: Annotated[tuple[EnterGrammar, ...], ListOf(Struct(EnterGrammar), MAX_SLOTS)] = ()
-    chunk_drafts: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_DRAFT_TOKENS)] = field(default_factory=ints)
+    chunk_drafts: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_DRAFT_TOKENS)] = field(default_factory=no_ints)
 
     def __post_init__(self) -> None:
         same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
@@ -131,9 +132,9 @@ class StepResult:
     times: Times
     logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
     prompt_logprobs: Annotated[LogprobRows | None, LOGPROB_ROWS] = None
-    failed: Annotated[IntArray, Ints(MAX_SLOTS)] = field(default_factory=ints)
+    failed: Annotated[IntArray, Ints(MAX_SLOTS)] = field(default_factory=no_ints)
     problems: Annotated[tuple[str, ...], ListOf(Str(1024), MAX_SLOTS)] = ()
-    accepted: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_DRAFT_TOKENS)] = field(default_factory=ints)
+    accepted: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_DRAFT_TOKENS)] = field(default_factory=no_ints)
 
     def __post_init__(self) -> None:
         same_length("failed", self.failed, self.problems)

@@ -2,6 +2,7 @@
 
 from array import array
 from enum import IntEnum
+from functools import partial
 from typing import Annotated
 
 from common.fields import FieldError, Int, IntArray, Ints, Str
@@ -52,13 +53,17 @@ class ErrorCode(IntEnum):
     DEADLINE = 6  # not finished in the time that the client gave it
 
 
+_LAST_FINISH = max(Finish)
+no_ints = partial(array, "i")  # an empty column, several times as fast as `ints()`
+
+
 def ints(*values: int) -> IntArray:
     return array("i", values)
 
 
 def known_finish(codes: bytes) -> None:
-    if codes and max(codes) > max(Finish):
-        raise FieldError("finish", f"codes must be at most {max(Finish)}, got {max(codes)}")
+    if codes and max(codes) > _LAST_FINISH:
+        raise FieldError("finish", f"codes must be at most {_LAST_FINISH}, got {max(codes)}")
 
 
 def same_length(what: str, *columns: IntArray | bytes | tuple[object, ...]) -> None:

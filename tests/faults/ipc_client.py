@@ -183,7 +183,7 @@ class IpcClient:
     async def _receive(self, socket: zmq.asyncio.Socket, inbox: Inbox) -> None:
         while True:
             await self._reading.wait()
-            msg = inbox.parse(await socket.recv_multipart())
+            msg = inbox.parse(await socket.recv())
             self.refused = inbox.refused.total
             match msg:
                 case TextBatch():

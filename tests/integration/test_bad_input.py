@@ -10,11 +10,12 @@ import pytest
 import zmq
 
 from bench.bad_bodies import BadBody, bad_bodies, bodies
-from common.codec import MAX_FRAME_BYTES, Struct, decode, encode, schema_of
+from common.codec import MAX_FRAME_BYTES, Struct, decode, schema_of
 from common.fields import Checker, FieldError, Maybe
 from common.messages import Beat, ErrorCode, Generate, RequestError, TextBatch, ints
 from common.sampling_params import SamplingParams
 from common.sockets import open_socket
+from tests.helpers_wire import whole_body
 from tests.integration.cluster import ROOT, Cluster, running
 
 SHARE = 4  # of the table: bench/pressure.py sends all of it
@@ -76,7 +77,7 @@ def refuses(checker: Checker, value: Any) -> bool:
 
 def test_generate_over_the_clusters_own_socket(cluster: Cluster) -> None:
     base = Generate(0, None, ints(5, 6), None, SamplingParams(max_tokens=2, seed=1))
-    body = msgpack.unpackb(encode(base), strict_map_key=False)
+    body = whole_body(base)
     asked: dict[int, tuple[str, Any, bool]] = {}
     with zmq.Context() as context:
         address = cluster.info["addresses"]["frontend"]

@@ -30,7 +30,7 @@ from common.messages import (
 )
 from common.sampling_params import DrawParams, LogitEdits
 from common.sockets import Endpoints, open_socket
-from tests.helpers_wire import StampedSocket
+from tests.helpers_wire import StampedSocket, unstamped
 from tests.paper_worker import PaperWorker, solo_output
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ class SchedulerProcess:
 
     def receive(self, socket: "zmq.Socket[bytes]", kind: type[M]) -> M:
         assert socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
-        msg = decode(socket.recv_multipart()[-1], set(message_types()))
+        msg = decode(unstamped(socket.recv()), set(message_types()))
         assert isinstance(msg, kind), msg
         return msg
 

@@ -1,7 +1,7 @@
 """Hostile bytes: decode raises FrameError and nothing else, and what it lets through is a valid message."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar
 
 import msgpack
@@ -23,6 +23,7 @@ from common.codec import (
 from common.fields import Bool, Bytes, FieldError, Float, Int, Ints, ListOf, MapOf, Maybe, Str
 from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats
 from common.sampling_params import SamplingParams
+from tests.helpers_wire import whole_body
 from tests.unit.wire_strategies import messages_of
 
 ALL = message_types()
@@ -117,7 +118,7 @@ def test_well_formed_frames_with_arbitrary_fields(tag: int, fields: list[Any]) -
 @settings(max_examples=400)
 @given(any_message, values, st.data())
 def test_one_arbitrary_field(msg: Any, value: Any, data: st.DataObject) -> None:
-    body = msgpack.unpackb(encode(msg))
+    body = whole_body(msg)
     if len(body) == 2:
         return
     position = data.draw(st.integers(2, len(body) - 1))
@@ -131,11 +132,31 @@ def test_one_arbitrary_field(msg: Any, value: Any, data: st.DataObject) -> None:
 
 
 @given(any_message, st.integers(1, 3))
-def test_extra_and_missing_fields_are_refused(msg: Any, amount: int) -> None:
-    body = msgpack.unpackb(encode(msg))
-    assert refused(pack(body + [0] * amount)).cause == "invalid"
-    if len(body) > 2:
-        assert refused(pack(body[:-1])).cause == "invalid"
+def test_extra_fields_are_refused(msg: Any, amount: int) -> None:
+    assert refused(pack(whole_body(msg) + [0] * amount)).cause == "invalid"
+
+
+@given(any_message)
+def test_last_fields_may_be_left_out_where_they_have_defaults(msg: Any) -> None:
+    """A frame ends with the first field that is needed; from there on every length says the same as with defaults."""
+    body, columns = whole_body(msg), fields(type(msg))
+    needed = 2 + max((i + 1 for i, f in enumerate(columns) if f.default is f.default_factory is MISSING), default=0)
+    for length in range(2, needed):
+        assert refused(pack(body[:length])).cause == "invalid"
+    whole = decode(pack(body), ALL)
+    assert whole == msg and decode(encode(msg), ALL) == msg
+    sent = msgpack.unpackb(encode(msg))
+    assert len(sent) >= needed
+    for length in range(needed, len(body) + 1):
+        left_out = {f.name: f.default for f in columns[length - 2 :] if f.default is not MISSING}
+        left_out |= {f.name: f.default_factory() for f in columns[length - 2 :] if f.default_factory is not MISSING}
+        try:
+            expected = replace(msg, **left_out)
+        except ValueError:  # columns that do not fit any more
+            assert refused(pack(body[:length])).cause == "invalid"
+            continue
+        assert decode(pack(body[:length]), ALL) == expected
+        assert (expected == msg) == (length >= len(sent)), "what is sent is the shortest"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Every message: round trip, its own checks, compactness on the wire."""
 
 from array import array
-from dataclasses import fields
 from enum import IntEnum
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ from common.messages import (
     ints,
 )
 from common.sampling_params import SamplingParams
+from tests.helpers_wire import whole_body
 from tests.unit.wire_strategies import messages_of
 
 NONE = ints()
@@ -32,10 +33,7 @@ NONE = ints()
 
 def plan(**changes: Any) -> StepPlan:
     """A StepPlan with nothing in it, but for the changes."""
-    empty: dict[str, Any] = {f.name: NONE for f in fields(StepPlan)}
-    empty |= {"step_id": 0, "epoch": 0, "group": "0", "enter_draw": (), "decode": b"", "histories": (), "scorings": ()}
-    empty |= {"enter_grammars": ()}
-    return StepPlan(**{**empty, **changes})
+    return StepPlan(**{"step_id": 0, "epoch": 0, "group": "0", **changes})
 
 
 def text_batch(**changes: Any) -> TextBatch:
@@ -96,9 +94,7 @@ def test_numbers_outside_their_range_are_refused_by_name(cls: type) -> None:
 
 def reencode(msg: Any, position: int, value: Any) -> bytes:
     """The frame of a message with the value of one field replaced."""
-    import msgpack
-
-    body = msgpack.unpackb(encode(msg))
+    body = whole_body(msg)
     body[2 + position] = value
     return bytes(msgpack.packb(body))
 

@@ -13,15 +13,11 @@ import zmq
 from common.codec import RefusedFrames, decode
 from common.messages import StepPlan, StepResult
 from common.sockets import Endpoints, open_socket
-from tests.helpers_wire import StampedSocket
+from tests.helpers_wire import StampedSocket, unstamped
 from worker_proc.main import WorkerLoop
 from worker_proc.model_runner import StepOutput
 
 PATIENCE_MS = 30_000
-COLUMNS = (
-    "leave", "enter_slots", "enter_lens", "page_slots", "page_counts", "pages", "copies", "chunk_slots", "chunk_lens",
-    "chunk_tokens",
-)  # fmt: skip
 
 
 class Device:
@@ -70,13 +66,11 @@ class Rig:
         self.thread.start()
 
     def send(self, step: int) -> None:
-        none = array("i")
-        columns: dict[str, Any] = dict.fromkeys(COLUMNS, none) | {"enter_draw": (), "chunk_samples": none}
-        self.plans.send(StepPlan(step, 0, "0", decode=b"\x01", **columns))
+        self.plans.send(StepPlan(step, 0, "0", decode=b"\x01"))
 
     def result(self) -> StepResult:
         assert self.results.poll(PATIENCE_MS), "no result"
-        result: StepResult = decode(self.results.recv_multipart()[-1], {StepResult})
+        result: StepResult = decode(unstamped(self.results.recv()), {StepResult})
         return result
 
     def end_loop(self) -> None:
