@@ -113,6 +113,7 @@ def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
 def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
     """Slots, states, lengths and page tables fit together."""
     size = scheduler.kv.page_size
+    _require(not scheduler.slots or scheduler.slots[-1] is not None, "free slots are listed after the last taken one")
     for slot, holder in enumerate(scheduler.slots):
         _require(holder is None or holder.slot == slot, f"slot {slot} is held by a request that says otherwise")
     in_steps = Counter(id(r) for step in scheduler.in_flight for r in step.rows)

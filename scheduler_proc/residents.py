@@ -11,7 +11,8 @@ class Residents:
     """`max_running` slots. Who loses its slot gives its pages back to `kv`; who was preempted goes to `waiting`."""
 
     def __init__(self, max_running: int, kv: KVManager, waiting: Policy):
-        self.slots: list[Request | None] = [None] * max_running
+        self.slots: list[Request | None] = []  # up to the last one that is taken
+        self._max_running = max_running
         self.prefilling: list[Request] = []  # in order of admission
         self._kv = kv
         self._waiting = waiting
@@ -44,7 +45,10 @@ class Residents:
     def enter(self, request: Request) -> None:
         """Give an admitted request the lowest free slot."""
         request.slot = heapq.heappop(self._free)
-        self.slots[request.slot] = request
+        if request.slot == len(self.slots):
+            self.slots.append(request)
+        else:
+            self.slots[request.slot] = request
         self.prefilling.append(request)
 
     def settle(self, request: Request) -> None:
@@ -54,6 +58,8 @@ class Residents:
         preempted = request.status is Status.PREEMPTED
         self._kv.release(request)
         self.slots[request.slot] = None
+        while self.slots and self.slots[-1] is None:
+            self.slots.pop()
         heapq.heappush(self._free, request.slot)
         self._left.append(request.slot)
         request.slot = -1
@@ -69,10 +75,10 @@ class Residents:
     def evacuate(self) -> None:
         """The pages are lost: empty all slots, and queue those again that have not ended, with the tokens they have."""
         holders = self.holders()
-        self.slots = [None] * len(self.slots)
+        self.slots.clear()
         self.prefilling.clear()
         self._left.clear()
-        self._free = list(range(len(self.slots)))
+        self._free = list(range(self._max_running))
         for request in holders:
             request.pages, request.node, request.shared_pages = [], None, 0
             request.slot, request.cached_len, request.pending, request.steps_in_flight = -1, 0, 0, 0

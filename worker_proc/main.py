@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import zmq
@@ -79,9 +79,10 @@ class WorkerLoop:
                 self._outbox.flush()
                 waiting = zmq.POLLOUT if self._outbox.backlog else 0
                 self._poller.register(self._outbox.socket, waiting)  # an interest of 0 removes it
+            ready: dict[Any, int] = {}
             if not self._inbox.ready:  # polling takes as long as decoding a plan
                 # what the device computes is asked for by looking again
-                self._poller.poll(0 if self._launched else None)
+                ready = dict(self._poller.poll(0 if self._launched else None))
             received = time.monotonic_ns()
             for plan in self._inbox.drain(limit=1):
                 if isinstance(plan, Lost):
@@ -93,7 +94,8 @@ class WorkerLoop:
                 else:
                     self._refused.by_cause["stale"] += 1
             self._answer()
-            if not self._inbox.ready:  # plans come first: a rank that left one out would lose its peers
+            # Plans come first: a rank that left one out would lose its peers.
+            if self._child.control in ready and not self._inbox.ready:
                 go = self._child.news()
                 if go is not None and go.epoch != self._epoch:
                     self.join(go.epoch)
