@@ -118,8 +118,12 @@ def test_codes_of_four_bits_stand_for_the_same_numbers(kind: str, beside: str) -
 
 def test_other_kinds_become_eight_bits_together() -> None:
     assert scheme_of(["F16", "BF16", "F32"]) is None
-    for kinds in (["Q6_K"], ["Q4_K", "Q6_K"], ["Q8_0", "F16"], ["MXFP4"]):
+    for kinds in (["Q8_0", "F16"], ["MXFP4"], ["Q5_1", "Q6_K"]):
         assert str(scheme_of(kinds)) == "int8, groups of 32"
+    for kinds in (["Q6_K"], ["Q4_K", "Q6_K"], ["Q5_K", "BF16"]):
+        assert str(scheme_of(kinds)) == str(scheme_of(kinds, (0, 1024))) == "int8, groups of 128"
+    for last, group in ((1376, 32), (2752, 64), (5504, 128), (1360, 32)):  # of 11008 columns, over 8, 4 and 2 ranks
+        assert str(scheme_of(["Q6_K"], (0, last))) == f"int8, groups of {group}"
 
 
 def test_eight_bits_keep_the_codes_of_q8_0() -> None:

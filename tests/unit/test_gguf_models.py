@@ -95,7 +95,7 @@ def test_codes_are_what_they_stand_for(name: str, kind: str, tmp_path: Path) -> 
     assert native.weights.layers[0].qkv.struct.format == of_qkv
     assert native.weights.head.struct.format == of_head
     want = logits(load_torch(plain, None))
-    # kept where codes have 4 bits or are those of Q8_0; others are rounded to a 127th of the largest of 32
+    # kept where codes have 4 bits or are those of Q8_0; others are rounded to a 127th of the largest of 128
     kept = name in ("Q4_0", "Q4_1", "Q8_0", "mixed")
     assert error(logits(load_torch(directory, None)), want) < (1e-4 if kept else 0.02)
     assert error(logits(native), want) < 0.03

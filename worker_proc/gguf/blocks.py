@@ -4,6 +4,8 @@ The layouts are ggml's (https://github.com/ggml-org/ggml/blob/master/src/ggml-co
 numbers that they stand for, which the package gguf knows for all of them. Those with codes of 4 bits keep their codes.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -12,15 +14,19 @@ from worker_proc.quantization.rows import QuantizedRows
 from worker_proc.quantization.scheme import Scheme
 
 GROUP = 32  # inputs with a scale of their own in all kinds that become codes of 4 bits
+_LARGE_GROUPS = (128, 64)  # where codes are new ones anyway: fewer scales to read and to multiply with
 
 
-def scheme_of(kinds: list[str]) -> Scheme | None:
-    """How a matrix that is stored in `kinds` is held; None: plain. With 8 bits, unless all have their codes in 4."""
-    if not any(kind in CODED for kind in kinds):
+def scheme_of(kinds: list[str], cuts: Collection[int] = ()) -> Scheme | None:
+    """How a matrix that is stored in `kinds`, and whose columns are shared out at `cuts`, is held; None: plain. With 8
+    bits, unless all have their codes in 4; in groups of 32 where blocks are of 32, as then the codes of Q8_0 stay."""
+    coded = [CODED[kind] for kind in kinds if kind in CODED]
+    if not coded:
         return None
     if all(kind in EXACT_IN_4_BITS for kind in kinds):
         return Scheme(4, GROUP, symmetric=all(kind == "Q4_0" for kind in kinds))
-    return Scheme(8, GROUP)
+    large = _LARGE_GROUPS if all(kind.numbers > max(_LARGE_GROUPS) for kind in coded) else ()
+    return Scheme(8, next((size for size in large if not any(cut % size for cut in cuts)), GROUP))
 
 
 def dequantize(kind: str, raw: Tensor) -> Tensor:

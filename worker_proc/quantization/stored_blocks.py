@@ -35,4 +35,5 @@ class BlocksRead:
 
 def scheme_of_parts(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> Scheme | None:
     """How the matrix that they make together is held; None: plain. Raises ModelError as `Checkpoint.entry` does."""
-    return scheme_of([checkpoint.entry(part.name).dtype for part in parts])
+    cuts = {cut for part in parts for cut in part.cols or ()}
+    return scheme_of([checkpoint.entry(part.name).dtype for part in parts], cuts)
