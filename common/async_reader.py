@@ -33,6 +33,7 @@ class AsyncReader:
         self._receive: Callable[[int], Any] = socket.recv_multipart if parts else socket.recv
         self._take = take
         self._writable = writable
+        self._descriptor = socket.fileno()
         self._ended: asyncio.Future[None] | None = None  # while it runs
         self._reading = False
 
@@ -40,7 +41,7 @@ class AsyncReader:
         """Until it is cancelled. Raises what `take` and `writable` raise."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        loop.add_reader(self._socket.fileno(), self._read)
+        loop.add_reader(self._descriptor, self._read)
         try:
             loop.call_soon(self._read)  # what came before
             await self._ended
@@ -50,7 +51,7 @@ class AsyncReader:
     def stop(self) -> None:
         """Let go of the socket, which may be closed then. No more is taken."""
         if self._ended is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            asyncio.get_running_loop().remove_reader(self._descriptor)
             self._ended.cancel()
             self._ended = None
 

@@ -90,6 +90,7 @@ def schema_of(cls: type) -> tuple[tuple[str, Checker], ...]:
 
 
 def layout_of(cls: type) -> Layout:
+    """The layout of a dataclass that `schema_of` takes."""
     known = _LAYOUTS.get(cls)
     if known is None:
         schema = schema_of(cls)

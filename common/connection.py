@@ -190,7 +190,7 @@ class Connection:
         # A frozen or suspended client must not blame the cluster: only time spent listening counts as silence.
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
         self._outbox.flush()
-        messages = list(self._inbox.drain())
+        messages = list(self._inbox.drain()) if self._inbox.socket in ready else []
         for msg in messages:
             self._take(msg, time.monotonic_ns())
         if messages:

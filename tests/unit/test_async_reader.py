@@ -76,7 +76,8 @@ def test_nothing_is_left_lying_when_the_same_socket_sends(pair: tuple[Socket, So
         taken = Taken(1)
         reader = AsyncReader(here, lambda message: taken(message))
         running = asyncio.create_task(reader.run())
-        await asyncio.sleep(0)
+        there.send(b"connected")
+        await taken.wait()
         for number in range(200):
             taken = Taken(1)
             there.send(b"%d" % number)
