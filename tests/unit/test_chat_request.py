@@ -1,9 +1,11 @@
 """Chats with tools, calls, reasoning and template arguments: rendered as transformers does, and refused by name."""
 
+import dataclasses
 import json
 from functools import cache
 from typing import Any
 
+import msgpack
 import pytest
 
 from common.codec import FrameError, decode, encode
@@ -11,6 +13,7 @@ from common.messages import ChatMessage, ErrorCode, Generate, RequestError, Toke
 from common.parsers import Reasoning, ToolFormat, detect_formats, make_parser
 from tests.helpers_templates import HERMES, LLAMA31, QWEN3, TEMPLATES
 from tests.helpers_tokenizers import CHATML, byte_level
+from tests.helpers_wire import whole_body
 from tests.unit.frontend_world import GREEDY, World, request, run
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.limits import Limits, Refused
@@ -171,11 +174,10 @@ def test_bad_messages_are_refused_by_place(extra: str, field: str, words: str) -
 def test_fields_that_do_not_go_together(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         request(**fields)
-    good = encode(request(text="a"))
-    assert decode(good, {Generate})
-    bad = good[:-1] + b"\xc3"  # continue_final_message: true
+    body = whole_body(request(text="a"))
+    assert decode(msgpack.packb(body), {Generate}) and dataclasses.fields(Generate)[-1].name == "continue_final_message"
     with pytest.raises(FrameError) as refused:
-        decode(bad, {Generate})
+        decode(msgpack.packb([*body[:-1], True]), {Generate})
     assert refused.value.field == "continue_final_message" and refused.value.rids == (5,)
 
 
