@@ -12,7 +12,7 @@ from worker_proc.cpu.linear import Format, PackedMatrix
 from worker_proc.cpu.memory import HugePages
 
 _SECONDS = 0.3
-_IN_BYTES = (Format.INT8_BOTH, Format.INT4_SEGMENTS, Format.INT8_SEGMENTS, Format.FLOAT4_SEGMENTS)
+_IN_BYTES = (Format.INT4_SEGMENTS, Format.INT8_SEGMENTS, Format.FLOAT4_SEGMENTS)
 
 
 def seconds(run: Callable[[], object], least: float = _SECONDS) -> float:
@@ -28,7 +28,7 @@ def seconds(run: Callable[[], object], least: float = _SECONDS) -> float:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What all threads do together, per second: bytes that they read, and operations with bfloat16 (or float32, where
-    there is no bfloat16) and with bytes; 0 where bytes are not multiplied as such."""
+    there is no bfloat16) and with bytes, or codes of 4 bits alone; 0 where they are not multiplied as such."""
 
     bandwidth: float
     operations: float
@@ -45,7 +45,7 @@ class Limits:
 
     def _rate(self, matrix: PackedMatrix) -> float:
         held = Format(matrix.struct.format)
-        if self.with_bytes and held in _IN_BYTES:
+        if held in _IN_BYTES or (held == Format.INT8_BOTH and matrix.native.exact(held)):
             return self.with_bytes
         if held == Format.INT8_CHANNEL and matrix.native.exact(held):
             return self.with_bytes / 2  # two rows of bytes for each

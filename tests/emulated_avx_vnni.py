@@ -21,3 +21,10 @@ def with_avx_vnni() -> NativeLibrary:
     header = f"header {hashlib.sha256(_HEADER.read_bytes()).hexdigest()}"  # another one makes another library
     with mock.patch.dict(features._OPTIONS, {"avx_vnni": f"-include{_HEADER}"}):
         return NativeLibrary("generic", replace(real, flags=real.flags | {"avx_vnni", header}))
+
+
+@cache
+def without_avx_vnni() -> NativeLibrary:
+    """The generic level of a processor without AVX-VNNI."""
+    real = features.cpu_features()
+    return NativeLibrary("generic", replace(real, flags=real.flags - {"avx_vnni"}))

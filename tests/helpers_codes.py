@@ -170,9 +170,16 @@ def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
 def rounds(level: Level, scheme: Scheme) -> bool:
     """Whether the weights of this scheme are rounded to bfloat16 when they are widened."""
     native = load_library(level)
-    if scheme.dynamic and not scheme.by_channel and native.knows(Format.INT8_SEGMENTS):
+    if scheme.dynamic and not scheme.by_channel and native.knows(rounded_format(scheme)):
         return False
     return not (scheme.by_channel or in_integers(level, scheme) or (is_fp8(scheme) and native.scales_sums))
+
+
+def rounded_format(scheme: Scheme) -> Format:
+    """That of codes in groups whose activations are rounded, too."""
+    if scheme.floating:
+        return Format.FLOAT4_SEGMENTS
+    return Format.INT4_SEGMENTS if scheme.bits == 4 else Format.INT8_SEGMENTS
 
 
 def in_integers(level: Level, scheme: Scheme) -> bool:

@@ -90,12 +90,15 @@ def load_worker(
     scheme = load_time_scheme(model_config.quantization, model_config.quantization_group_size)
     if scheme is not None and adds_rounding(info, scheme) and model_config.quantization_group_size is not None:
         raise ConfigError("quantization-group-size: the checkpoint is quantized already, leave the option out")
-    rounds = library is None or library.knows(Format.INT4_SEGMENTS)
     in_groups = scheme is not None and scheme.dynamic and (not scheme.by_channel or adds_rounding(info, scheme))
-    if in_groups and not rounds and rank == 0:
-        log.info(
-            "%s: activations stay in 16 bits, as the kernels for this processor multiply no bytes in groups", scheme
-        )
+    if in_groups and library is not None and rank == 0:
+        rounded = {4: Format.INT4_SEGMENTS, 8: Format.INT8_SEGMENTS}
+        kept = [f"{bits} bits" for bits, held in rounded.items() if not library.knows(held)]
+        if kept:
+            log.info(
+                "%s: activations stay in 16 bits where codes in groups have %s, as the kernels for this processor "
+                "do not multiply them as bytes", scheme, " and ".join(kept),
+            )  # fmt: skip
     model: LanguageModel = load_model(
         model_config.path,
         dtype=dtype,

@@ -1,6 +1,7 @@
 """Products of codes in groups with rows rounded to int8 (`native/linear_task_segments.h`) against numpy."""
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.emulated_avx_vnni import with_avx_vnni
-from tests.helpers_codes import ROWS, SIZES, packed, random, random_rows
+from tests.emulated_avx_vnni import with_avx_vnni, without_avx_vnni
+from tests.helpers_codes import ROWS, SIZES, packed, random, random_rows, rounded_format
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
@@ -41,24 +42,25 @@ SCHEMES = [
     Scheme(4, 128, floating=True, dynamic=True),
 ]
 OTHER_SEGMENTS = Scheme(4, 96, dynamic=True)  # groups that 256 inputs cut
-schemes = st.sampled_from(SCHEMES)
 
 
-def rounded_format(scheme: Scheme) -> Format:
-    if scheme.floating:
-        return Format.FLOAT4_SEGMENTS
-    return Format.INT4_SEGMENTS if scheme.bits == 4 else Format.INT8_SEGMENTS
+# Sets that multiply bytes; of AVX2's, one with dot products of them and one without.
+ROUNDING = [level for level in LEVELS if level not in ("amx", "armbf16", "generic")] + ["avx_vnni", "avx2"]
 
 
-ROUNDING = [level for level in LEVELS if level != "amx" and level != "armbf16"]
-
-
-def library(level: Level) -> NativeLibrary:
-    """One that multiplies bytes, by instructions that are emulated where the processor's generic level lacks them."""
-    native = with_avx_vnni() if level == "generic" else load_library(level)
+def library(kernels: str) -> NativeLibrary:
+    """Instructions of AVX-VNNI are emulated where the processor lacks them."""
+    if kernels == "avx_vnni":
+        native = with_avx_vnni()
+    else:
+        native = without_avx_vnni() if kernels == "avx2" else load_library(cast(Level, kernels))
     if not native.knows(Format.INT4_SEGMENTS):
         pytest.skip("the CPU has no such instructions")
     return native
+
+
+def known(native: NativeLibrary) -> st.SearchStrategy[Scheme]:
+    return st.sampled_from([scheme for scheme in SCHEMES if native.knows(rounded_format(scheme))])
 
 
 def matrix_of(native: NativeLibrary, rows: QuantizedRows) -> QuantizedMatrix:
@@ -94,13 +96,14 @@ def wanted(rows: QuantizedRows, x: Tensor) -> Tensor:
     return torch.from_numpy(total)
 
 
-@pytest.mark.parametrize("level", ROUNDING)
+@pytest.mark.parametrize("kernels", ROUNDING)
 @settings(max_examples=80, deadline=None)
-@given(scheme=schemes, rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), seed=st.integers(0, 99))
+@given(data=st.data(), rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), seed=st.integers(0, 99))
 def test_sums_are_what_is_promised_to_the_last_bit(
-    level: Level, scheme: Scheme, rows: int, outputs: int, inputs: int, threads: int, seed: int
+    kernels: str, data: st.DataObject, rows: int, outputs: int, inputs: int, threads: int, seed: int
 ) -> None:
-    native = library(level)
+    native = library(kernels)
+    scheme = data.draw(known(native))
     native.set_threads(threads)
     weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
     matrix = matrix_of(native, weights)
@@ -117,38 +120,39 @@ def test_sums_are_what_is_promised_to_the_last_bit(
     native.set_threads(1)
 
 
-@pytest.mark.parametrize("level", ROUNDING)
-@given(scheme=schemes, counts=st.lists(st.integers(1, 45), min_size=2, max_size=4), seed=st.integers(0, 99))
+@pytest.mark.parametrize("kernels", ROUNDING)
+@given(data=st.data(), counts=st.lists(st.integers(1, 45), min_size=2, max_size=4), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_a_row_has_the_same_bits_in_any_batch(level: Level, scheme: Scheme, counts: list[int], seed: int) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(kernels: str, data: st.DataObject, counts: list[int], seed: int) -> None:
     """However many rows a pass takes, and whether codes are widened before."""
+    native = library(kernels)
     x = random(sum(counts), 1344, seed=seed)
-    matrix = matrix_of(library(level), random_rows(70, 1344, scheme, seed))
+    matrix = matrix_of(native, random_rows(70, 1344, data.draw(known(native)), seed))
     whole = product(matrix, x)
     assert torch.equal(torch.cat([product(matrix, part) for part in x.split(counts)]), whole)
 
 
-@pytest.mark.parametrize("level", ROUNDING)
-def test_a_large_number_costs_its_own_segment_precision(level: Level) -> None:
+@pytest.mark.parametrize("kernels", ROUNDING)
+def test_a_large_number_costs_its_own_segment_precision(kernels: str) -> None:
     """As in models whose activations have outliers: per row, everything else would become 0."""
     scheme, x = Scheme(4, 128, dynamic=True), random(5, 512, seed=1)
     weights = random_rows(64, 512, scheme, 2)
     weights.codes[:, 7] = 8  # what the large number is multiplied with: nothing
     x[:, 7] = 3000.0
     exact = x.double() @ weights.dequantize(torch.float32).double().t()
-    got = product(matrix_of(library(level), weights), x)
+    got = product(matrix_of(library(kernels), weights), x)
     assert float((got - exact).norm() / exact.norm()) < 0.55
     others = torch.arange(512) >= 128
     x[:, ~others] = 0
     exact = x.double() @ weights.dequantize(torch.float32).double().t()
-    got = product(matrix_of(library(level), weights), x)
+    got = product(matrix_of(library(kernels), weights), x)
     assert float((got - exact).norm() / exact.norm()) < 0.01
 
 
-@pytest.mark.parametrize("level", ROUNDING)
+@pytest.mark.parametrize("kernels", ROUNDING)
 @pytest.mark.parametrize("scheme", SCHEMES[:2], ids=str)
-def test_what_is_not_finite_stays_in_its_row(level: Level, scheme: Scheme) -> None:
-    matrix, x = matrix_of(library(level), random_rows(40, 320, scheme, 1)), random(9, 320, seed=2)
+def test_what_is_not_finite_stays_in_its_row(kernels: str, scheme: Scheme) -> None:
+    matrix, x = matrix_of(library(kernels), random_rows(40, 320, scheme, 1)), random(9, 320, seed=2)
     want = product(matrix, x)
     x[2, 300], x[5, 3], x[8] = torch.inf, torch.nan, 0
     got = product(matrix, x)
@@ -157,15 +161,32 @@ def test_what_is_not_finite_stays_in_its_row(level: Level, scheme: Scheme) -> No
     assert torch.equal(got[others], want[others])
 
 
-@pytest.mark.parametrize("level", ROUNDING)
-def test_numbers_of_any_size_stand_beside_each_other(level: Level) -> None:
+@pytest.mark.parametrize("kernels", ROUNDING)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_the_largest_sums_are_exact(kernels: str, scheme: Scheme) -> None:
+    """All codes and all numbers of x at the ends of their ranges."""
+    native = library(kernels)
+    if not native.knows(rounded_format(scheme)):
+        pytest.skip("these kernels do not round activations for such codes")
+    weights, x = random_rows(64, 512, scheme, 3), torch.ones(4, 512, dtype=torch.bfloat16)
+    weights.codes[:] = torch.tensor([7, 15] if scheme.floating else [0, 2**scheme.bits - 1]).repeat_interleave(32)[
+        :, None
+    ]
+    x[1] = -1
+    x[2, ::2] = -1
+    x[3, ::4] = x[3, 1::4] = -1
+    assert torch.equal(product(matrix_of(native, weights), x), wanted(weights, x))
+
+
+@pytest.mark.parametrize("kernels", ROUNDING)
+def test_numbers_of_any_size_stand_beside_each_other(kernels: str) -> None:
     """The smallest that count and the largest of bfloat16, in segments and rows of their own."""
     scheme = Scheme(4, 64, dynamic=True)
     weights, x = random_rows(33, 256, scheme, 3), random(4, 256, seed=4)
     for segment, size in enumerate((1e-38, 1e-29, 1.0, 1e30)):
         x[:, 64 * segment : 64 * segment + 64] *= size
     x[1] = torch.where(x[1].abs() > 1, 0, x[1])
-    assert torch.equal(product(matrix_of(library(level), weights), x), wanted(weights, x))
+    assert torch.equal(product(matrix_of(library(kernels), weights), x), wanted(weights, x))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -174,7 +195,7 @@ def test_elsewhere_activations_are_not_rounded(level: Level, scheme: Scheme) -> 
     """Where the kernels have no products of bytes, or groups no whole segments, results are those of int4 or int8."""
     weights, x = random_rows(70, 300, scheme, 5), random(21, 300, seed=6)
     matrix = packed(level, weights)
-    rounds = load_library(level).knows(Format.INT4_SEGMENTS) and scheme is not OTHER_SEGMENTS
+    rounds = load_library(level).knows(rounded_format(scheme)) and scheme is not OTHER_SEGMENTS
     otherwise = Format.FLOAT4 if scheme.floating else Format.INT4 if scheme.bits == 4 else Format.INT8
     assert matrix.struct.format == (rounded_format(scheme) if rounds else otherwise)
     plain = packed(level, replace(weights, scheme=replace(scheme, dynamic=False)))

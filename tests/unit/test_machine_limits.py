@@ -1,5 +1,7 @@
 """The yardstick of the benchmarks: what the machine can do, by loops of the kernels' own instructions."""
 
+from typing import cast
+
 import pytest
 
 from bench.limits import limits
@@ -15,16 +17,16 @@ from worker_proc.quantization.scheme import W8A8, Scheme
 pytestmark = needs_compiler
 
 
-@pytest.mark.parametrize("level", cpu_features().levels())
-def test_operations_are_counted(level: Level) -> None:
+@pytest.mark.parametrize("kernels", [*cpu_features().levels(), "avx_vnni"])
+def test_operations_are_counted(kernels: str) -> None:
     """By all threads; bytes twice as many, where they are multiplied as such."""
-    native = with_avx_vnni() if level == "generic" else load_library(level)
+    native = with_avx_vnni() if kernels == "avx_vnni" else load_library(cast(Level, kernels))
     for threads in (1, 2):
         native.set_threads(threads)
         in_float = native.functions.rhizome_multiply(3)
         assert in_float == 3 * threads * 2 * 32 * 32 * 256
         in_bytes = native.functions.rhizome_multiply_bytes(3)
-        assert in_bytes == (2 * in_float if native.knows(Format.INT8_SEGMENTS) or level == "amx" else 0)
+        assert in_bytes == (2 * in_float if native.knows(Format.INT4_SEGMENTS) or kernels == "amx" else 0)
     native.set_threads(1)
 
 
@@ -38,7 +40,7 @@ def test_the_floor_of_a_product_is_that_of_its_bytes_or_its_numbers() -> None:
         assert most.product(matrix, 1e-9) == matrix.nbytes / most.bandwidth
         operations = 2 * 64 * 1024 * 1e9 / most.product(matrix, 1e9)
         rate = most.operations
-        if scheme == W8A8 and most.with_bytes:
+        if scheme == W8A8 and native.exact(Format.INT8_BOTH):
             rate = most.with_bytes
         elif scheme == Scheme(8) and native.exact(Format.INT8_CHANNEL):
             rate = most.with_bytes / 2

@@ -3,6 +3,7 @@
 
 #include "linear.h"
 #include "linear_task_int8.h"
+#include "linear_task_segments.h"
 #include "parallel.h"
 
 #if defined(__AMX_BF16__)
@@ -131,9 +132,9 @@ RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
   return 2.0 * threads * static_cast<double>(rounds) * kBlockRows * kPanel * kSteps * 32;
 }
 
-// The same with bytes; 0 where they are not multiplied as such.
+// The same with bytes (or with codes of 4 bits, where only those are multiplied as such); 0 where there are no such products.
 RHIZOME_EXPORT double rhizome_multiply_bytes([[maybe_unused]] int64_t rounds) {
-#if defined(__AMX_INT8__) || defined(RHIZOME_INT8_DOTS)
+#if defined(__AMX_INT8__) || defined(RHIZOME_SEGMENTS)
   using namespace rhizome;
   const int threads = num_threads();
   constexpr int64_t kSteps = 8, kStride = kSteps * 32;
@@ -150,6 +151,19 @@ RHIZOME_EXPORT double rhizome_multiply_bytes([[maybe_unused]] int64_t rounds) {
       amx_block<TileNumbers::kInt8, true>(x, kStride, blocks, kSteps, nullptr, round > 0 ? sums : nullptr, [] {});
       store_sums<true>(sums);
     }
+#elif defined(RHIZOME_BYTE_PAIRS)
+    // codes of 4 bits, a byte each, of as many vectors of outputs as are multiplied together
+    LinesAhead nothing;
+    uint8_t* const bytes = reinterpret_cast<uint8_t*>(weights);
+    std::transform(bytes, bytes + sizeof weights, bytes, [](uint8_t byte) { return byte & 15; });
+    Bytes total[kByteRows][2] = {};
+    for (int64_t round = 0; round < rounds * kByteRuns * 2 * kBlockRows / kByteRows; ++round) {
+      WideNibbles<Format::kInt4Segments> codes(bytes + round % kByteRuns * sizeof weights / kByteRuns);
+      for (int64_t step = 0; step < kSteps; ++step)
+        add_block(total, reinterpret_cast<const int8_t*>(x) + 32 * step, 2 * kStride, codes, nothing);
+    }
+    for (int row = 0; row < kByteRows; ++row)
+      for (int v = 0; v < 2; ++v) store_bytes(sums + row * kPanel + v * kLanes, total[row][v]);
 #else
     LinesAhead nothing;
     const uint8_t* const codes = reinterpret_cast<const uint8_t*>(weights);

@@ -137,7 +137,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   }
 #endif
   const Tasks tasks(weights, rows, unit);
-#if defined(RHIZOME_INT8_DOTS)
+#if defined(RHIZOME_SEGMENTS)
   if (in_segments(weights.format)) {
     const SegmentRows made(x, x_stride, rows, weights);
     return tasks.run([&](const Range& range, int thread) {

@@ -197,11 +197,13 @@ void widen_codes(const PackedMatrix& weights, int64_t block, int64_t count, bf16
 }  // namespace rhizome
 
 int rhizome_knows(int format) {
+  [[maybe_unused]] const auto of = static_cast<rhizome::Format>(format);
 #if defined(RHIZOME_INT8_DOTS)
-  (void)format;
   return 1;
+#elif defined(RHIZOME_BYTE_PAIRS)
+  return of != rhizome::Format::kInt8Segments;
 #else
-  return !rhizome::in_segments(static_cast<rhizome::Format>(format));
+  return !rhizome::in_segments(of);
 #endif
 }
 

@@ -1,4 +1,4 @@
-// The products of a task with rows in int8 (segment_rows.h) and weights in groups, by dot products of bytes (VPDPBUSD). A
+// The products of a task with rows in int8 (segment_rows.h) and weights in groups, as bytes (segment_sums.h). A
 // segment's sum of codes times x is exact, in any order; then it is scaled, by what the group's weights and the segment's x
 // count, and added in float32. Weights are not rounded to anything, and the results are the same for any number of rows.
 //
@@ -6,15 +6,17 @@
 // halves of bytes and one in the upper halves. In 8 bits they are two such vectors.
 #pragma once
 
-#include "linear_task_int8.h"
-#include "segment_rows.h"
+#include <utility>
 
-#if defined(RHIZOME_INT8_DOTS)
+#include "linear_task_pieces.h"
+#include "segment_rows.h"
+#include "segment_sums.h"
+
+#if defined(RHIZOME_SEGMENTS)
 
 namespace rhizome {
 
 inline constexpr int kMostSegmentRows = kByteRuns == 1 ? 9 : kMostByteRows;  // with sums of 10, codes lack registers
-inline constexpr int kSegmentTurns = 4;  // calls of `ahead` per block, one for each eight inputs
 
 // Rows of x from a block of inputs on, and the sums of a panel, [rows][32].
 struct ByteSegments {
@@ -41,20 +43,21 @@ class CodesOfEight {
  public:
   static constexpr bool kNibbles = in_nibbles(kFormat);
   static constexpr int kMiddle = is_float4(kFormat) ? kMostFloat4 : kNibbles ? 8 : 128;
+  static constexpr int kMost = is_float4(kFormat) ? 2 * kMostFloat4 : kNibbles ? 15 : 255;
   static constexpr int64_t kTileCodes = kNibbles ? kTileElements / 2 : kTileElements;
 
   explicit CodesOfEight(const uint8_t* codes) : at_(codes) {}
 
-  void next(Bytes (&first)[2], Bytes (&second)[2]) {
-    for (int v = 0; v < 2; ++v) {
-      const uint8_t* const from = at_ + v * kApart;
-      const Bytes codes = load_bytes(from);
-      first[v] = kNibbles ? lower_halves(codes) : codes;
-      second[v] = kNibbles ? upper_halves(codes) : load_bytes(from + 64);
-      if constexpr (is_float4(kFormat)) first[v] = looked_up(numbers(), first[v]), second[v] = looked_up(numbers(), second[v]);
-    }
-    at_ += kNibbles ? 64 : 128;
+  // Of four inputs and vector v of outputs.
+  template <bool kOthers>
+  Bytes four(int v) const {
+    const uint8_t* const from = at_ + v * kApart;
+    Bytes codes = load_bytes(!kNibbles && kOthers ? from + 64 : from);
+    if constexpr (kNibbles) codes = kOthers ? upper_halves(codes) : lower_halves(codes);
+    if constexpr (is_float4(kFormat)) codes = looked_up(numbers(), codes);
+    return codes;
   }
+  void next_eight() { at_ += kNibbles ? 64 : 128; }
   void next_block() { at_ += kTileCodes; }  // over the other tile
 
  private:
@@ -72,15 +75,15 @@ class CodesOfEight {
 template <Format kFormat>
 class WideNibbles {
  public:
-  static constexpr int kMiddle = CodesOfEight<kFormat>::kMiddle;
+  static constexpr int kMiddle = CodesOfEight<kFormat>::kMiddle, kMost = CodesOfEight<kFormat>::kMost;
 
   explicit WideNibbles(const uint8_t* codes) : at_(codes) {}
 
-  void next(Bytes (&first)[2], Bytes (&second)[2]) {
-    for (int v = 0; v < 2; ++v)
-      first[v] = load_bytes(at_ + v * sizeof(Bytes)), second[v] = load_bytes(at_ + (2 + v) * sizeof(Bytes));
-    at_ += 4 * sizeof(Bytes);
+  template <bool kOthers>
+  Bytes four(int v) const {
+    return load_bytes(at_ + (2 * kOthers + v) * sizeof(Bytes));
   }
+  void next_eight() { at_ += 4 * sizeof(Bytes); }
   void next_block() {}
 
  private:
@@ -114,26 +117,7 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
     for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = all_of(kZeros ? 0 : -Codes::kMiddle * sum_of(row));
     const bool adding = rows.adding || step > place.step;
     const int64_t at = (place.panel * groups(weights) + step * 32 / weights.group) * kPanel + place.output;
-    for (; step < stop; ++step, codes.next_block())
-      for (int turn = 0; turn < kSegmentTurns; ++turn, x += 8) {
-        ahead();
-        Bytes first[2], second[2];
-        codes.next(first, second);
-#pragma GCC unroll 9
-        for (int row = 0; row < kRows; ++row) {
-          int32_t four;
-          std::memcpy(&four, x + row * rows.x_stride, sizeof four);
-          sums[row][0] = byte_dots(sums[row][0], first[0], four);
-          sums[row][1] = byte_dots(sums[row][1], first[1], four);
-        }
-#pragma GCC unroll 9
-        for (int row = 0; row < kRows; ++row) {
-          int32_t four;
-          std::memcpy(&four, x + row * rows.x_stride + 4, sizeof four);
-          sums[row][0] = byte_dots(sums[row][0], second[0], four);
-          sums[row][1] = byte_dots(sums[row][1], second[1], four);
-        }
-      }
+    for (; step < stop; ++step, x += 32, codes.next_block()) add_block(sums, x, rows.x_stride, codes, ahead);
     const auto* const scales_at = scales_of<kFormat>(weights) + at;
     const floats scales[2] = {load_scales(scales_at), load_scales(scales_at + kLanes)};
 #pragma GCC unroll 9
@@ -204,11 +188,11 @@ class SegmentPiece {
   void widen(int run, uint8_t* to) const {
     Codes codes(codes_ + run * Codes::kTileCodes);
     for (int64_t step = 0; step < piece_.now; ++step, codes.next_block())
-      for (int turn = 0; turn < kSegmentTurns; ++turn, to += 4 * sizeof(Bytes)) {
-        Bytes first[2], second[2];
-        codes.next(first, second);
-        for (int v = 0; v < 2; ++v)
-          store_bytes(to + v * sizeof(Bytes), first[v]), store_bytes(to + (2 + v) * sizeof(Bytes), second[v]);
+      for (int turn = 0; turn < kSegmentTurns; ++turn, to += 4 * sizeof(Bytes), codes.next_eight()) {
+        for (int v = 0; v < 2; ++v) {
+          store_bytes(to + v * sizeof(Bytes), codes.template four<false>(v));
+          store_bytes(to + (2 + v) * sizeof(Bytes), codes.template four<true>(v));
+        }
       }
   }
 
@@ -232,7 +216,9 @@ void multiply_segments(const PackedMatrix& weights, const int8_t* x, int64_t x_s
   const auto run = [&]<Format kFormat>(std::integral_constant<Format, kFormat>) {
     multiply_pieces<SegmentPiece<kFormat>, ByteSegments>(weights, x, x_stride, range, before, then);
   };
+#if defined(RHIZOME_INT8_DOTS)
   if (weights.format == Format::kInt8Segments) return run(std::integral_constant<Format, Format::kInt8Segments>());
+#endif
   if (weights.format == Format::kInt4Segments) return run(std::integral_constant<Format, Format::kInt4Segments>());
   run(std::integral_constant<Format, Format::kFloat4Segments>());
 }

@@ -5,7 +5,7 @@
 
 #include "linear_quantized.h"
 
-#if defined(RHIZOME_INT8_DOTS)
+#if defined(RHIZOME_SEGMENTS)
 
 #include <immintrin.h>
 
