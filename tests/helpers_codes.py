@@ -13,11 +13,12 @@ from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish, Format, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, QuantizedMatrix
-from worker_proc.quantization.rows import QuantizedRows, floating_numbers
-from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, Scheme
+from worker_proc.quantization.rows import FACTOR_GROUPS, QuantizedRows, ScaleFactors, floating_numbers, steps_of
+from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, ScaleForm, Scheme
 
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 300, 640]))
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
+Q4_K = Scheme(4, 32, False, scale_form=ScaleForm.FACTORS)
 SCHEMES = [
     Scheme(8),
     W8A8,
@@ -35,12 +36,19 @@ SCHEMES = [
     Scheme(4, 32, ordered=True),
     Scheme(4, 128, symmetric=False, ordered=True),
     Scheme(8, 64, ordered=True),
+    Scheme(4, 32, scale_form=ScaleForm.FLOAT16),
+    Scheme(4, 128, scale_form=ScaleForm.FLOAT16),
+    Q4_K,
     MXFP4,
     Scheme(4, None, floating=True),
     Scheme(4, 128, floating=True),
 ]
 # those whose weights may need more bits than bfloat16 has
-ROUNDED = [one for one in SCHEMES if not one.by_channel and not (one.floating and one.bits == 4)]
+ROUNDED = [
+    one
+    for one in SCHEMES
+    if not one.by_channel and not (one.floating and one.bits == 4) and one.scale_form == ScaleForm.FLOAT32
+]
 schemes = st.sampled_from(SCHEMES)
 
 INTEGERS = [Scheme(8), Scheme(8, 64, symmetric=False), Scheme(4, 32), Scheme(4, 128), MXFP4]
@@ -61,12 +69,21 @@ def random_rows(outputs: int, inputs: int, scheme: Scheme, seed: int) -> Quantiz
     scales = torch.randn(outputs, groups, generator=generator) / (2 ** (scheme.bits - 1))
     if scheme.floating and scheme.bits == 4:
         scales = torch.exp2(torch.randint(-9, 2, scales.shape, generator=generator).float())
+    order = torch.randperm(inputs, generator=generator) if scheme.ordered else None
+    if scheme.scale_form == ScaleForm.FACTORS:
+        large = torch.randn(outputs, -(-groups // FACTOR_GROUPS), 2, generator=generator).half() / 512
+        small = torch.randint(0, 64, (outputs, groups, 2), generator=generator, dtype=torch.uint8)
+        small *= torch.rand(small.shape, generator=generator) < 0.9
+        factors = ScaleFactors(large, small)
+        codes *= (factors.products()[0] != 0).repeat_interleave(32, 1)[:, :inputs]
+        return QuantizedRows(scheme, codes, *steps_of(*factors.products()), order, factors=factors)
+    if scheme.scale_form == ScaleForm.FLOAT16:
+        scales = scales.half().float()
     zeros = None
     if not scheme.symmetric:
         zeros = torch.randint(0, 2**scheme.bits + 1, (outputs, groups), generator=generator).float()
         if any_zeros(scheme) and seed % 2:
             zeros = 50 * torch.randn(zeros.shape, generator=generator)
-    order = torch.randperm(inputs, generator=generator) if scheme.ordered else None
     return QuantizedRows(scheme, codes, scales, zeros, order)
 
 

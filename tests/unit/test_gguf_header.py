@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers_codes import Q4_K
 from tests.helpers_gguf import random_blocks
 from worker_proc.errors import ModelError
 from worker_proc.gguf.blocks import codes_of, dequantize, scheme_of
 from worker_proc.gguf.header import Uncounted, read_header
 from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS, NAMES
+from worker_proc.quantization.scheme import ScaleForm
 
 RANDOM = np.random.default_rng(0)
 
@@ -135,3 +137,27 @@ def test_eight_bits_keep_the_codes_of_q8_0() -> None:
     scheme = scheme_of(["Q8_0"])
     assert scheme is not None
     torch.testing.assert_close(quantize_rows(meant, scheme).dequantize(torch.float32), meant, rtol=1e-6, atol=1e-6)
+
+
+def test_scales_stay_as_they_are_where_no_block_is_cut() -> None:
+    for kinds, cuts, form in (
+        (["Q4_K", "Q4_K"], (), ScaleForm.FACTORS),
+        (["Q4_K"], (0, 1024), ScaleForm.FACTORS),
+        (["Q4_K"], (0, 1376), ScaleForm.FLOAT32),
+        (["Q4_0"], (0, 1376), ScaleForm.FLOAT16),
+        (["Q4_0", "Q4_K"], (), ScaleForm.FLOAT32),
+        (["Q4_1"], (), ScaleForm.FLOAT32),
+        (["Q8_0"], (), ScaleForm.FLOAT32),
+    ):
+        scheme = scheme_of(kinds, cuts)
+        assert scheme is not None and scheme.scale_form == form
+
+
+def test_what_blocks_have_in_common_is_not_cut() -> None:
+    rows = codes_of("Q4_K", torch.from_numpy(random_blocks("Q4_K", (8, 1024), 1.0, RANDOM)), Q4_K)
+    half = rows.select((2, 7), (512, 1024))
+    assert torch.equal(half.dequantize(torch.float32), rows.dequantize(torch.float32)[2:7, 512:])
+    assert half.factors is not None and rows.factors is not None
+    assert torch.equal(half.factors.products()[0], rows.factors.products()[0][2:7, 16:])
+    with pytest.raises(ValueError, match="columns from 128 on cut what 256 inputs have in common"):
+        rows.select((0, 8), (128, 1024))

@@ -24,6 +24,7 @@ from worker_proc.gguf.directory import GgufError, directory_for
 from worker_proc.gguf.header import Header, StoredTensor
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.families import parse_spec
+from worker_proc.quantization.scheme import ScaleForm
 
 pytestmark = needs_compiler
 K = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}  # rows of whole blocks
@@ -102,11 +103,22 @@ def test_codes_are_what_they_stand_for(name: str, kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_zeros_that_are_no_whole_numbers(level: Level, tmp_path: Path) -> None:
-    directory, _ = made("qwen3", tmp_path, FILES["Q4_K"][0], {}, **K)
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("Q4_0", [ScaleForm.FLOAT16, ScaleForm.FLOAT16]),
+        ("Q4_K", [ScaleForm.FACTORS, ScaleForm.FACTORS]),
+        ("mixed", [ScaleForm.FLOAT32, ScaleForm.FACTORS]),
+    ],
+)
+def test_scales_are_held_as_they_are(name: str, forms: list[ScaleForm], level: Level, tmp_path: Path) -> None:
+    """With zeros that are no whole numbers in two of the files."""
+    directory, _ = made("qwen3", tmp_path, FILES[name][0], {}, **K)
     native, torchs = load_native(directory, None, level), load_torch(directory, None)
-    assert native.weights.layers[0].o.zeros is not None
-    assert bool((native.weights.layers[0].o.zeros % 1 != 0).any())
+    layer = native.weights.layers[0]
+    assert [matrix.scheme.scale_form for matrix in (layer.qkv, layer.o)] == forms
+    zeros = layer.qkv.zeros
+    assert (zeros is not None and bool((zeros % 1 != 0).any())) == (name == "mixed")
     assert error(logits(native), logits(torchs)) < 0.03
     prompts = make_prompts(VOCAB_SIZE)
     together = generate(native, prompts, 16, page_size=16)

@@ -64,6 +64,7 @@ class MatrixStruct(ctypes.Structure):
         ("exception_starts", ctypes.c_void_p),
         ("exceptions", ctypes.c_void_p),
         ("order", ctypes.c_void_p),
+        ("scale_form", ctypes.c_int32),
     )
 
 

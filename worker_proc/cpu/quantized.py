@@ -10,20 +10,22 @@ from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PANEL, Format, PackedMatrix, Pairing
 from worker_proc.cpu.memory import HugePages
 from worker_proc.errors import ModelError
-from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
-from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
+from worker_proc.quantization.rows import FACTOR_GROUPS, QuantizedRows, empty_order, keep_order
+from worker_proc.quantization.scheme import GROUP_MULTIPLE, ScaleForm, Scheme
 
 _BLOCK = 32  # inputs
 _TILE = 64  # of inputs, where a tile takes two blocks
 _MOST_INPUTS = 2**16  # whose products have sums of 32 bits (native/plane_rows.h)
 _SEGMENT = 256  # inputs of a row that are rounded together, at most
 _EXACT_GROUP = 64  # kExactGroup of native/linear.h
+_FACTOR_BYTES = 640  # of 256 inputs and a panel (native/scale_forms.h)
 _FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 
 
 @dataclass(frozen=True, slots=True)
 class CodeSizes:
-    """What a matrix takes: bytes of codes, numbers for scales and for zeros, and bytes of a scale."""
+    """What a matrix takes: bytes of codes, numbers for scales and for zeros, and bytes of a scale. Factors of scales
+    are counted in bytes, and those of zeros with them."""
 
     codes: int
     scales: int
@@ -34,10 +36,12 @@ class CodeSizes:
     def of(cls, outputs: int, inputs: int, scheme: Scheme, *, paired: bool = False) -> "CodeSizes":
         padded = -(-inputs // _BLOCK) * _BLOCK
         rows = PackedMatrix.packed_size(outputs, inputs, paired=paired) // padded
-        scales = rows * scheme.num_groups(padded)
-        of_scale = _scale_dtype(scheme).itemsize
         held = -(-inputs // _TILE) * _TILE if scheme.by_channel else padded
-        return cls(rows * held * scheme.bits // 8, scales, 0 if scheme.symmetric else scales, of_scale)
+        codes = rows * held * scheme.bits // 8
+        if scheme.scale_form == ScaleForm.FACTORS:
+            return cls(codes, rows // PANEL * _num_factors(scheme, inputs) * _FACTOR_BYTES, 0, 1)
+        scales = rows * scheme.num_groups(padded)
+        return cls(codes, scales, 0 if scheme.symmetric else scales, _scale_dtype(scheme).itemsize)
 
     def room(self) -> int:
         """What `take` needs of a block."""
@@ -68,12 +72,16 @@ class QuantizedMatrix(PackedMatrix):
         self.scheme = scheme
         padded = -(-inputs // _BLOCK) * _BLOCK
         shape = (-1, scheme.num_groups(padded), PANEL)
-        self.scales = memory.take(sizes.scales, _scale_dtype(scheme)).view(shape)
+        scales = memory.take(sizes.scales, _scale_dtype(scheme))
+        factors = scheme.scale_form == ScaleForm.FACTORS
+        self.scales = scales.view((-1, _num_factors(scheme, inputs), _FACTOR_BYTES) if factors else shape)
         self.zeros = memory.take(sizes.zeros, torch.float32).view(shape) if sizes.zeros else None
         self.struct.format = _format(native, scheme)
         self.struct.group = group or padded
         self.struct.scales = self.scales.data_ptr()
-        self.struct.zeros = self.zeros.data_ptr() if self.zeros is not None else None
+        self.struct.scale_form = scheme.scale_form
+        zeros = self.zeros if self.zeros is not None else self.scales if factors else None
+        self.struct.zeros = zeros.data_ptr() if zeros is not None else None
         self._order = empty_order(scheme, inputs)
 
     @property
@@ -96,6 +104,9 @@ class QuantizedMatrix(PackedMatrix):
         panel, place = (at // PANEL, at % PANEL) if pairing is Pairing.NONE else (at // half, at % half)
         if pairing is Pairing.UP:
             place = place + half
+        if self.scheme.scale_form == ScaleForm.FACTORS:
+            self._put_factors(rows, panel, place)
+            return
         self._put(self.scales, self._as_held(rows.scales), panel, place)
         if self.zeros is not None and rows.zeros is not None:
             self._check_zeros(rows.zeros)
@@ -103,7 +114,12 @@ class QuantizedMatrix(PackedMatrix):
 
     def _as_held(self, scales: Tensor) -> Tensor:
         """Scales as the kernels take them: of FP4 exponents, where 2^-126 and less is nothing. Raises ValueError for
-        others than powers of two there."""
+        others than powers of two there, and than those of float16 where they are held as such."""
+        if self.scheme.scale_form == ScaleForm.FLOAT16:
+            halves = scales.half()
+            if bool((~scales.isnan() & (halves.float() != scales)).any()):
+                raise ValueError("scales are not of float16")
+            return halves
         if not self.scheme.floating:
             return scales
         if self.scheme.bits == 8:
@@ -112,6 +128,17 @@ class QuantizedMatrix(PackedMatrix):
         if bool((bits & ~0x7F800000).any()):
             raise ValueError("scales of FP4 are powers of two, and held as their exponents")
         return (bits >> 23).to(torch.uint8)
+
+    def _put_factors(self, rows: QuantizedRows, panel: Tensor, place: Tensor) -> None:
+        if rows.factors is None:
+            raise ValueError("scales come without their factors")
+        large, small = rows.factors.large, rows.factors.small
+        counts = self.scales.shape[:2]
+        of_panel = self.scales[..., : 4 * PANEL].view(torch.float16).view(*counts, 2, PANEL)
+        of_group = self.scales[..., 4 * PANEL :].view(*counts, FACTOR_GROUPS, 2, PANEL)
+        of_panel[panel, :, :, place] = large
+        small = torch.nn.functional.pad(small, (0, 0, 0, -small.shape[1] % FACTOR_GROUPS))
+        of_group[panel, :, :, :, place] = small.view(*large.shape[:2], FACTOR_GROUPS, 2)
 
     def _check_zeros(self, zeros: Tensor) -> None:
         """Raises ValueError for others than whole numbers, where sums are not exact with them."""
@@ -125,7 +152,14 @@ class QuantizedMatrix(PackedMatrix):
 
 
 def _scale_dtype(scheme: Scheme) -> torch.dtype:
-    return torch.uint8 if scheme.floating and scheme.bits == 4 else torch.float32
+    if scheme.scale_form == ScaleForm.FACTORS or (scheme.floating and scheme.bits == 4):
+        return torch.uint8
+    return torch.float16 if scheme.scale_form == ScaleForm.FLOAT16 else torch.float32
+
+
+def _num_factors(scheme: Scheme, inputs: int) -> int:
+    """Of a row, that groups have in common."""
+    return -(-scheme.num_groups(inputs) // FACTOR_GROUPS)
 
 
 def _format(native: NativeLibrary, scheme: Scheme) -> Format:

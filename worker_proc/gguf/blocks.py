@@ -10,21 +10,25 @@ import torch
 from torch import Tensor
 
 from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS
-from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.rows import FACTOR_GROUPS, QuantizedRows, ScaleFactors, steps_of
+from worker_proc.quantization.scheme import ScaleForm, Scheme
 
 GROUP = 32  # inputs with a scale of their own in all kinds that become codes of 4 bits
+_FORMS = {"Q4_0": ScaleForm.FLOAT16, "Q4_K": ScaleForm.FACTORS}
 _LARGE_GROUPS = (128, 64)  # where codes are new ones anyway: fewer scales to read and to multiply with
 
 
 def scheme_of(kinds: list[str], cuts: Collection[int] = ()) -> Scheme | None:
     """How a matrix that is stored in `kinds`, and whose columns are shared out at `cuts`, is held; None: plain. With 8
-    bits, unless all have their codes in 4; in groups of 32 where blocks are of 32, as then the codes of Q8_0 stay."""
+    bits, unless all have their codes in 4; in groups of 32 where blocks are of 32, as then the codes of Q8_0 stay.
+    Scales stay as they are where all are of one kind and ranks cut no block."""
     coded = [CODED[kind] for kind in kinds if kind in CODED]
     if not coded:
         return None
     if all(kind in EXACT_IN_4_BITS for kind in kinds):
-        return Scheme(4, GROUP, symmetric=all(kind == "Q4_0" for kind in kinds))
+        whole = len(set(kinds)) == 1 and not any(cut % coded[0].numbers for cut in cuts)
+        form = _FORMS.get(kinds[0], ScaleForm.FLOAT32) if whole else ScaleForm.FLOAT32
+        return Scheme(4, GROUP, symmetric=all(kind == "Q4_0" for kind in kinds), scale_form=form)
     large = _LARGE_GROUPS if all(kind.numbers > max(_LARGE_GROUPS) for kind in coded) else ()
     return Scheme(8, next((size for size in large if not any(cut % size for cut in cuts)), GROUP))
 
@@ -38,18 +42,20 @@ def dequantize(kind: str, raw: Tensor) -> Tensor:
 
 def codes_of(kind: str, raw: Tensor, scheme: Scheme) -> QuantizedRows:
     """Codes of 4 bits `[R, K]` of rows of blocks, uint8 `[R, bytes]`, in groups of 32: the same numbers."""
-    blocks = raw.view(len(raw), -1, CODED[kind].nbytes)
-    codes, scales, least = _codes_of_k(blocks) if kind == "Q4_K" else _codes_of_32(kind, blocks)
+    blocks, factors = raw.view(len(raw), -1, CODED[kind].nbytes), None
+    if kind == "Q4_K":
+        codes, factors = _codes_of_k(blocks)
+        scales, least = factors.products()
+    else:
+        codes, scales, least = _codes_of_32(kind, blocks)
     codes = codes.reshape(len(raw), -1)
     if scheme.symmetric:
         return QuantizedRows(scheme, codes, scales)
-    # where all numbers of a group are one, its scale is 0: they are code 0, which is one step from zero
     flat = scales == 0
     if bool(flat.any()):
         codes = torch.where(flat.repeat_interleave(GROUP, 1), 0, codes)
-        scales = torch.where(flat, least, scales)
-        scales = torch.where(scales == 0, 1.0, scales)
-    return QuantizedRows(scheme, codes, scales, -least / scales)
+    factors = factors if scheme.scale_form == ScaleForm.FACTORS else None
+    return QuantizedRows(scheme, codes, *steps_of(scales, least), factors=factors)
 
 
 def _codes_of_32(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,17 +69,16 @@ def _codes_of_32(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scales, least
 
 
-def _codes_of_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _codes_of_k(blocks: Tensor) -> tuple[Tensor, ScaleFactors]:
     """Q4_K: eight groups of 32, whose scales and numbers of code 0 are six bits each, times one of two numbers."""
     count, per_row, _ = blocks.shape
-    scale, least = _halfs(blocks[..., 0:2]), _halfs(blocks[..., 2:4])
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 2)
     mins = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 2)
-    halves = blocks[..., 16:].reshape(count, per_row, 4, 1, GROUP)
+    halves = blocks[..., 16:].reshape(count, per_row, FACTOR_GROUPS // 2, 1, GROUP)
     codes = torch.cat((halves & 15, halves >> 4), 3)
-    of_group = (scale[..., None] * scales).reshape(count, -1)
-    return codes, of_group, -(least[..., None] * mins).reshape(count, -1)
+    large = blocks[..., 0:4].contiguous().view(torch.float16)
+    return codes, ScaleFactors(large, torch.stack((scales, mins), 3).view(count, -1, 2))
 
 
 def _halfs(raw: Tensor) -> Tensor:

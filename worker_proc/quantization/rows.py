@@ -7,17 +7,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.errors import ModelError
-from worker_proc.quantization.scheme import FP4_NUMBERS, Scheme
+from worker_proc.quantization.scheme import FP4_NUMBERS, GROUP_MULTIPLE, Scheme
 
 _LEAST = 1e-30  # a group with smaller scales is all zeros
 _MOST_FP8 = 448  # what E4M3 holds at most
+FACTOR_GROUPS = 8  # groups of 32 inputs that have large factors in common
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleFactors:
+    """What scales are made of, and the numbers below zero that codes 0 stand for: `large` float16 `[R, S, 2]` times
+    `small` uint8 `[R, G, 2]`, the first of two is the scale's."""
+
+    large: Tensor
+    small: Tensor
+
+    def products(self) -> tuple[Tensor, Tensor]:
+        """Scales and numbers of code 0, float32 `[R, G]`."""
+        large = self.large.float().repeat_interleave(FACTOR_GROUPS, 1)[:, : self.small.shape[1]]
+        both = large * self.small
+        return both[..., 0], -both[..., 1]
+
+    def select(self, rows: tuple[int, int], cols: tuple[int, int]) -> "ScaleFactors":
+        """Those of a block of weights, whose first column is one of 256."""
+        of_group, of_large = GROUP_MULTIPLE, FACTOR_GROUPS * GROUP_MULTIPLE
+        if cols[0] % of_large:
+            raise ValueError(f"columns from {cols[0]} on cut what {of_large} inputs have in common")
+        large = self.large[slice(*rows), cols[0] // of_large : -(-cols[1] // of_large)]
+        return ScaleFactors(large, self.small[slice(*rows), cols[0] // of_group : -(-cols[1] // of_group)])
+
+
+def steps_of(scales: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros of groups whose code 0 stands for `least`. Where all numbers of a group are one, its scale is 0
+    and its codes are to be 0, which are one step from zero then."""
+    scales = torch.where(scales == 0, least, scales)
+    scales = torch.where(scales == 0, 1.0, scales)
+    return scales, -least / scales
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
     """Rows of a weight matrix: `codes` uint8 `[R, K]`, `scales` float32 `[R, G]`, and as many `zeros`, or None. Where
     the scheme is ordered, column i is that of input `order[i]` (int64 `[K]`). Where `halved`, codes of 4 bits are
-    `[R, K / 2]`, two inputs a byte, the first one in the lower half."""
+    `[R, K / 2]`, two inputs a byte, the first one in the lower half. `factors` of scales and zeros are given where the
+    scheme's form says so."""
 
     scheme: Scheme
     codes: Tensor
@@ -25,6 +58,7 @@ class QuantizedRows:
     zeros: Tensor | None = None
     order: Tensor | None = None
     halved: bool = False
+    factors: ScaleFactors | None = None
 
     def whole(self) -> "QuantizedRows":
         """The same with a byte for each code."""
@@ -40,7 +74,8 @@ class QuantizedRows:
         zeros = self.zeros[slice(*rows), groups] if self.zeros is not None else None
         columns = slice(cols[0] // 2, cols[1] // 2) if self.halved else slice(*cols)
         scales = self.scales[slice(*rows), groups]
-        return replace(self, codes=self.codes[slice(*rows), columns], scales=scales, zeros=zeros)
+        factors = self.factors.select(rows, cols) if self.factors is not None else None
+        return replace(self, codes=self.codes[slice(*rows), columns], scales=scales, zeros=zeros, factors=factors)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """`[R, K]`, by input, computed in float32 and rounded to `dtype`."""

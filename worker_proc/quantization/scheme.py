@@ -1,11 +1,21 @@
 """How weights are held in fewer bits. Needs no torch."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from worker_proc.errors import ModelError
 
 DEFAULT_GROUP_SIZE = 128
 GROUP_MULTIPLE = 32  # of inputs: what the native kernels widen at once
+
+
+class ScaleForm(IntEnum):
+    """How the native kernels hold scales, as in `native/linear.h`. FACTORS: a scale is a float16 that 256 inputs have
+    in common times a whole number of a group of 32, and so is the number that code 0 stands for (GGUF's Q4_K)."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    FACTORS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +27,8 @@ class Scheme:
     matrix have an order of their own, in which groups follow each other (GPTQ's order of activations). Where `dynamic`,
     the rows that weights are multiplied with are rounded to int8, too: with int8 by channel (W8A8) with a scale per
     row; with others (W4A8) with one for every group of weights, or 256 inputs of a larger one, by kernels that multiply
-    bytes in groups, while those without leave rows as they are."""
+    bytes in groups, while those without leave rows as they are. `scale_form` says in what form scales come, so that
+    they can be held in it."""
 
     bits: int
     group_size: int | None = None
@@ -25,6 +36,7 @@ class Scheme:
     floating: bool = False
     ordered: bool = False
     dynamic: bool = False
+    scale_form: ScaleForm = ScaleForm.FLOAT32
 
     @property
     def middle(self) -> int:

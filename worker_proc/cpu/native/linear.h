@@ -28,12 +28,15 @@ enum class Format : int32_t {
   kInt8Segments, kFloat4Segments
 };
 
+// How scales are held, see scale_forms.h.
+enum class ScaleForm : int32_t { kFloat32 = 0, kFloat16, kFactors };
+
 // Plain C types only: linear.py mirrors it with ctypes.
 struct PackedMatrix {
   const bf16* data;     // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64; else codes
   const float* bias;    // [panels * 32] in the order of the packed outputs, or null
-  const float* scales;  // [panels][groups][32], or null if it is not quantized; of FP4, bytes (float4.h)
-  const float* zeros;   // the same, whole numbers except for kInt4 in groups up to kExactGroup, or null: the middle code
+  const float* scales;  // [panels][groups][32], or null if it is not quantized; of FP4, bytes (float4.h), and see `scale_form`
+  const float* zeros;   // the same, whole numbers except for kInt4 in groups up to kExactGroup, or null: the middle code. With kFactors, anything
   int32_t inputs;
   int32_t outputs;      // packed outputs: for gate and up, both
   Format format;
@@ -43,6 +46,7 @@ struct PackedMatrix {
   const uint32_t* exception_starts;  // [panels * blocks + 1]
   const uint32_t* exceptions;        // number in the block << 16 | bfloat16, in the order of blocks
   const int32_t* order;              // [inputs]: which number of a row belongs to each input, or null: its own
+  ScaleForm scale_form;
 };
 
 constexpr int64_t kStreamRows = 16;  // whose results go past the caches, where other cores hold what they replace

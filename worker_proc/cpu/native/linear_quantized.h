@@ -25,6 +25,7 @@
 #include "float8.h"
 #include "linear.h"
 #include "linear_task.h"
+#include "scale_forms.h"
 
 #if defined(__AVX2__) && !defined(__AVX512BF16__)
 #define RHIZOME_INTEGERS  // products of integer codes are computed in integers, see linear_integers.h
@@ -78,7 +79,7 @@ constexpr bool in_integers([[maybe_unused]] Format format) {
 }
 constexpr bool is_float8(Format format) { return format == Format::kFloat8Channel || format == Format::kFloat8; }
 inline int64_t groups(const PackedMatrix& weights) {
-  return by_channel(weights.format) ? 1 : (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
+  return by_channel(weights.format) ? 1 : scale_groups(weights);
 }
 
 // The scales of a matrix of this format, see float4.h.
@@ -182,6 +183,12 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
   const int byte = codes_at(weights, panel, input / 32)[at.byte] >> at.shift;
   const int code = stored(weights, static_cast<uint8_t>(in_nibbles(weights.format) ? byte & 15 : byte));
   const int64_t group = by_channel(weights.format) ? 0 : input / weights.group;
+  if (weights.scale_form != ScaleForm::kFloat32) {
+    alignas(64) float scales[kPanel], zeros[kPanel];
+    open_scales(weights, panel, group, 1, scales, zeros);
+    const float zero = weights.scale_form == ScaleForm::kFactors ? zeros[place] : middle_code(weights.format);
+    return (static_cast<float>(code) - zero) * scales[place];
+  }
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
   if (is_float8(weights.format)) return float8_number(code) * weights.scales[scale];
   if (is_float4(weights.format)) return kFloat4Numbers[code] * scale_of(scales_of<Format::kFloat4>(weights)[scale]);

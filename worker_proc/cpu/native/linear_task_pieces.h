@@ -33,9 +33,10 @@ void multiply_pieces(const PackedMatrix& weights, const Number* x, int64_t x_str
   int64_t most = kSteps;
   if constexpr (requires { Weights::most_steps(weights, rows); }) most = Weights::most_steps(weights, rows);
   const PieceOrder order(range, steps, part, most);
+  OpenMatrix matrix(weights);
   for (Piece piece = order.start(), next = piece; !order.ended(piece); piece = next) {
     next = order.after(piece);
-    Weights now(weights, piece, order.ended(next) ? range.panel_next * steps : next.panel * steps + next.step, rows);
+    Weights now(matrix.at(piece.panel, piece.step, piece.now), piece, order.ended(next) ? range.panel_next * steps : next.panel * steps + next.step, rows);
     float* const sums = sums_of_thread() + (part < steps ? (piece.panel - range.panel_begin) * rows * kPanel : 0);
     const bool last = piece.step + piece.now == steps;
     for (int64_t at = 0; at < rows; at += kBlockRows) {
