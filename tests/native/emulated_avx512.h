@@ -8,6 +8,7 @@
 
 #include <immintrin.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -264,6 +265,22 @@ CALLED __m512i dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
                                                       load<__m256i>(reinterpret_cast<const char*>(&b) + 32 * half)));
   return load<__m512i>(halves);
 }
+// Sums of four products of unsigned bytes with signed ones: those of even bytes, and of odd ones.
+CALLED __m512i dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+  __m256i halves[2];
+  for (int half = 0; half < 2; ++half) {
+    const __m256i x = load<__m256i>(reinterpret_cast<const char*>(&a) + 32 * half);
+    const __m256i y = load<__m256i>(reinterpret_cast<const char*>(&b) + 32 * half);
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
+    halves[half] = _mm256_add_epi32(load<__m256i>(reinterpret_cast<const char*>(&sums) + 32 * half), _mm256_add_epi32(even, odd));
+  }
+  return load<__m512i>(halves);
+}
+CALLED __m256i cvtepi16_epi8(__m512i x) {
+  typedef uint8_t Low __attribute__((vector_size(32)));
+  return (__m256i)each<Low>([&](int i) { return static_cast<uint8_t>(((Halves)x)[i]); });
+}
 EMULATED __m512i madd_epi16(__m512i a, __m512i b) { return dpwssd_epi32(__m512i{}, a, b); }
 EMULATED __m512i cvtepu8_epi32(__m128i x) { return widened<uint8_t>(x); }
 EMULATED __m512i cvtepi8_epi32(__m128i x) { return widened<int8_t>(x); }
@@ -340,6 +357,58 @@ CALLED __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
   return sums;
 }
 
+// Whole numbers and doubles.
+typedef int16_t Shorts __attribute__((vector_size(64)));
+EMULATED __m512i max_epi16(__m512i a, __m512i b) { return (__m512i)((Shorts)a > (Shorts)b ? (Shorts)a : (Shorts)b); }
+EMULATED __m512i min_epi16(__m512i a, __m512i b) { return (__m512i)((Shorts)a < (Shorts)b ? (Shorts)a : (Shorts)b); }
+EMULATED __m512i max_epi32(__m512i a, __m512i b) { return (__m512i)((Ints)a > (Ints)b ? (Ints)a : (Ints)b); }
+EMULATED __m512i srai_epi16(__m512i x, int by) { return (__m512i)((Shorts)x >> by); }
+CALLED int reduce_max_epi32(__m512i x) {
+  int most = ((Ints)x)[0];
+  for (int i = 1; i < 16; ++i) most = ((Ints)x)[i] > most ? ((Ints)x)[i] : most;
+  return most;
+}
+CALLED int reduce_add_epi32(__m512i x) {
+  uint32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += ((Words)x)[i];
+  return static_cast<int>(sum);
+}
+CALLED __m512i cvtps_epi32(__m512 x) {
+  __m256i halves[2];
+  for (int half = 0; half < 2; ++half) halves[half] = _mm256_cvtps_epi32(load<__m256>(reinterpret_cast<const char*>(&x) + 32 * half));
+  return load<__m512i>(halves);
+}
+template <class Number, class Vector>
+EMULATED Vector saturated(__m512i x) {
+  Number out[16];
+  for (int i = 0; i < 16; ++i) {
+    const int number = ((Ints)x)[i], most = (1 << (8 * sizeof(Number) - 1)) - 1;
+    out[i] = static_cast<Number>(number > most ? most : number < -most - 1 ? -most - 1 : number);
+  }
+  return load<Vector>(out);
+}
+CALLED __m256i cvtsepi32_epi16(__m512i x) { return saturated<int16_t, __m256i>(x); }
+CALLED __m128i cvtsepi32_epi8(__m512i x) { return saturated<int8_t, __m128i>(x); }
+EMULATED __m256i castsi512_si256(__m512i x) { return load<__m256i>(&x); }
+EMULATED __m512i castsi256_si512(__m256i x) { return each<__m512i>([&](int i) { return i < 4 ? x[i] : 0; }); }
+EMULATED __m512 castsi512_ps(__m512i x) { return (__m512)x; }
+EMULATED __m256i extracti64x4_epi64(__m512i x, int half) { return load<__m256i>(reinterpret_cast<const char*>(&x) + 32 * half); }
+EMULATED __m512i inserti64x4(__m512i x, __m256i y, int half) {
+  std::memcpy(reinterpret_cast<char*>(&x) + 32 * half, &y, 32);
+  return x;
+}
+EMULATED __m512 insertf32x8(__m512 x, __m256 y, int half) { return (__m512)inserti64x4((__m512i)x, (__m256i)y, half); }
+EMULATED __m512d set1_pd(double x) { return each<__m512d>([=](int) { return x; }); }
+EMULATED __m512d sub_pd(__m512d a, __m512d b) { return a - b; }
+CALLED __m512d fmadd_pd(__m512d a, __m512d b, __m512d c) {
+  return each<__m512d>([&](int i) { return std::fma(a[i], b[i], c[i]); });
+}
+CALLED __m512d cvtepi32_pd(__m256i x) {
+  const auto numbers = as<std::array<int32_t, 8>>(x);
+  return each<__m512d>([&](int i) { return static_cast<double>(numbers[i]); });
+}
+CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return static_cast<float>(x[i]); }); }
+
 #undef EMULATED
 #undef CALLED
 
@@ -361,6 +430,28 @@ CALLED __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_dpwssd_epi32
 #undef _mm512_madd_epi16
+#undef _mm512_dpbusd_epi32
+#undef _mm512_max_epi16
+#undef _mm512_min_epi16
+#undef _mm512_max_epi32
+#undef _mm512_srai_epi16
+#undef _mm512_reduce_max_epi32
+#undef _mm512_reduce_add_epi32
+#undef _mm512_cvtps_epi32
+#undef _mm512_cvtsepi32_epi16
+#undef _mm512_cvtsepi32_epi8
+#undef _mm512_castsi512_si256
+#undef _mm512_castsi256_si512
+#undef _mm512_castsi512_ps
+#undef _mm512_extracti64x4_epi64
+#undef _mm512_inserti64x4
+#undef _mm512_insertf32x8
+#undef _mm512_set1_pd
+#undef _mm512_sub_pd
+#undef _mm512_fmadd_pd
+#undef _mm512_cvtepi32_pd
+#undef _mm512_cvtpd_ps
+#undef _mm512_cvtepi16_epi8
 #undef _mm512_cvtne2ps_pbh
 #undef _mm512_cvtneps_pbh
 #undef _mm512_cvtph_ps
@@ -439,6 +530,28 @@ CALLED __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
 #define _mm512_cvtepi8_epi16 rhizome_emulated_avx512::cvtepi8_epi16
 #define _mm512_cvtepu8_epi16 rhizome_emulated_avx512::cvtepu8_epi16
 #define _mm512_dpwssd_epi32 rhizome_emulated_avx512::dpwssd_epi32
+#define _mm512_max_epi16 rhizome_emulated_avx512::max_epi16
+#define _mm512_min_epi16 rhizome_emulated_avx512::min_epi16
+#define _mm512_max_epi32 rhizome_emulated_avx512::max_epi32
+#define _mm512_srai_epi16 rhizome_emulated_avx512::srai_epi16
+#define _mm512_reduce_max_epi32 rhizome_emulated_avx512::reduce_max_epi32
+#define _mm512_reduce_add_epi32 rhizome_emulated_avx512::reduce_add_epi32
+#define _mm512_cvtps_epi32 rhizome_emulated_avx512::cvtps_epi32
+#define _mm512_cvtsepi32_epi16 rhizome_emulated_avx512::cvtsepi32_epi16
+#define _mm512_cvtsepi32_epi8 rhizome_emulated_avx512::cvtsepi32_epi8
+#define _mm512_castsi512_si256 rhizome_emulated_avx512::castsi512_si256
+#define _mm512_castsi256_si512 rhizome_emulated_avx512::castsi256_si512
+#define _mm512_castsi512_ps rhizome_emulated_avx512::castsi512_ps
+#define _mm512_extracti64x4_epi64 rhizome_emulated_avx512::extracti64x4_epi64
+#define _mm512_inserti64x4 rhizome_emulated_avx512::inserti64x4
+#define _mm512_insertf32x8 rhizome_emulated_avx512::insertf32x8
+#define _mm512_set1_pd rhizome_emulated_avx512::set1_pd
+#define _mm512_sub_pd rhizome_emulated_avx512::sub_pd
+#define _mm512_fmadd_pd rhizome_emulated_avx512::fmadd_pd
+#define _mm512_cvtepi32_pd rhizome_emulated_avx512::cvtepi32_pd
+#define _mm512_cvtpd_ps rhizome_emulated_avx512::cvtpd_ps
+#define _mm512_dpbusd_epi32 rhizome_emulated_avx512::dpbusd_epi32
+#define _mm512_cvtepi16_epi8 rhizome_emulated_avx512::cvtepi16_epi8
 #define _mm512_madd_epi16 rhizome_emulated_avx512::madd_epi16
 #define _mm512_cvtepu8_epi32 rhizome_emulated_avx512::cvtepu8_epi32
 #define _mm512_cvtne2ps_pbh rhizome_emulated_avx512::cvtne2ps_pbh
