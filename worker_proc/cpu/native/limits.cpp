@@ -159,8 +159,8 @@ RHIZOME_EXPORT double rhizome_multiply_bytes([[maybe_unused]] int64_t rounds) {
     Bytes total[kByteRows][2] = {};
     for (int64_t round = 0; round < rounds * kByteRuns * 2 * kBlockRows / kByteRows; ++round) {
       WideNibbles<Format::kInt4Segments> codes(bytes + round % kByteRuns * sizeof weights / kByteRuns);
-      for (int64_t step = 0; step < kSteps; ++step)
-        add_block(total, reinterpret_cast<const int8_t*>(x) + 32 * step, 2 * kStride, codes, nothing);
+      const auto first_of = [&](int row) { return total[row][0]; };
+      sum_segment<false>(total, first_of, kSteps, reinterpret_cast<const int8_t*>(x), 2 * kStride, codes, nothing);
     }
     for (int row = 0; row < kByteRows; ++row)
       for (int v = 0; v < 2; ++v) store_bytes(sums + row * kPanel + v * kLanes, total[row][v]);

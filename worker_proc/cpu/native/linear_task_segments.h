@@ -97,7 +97,8 @@ struct SegmentPlace {
   int output;
 };
 
-template <int kRows, Format kFormat, bool kZeros, class Codes>
+// kShort: segments are of one block.
+template <int kRows, Format kFormat, bool kZeros, bool kShort, class Codes>
 __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const ByteSegments& rows, Codes codes, LinesAhead& outside) {
   LinesAhead ahead = outside;  // in registers
   const PackedMatrix& weights = place.weights;
@@ -112,12 +113,12 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
       std::memcpy(&sum, behind + row * rows.x_stride + 4 * (segments + segment), sizeof sum);
       return sum;
     };
+    const auto first_of = [&](int row) { return all_of(kZeros ? 0 : -Codes::kMiddle * sum_of(row)); };
     Bytes sums[kRows][2];
-#pragma GCC unroll 9
-    for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = all_of(kZeros ? 0 : -Codes::kMiddle * sum_of(row));
     const bool adding = rows.adding || step > place.step;
     const int64_t at = (place.panel * groups(weights) + step * 32 / weights.group) * kPanel + place.output;
-    for (; step < stop; ++step, x += 32, codes.next_block()) add_block(sums, x, rows.x_stride, codes, ahead);
+    sum_segment<kShort>(sums, first_of, stop - step, x, rows.x_stride, codes, ahead);
+    x += 32 * (stop - step), step = stop;
     const auto* const scales_at = scales_of<kFormat>(weights) + at;
     const floats scales[2] = {load_scales(scales_at), load_scales(scales_at + kLanes)};
 #pragma GCC unroll 9
@@ -137,11 +138,11 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
   outside = ahead;
 }
 
-template <Format kFormat, bool kZeros, class Codes, int... kCounts>
+template <Format kFormat, bool kZeros, bool kShort, class Codes, int... kCounts>
 inline void segment_pass_of(int count, const SegmentPlace& place, const ByteSegments& rows, Codes codes, LinesAhead& ahead,
                            std::integer_sequence<int, kCounts...>) {
   using Pass = void (*)(const SegmentPlace&, const ByteSegments&, Codes, LinesAhead&);
-  static constexpr Pass kPasses[] = {segment_pass<kCounts + 1, kFormat, kZeros, Codes>...};
+  static constexpr Pass kPasses[] = {segment_pass<kCounts + 1, kFormat, kZeros, kShort, Codes>...};
   kPasses[count - 1](place, rows, codes, ahead);
 }
 
@@ -188,7 +189,7 @@ class SegmentPiece {
   void widen(int run, uint8_t* to) const {
     Codes codes(codes_ + run * Codes::kTileCodes);
     for (int64_t step = 0; step < piece_.now; ++step, codes.next_block())
-      for (int turn = 0; turn < kSegmentTurns; ++turn, to += 4 * sizeof(Bytes), codes.next_eight()) {
+      for (int eight = 0; eight < 4; ++eight, to += 4 * sizeof(Bytes), codes.next_eight()) {
         for (int v = 0; v < 2; ++v) {
           store_bytes(to + v * sizeof(Bytes), codes.template four<false>(v));
           store_bytes(to + (2 + v) * sizeof(Bytes), codes.template four<true>(v));
@@ -199,9 +200,15 @@ class SegmentPiece {
   template <class Some>
   void pass(int count, const SegmentPlace& place, const ByteSegments& rows, Some codes) {
     constexpr auto kCounts = std::make_integer_sequence<int, kMostSegmentRows>();
+    const auto of = [&]<bool kZeros>(std::bool_constant<kZeros>) {
+#if !defined(RHIZOME_INT8_DOTS)
+      if (segment_steps(weights_) == 1) return segment_pass_of<kFormat, kZeros, true>(count, place, rows, codes, ahead_, kCounts);
+#endif
+      segment_pass_of<kFormat, kZeros, false>(count, place, rows, codes, ahead_, kCounts);
+    };
     if constexpr (!is_float4(kFormat))
-      if (weights_.zeros != nullptr) return segment_pass_of<kFormat, true>(count, place, rows, codes, ahead_, kCounts);
-    segment_pass_of<kFormat, false>(count, place, rows, codes, ahead_, kCounts);
+      if (weights_.zeros != nullptr) return of(std::true_type());
+    of(std::false_type());
   }
 
   const PackedMatrix& weights_;
