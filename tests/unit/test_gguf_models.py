@@ -17,6 +17,7 @@ from tests.helpers_paged import generate, make_prompts
 from tests.unit.test_cpu_build import needs_compiler
 from tests.unit.test_quantized_models import LEVELS, error, load_native, load_torch, logits, shard_weights
 from worker_proc.cpu.features import Level
+from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Format
 from worker_proc.errors import ModelError
 from worker_proc.gguf.config import config_of
@@ -24,7 +25,7 @@ from worker_proc.gguf.directory import GgufError, directory_for
 from worker_proc.gguf.header import Header, StoredTensor
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.families import parse_spec
-from worker_proc.quantization.scheme import ScaleForm
+from worker_proc.quantization.scheme import ScaleForm, load_time_scheme
 
 pytestmark = needs_compiler
 K = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}  # rows of whole blocks
@@ -112,14 +113,17 @@ def test_codes_are_what_they_stand_for(name: str, kind: str, tmp_path: Path) -> 
     ],
 )
 def test_scales_are_held_as_they_are(name: str, forms: list[ScaleForm], level: Level, tmp_path: Path) -> None:
-    """With zeros that are no whole numbers in two of the files."""
+    """Where bytes are multiplied; elsewhere in float32, with zeros that are no whole numbers in two of the files."""
     directory, _ = made("qwen3", tmp_path, FILES[name][0], {}, **K)
-    native, torchs = load_native(directory, None, level), load_torch(directory, None)
+    torchs = load_torch(directory, None)
+    plain = load_native(directory, None, level).weights.layers[0]
+    assert {matrix.scheme.scale_form for matrix in (plain.qkv, plain.o)} == {ScaleForm.FLOAT32}
+    assert plain.o.zeros is None if name == "Q4_0" else bool((plain.o.zeros % 1 != 0).any())
+    native = load_native(directory, load_time_scheme("w4a8", None), level)
     layer = native.weights.layers[0]
-    assert [matrix.scheme.scale_form for matrix in (layer.qkv, layer.o)] == forms
-    zeros = layer.qkv.zeros
-    assert (zeros is not None and bool((zeros % 1 != 0).any())) == (name == "mixed")
-    assert error(logits(native), logits(torchs)) < 0.03
+    known = load_library(level).knows(Format.INT4_SEGMENTS)
+    assert [matrix.scheme.scale_form for matrix in (layer.qkv, layer.o)] == (forms if known else [0, 0])
+    assert error(logits(native), logits(torchs)) < 0.05
     prompts = make_prompts(VOCAB_SIZE)
     together = generate(native, prompts, 16, page_size=16)
     assert generate(native, prompts, 16, page_size=8, chunk=9) == together

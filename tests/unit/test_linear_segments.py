@@ -92,8 +92,12 @@ def wanted(rows: QuantizedRows, x: Tensor) -> Tensor:
         fixed = np.rint(part * factor).astype(np.int64)
         sums = (fixed @ codes[:, begin : begin + step].T).astype(np.longdouble)
         zeros = middle if rows.zeros is None else rows.zeros[:, begin // size].numpy()
+        scale = scales[:, begin // size].numpy()
+        if rows.factors is not None:  # and what is to be subtracted, not a zero
+            scale, least = (of[:, begin // size].numpy() for of in rows.factors.products())
+            sums, scale, zeros = (sums.astype(np.float32) * scale).astype(np.longdouble), np.float32(1), -least
         sums = (sums - fixed.sum(axis=1, keepdims=True) * np.longdouble(1) * zeros).astype(np.float32)
-        scale = scales[:, begin // size].numpy() * unit
+        scale = scale * unit
         total = (sums.astype(np.longdouble) * scale + total).astype(np.float32)
     return torch.from_numpy(total)
 

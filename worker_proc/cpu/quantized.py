@@ -65,6 +65,8 @@ class QuantizedMatrix(PackedMatrix):
         group = scheme.group_size
         if group is not None and group % GROUP_MULTIPLE:
             raise ModelError("quantization group size", group, f"must be a multiple of {GROUP_MULTIPLE}")
+        if scheme.scale_form and not keeps_scales(native, scheme):
+            raise ValueError("these kernels take scales in float32")
         if scheme.by_channel and inputs > _MOST_INPUTS:
             raise ModelError("inputs of a matrix", inputs, f"with one scale per output, up to {_MOST_INPUTS} are known")
         sizes = CodeSizes.of(outputs, inputs, scheme, paired=paired)
@@ -171,6 +173,11 @@ def _format(native: NativeLibrary, scheme: Scheme) -> Format:
     if scheme.floating:
         plain, rounded = Format.FLOAT4, Format.FLOAT4_SEGMENTS
     return rounded if scheme.dynamic and native.knows(rounded) and _whole_segments(scheme.group_size) else plain
+
+
+def keeps_scales(native: NativeLibrary, scheme: Scheme) -> bool:
+    """Whether scales may be held in any form: where codes are multiplied as bytes, which leaves time for it."""
+    return _format(native, scheme) in (Format.INT4_SEGMENTS, Format.INT8_SEGMENTS)
 
 
 def _whole_segments(group_size: int | None) -> bool:

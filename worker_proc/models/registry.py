@@ -1,5 +1,6 @@
 """Picks the backend for a checkpoint and loads it."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.decoder import CpuDecoder, supports
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import Format
-from worker_proc.cpu.quantized import NativeQuantizer
+from worker_proc.cpu.quantized import NativeQuantizer, keeps_scales
 from worker_proc.cpu.weights import PackedWeightPlan
 from worker_proc.errors import ModelError
 from worker_proc.models.decoder import Decoder
@@ -75,7 +76,10 @@ def load_model(
         kernels = native if supports(spec, dtype) else None
         in_groups = kernels is not None and kernels.knows(Format.INT8_SEGMENTS)
         stored = parse_stored(config)
-        source = WeightSource(loader, quantization, stored, quantize, dynamic=kernels is not None, in_groups=in_groups)
+        source = WeightSource(
+            loader, quantization, stored, quantize, dynamic=kernels is not None, in_groups=in_groups,
+            keeps_scales=partial(keeps_scales, kernels) if kernels is not None else None,
+        )  # fmt: skip
         if kernels is not None:
             packed = PackedWeightPlan(spec, shard, loader, kernels, source, compression=compression)
             loader.run(progress)

@@ -1,11 +1,12 @@
 """Which projections of a checkpoint become codes, and how they are read."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.quantization.rows import quantize_rows
-from worker_proc.quantization.scheme import HEAD_SCHEME, ROUNDED_HEAD, Scheme
+from worker_proc.quantization.scheme import HEAD_SCHEME, ROUNDED_HEAD, ScaleForm, Scheme
 from worker_proc.quantization.stored import is_stored, plan_read
 from worker_proc.quantization.stored_blocks import BlocksRead, scheme_of_parts
 from worker_proc.quantization.stored_config import StoredQuantization
@@ -24,12 +25,14 @@ class WeightSource:
         *,
         dynamic: bool = False,
         in_groups: bool = False,
+        keeps_scales: Callable[[Scheme], bool] | None = None,
     ) -> None:
         """`scheme` quantizes plain weights while they are read, `stored` is what the checkpoint has. Not both, but for
         MXFP4, which experts have, and nothing beside them; and where the scheme is W4A8 or W8A8 and fits what is
         stored, which then has such activations. Unless `dynamic`, matrices do not round what they are multiplied with:
         then a scheme that says so is refused, and what a checkpoint says of it left out. `in_groups` says whether those
-        in groups are quicker then."""
+        in groups are quicker then. Scales become float32 unless `keeps_scales` says of a scheme that they may stay as
+        they are."""
         if scheme is not None and scheme.dynamic and not dynamic:
             reason = "activations are rounded by the native CPU kernels alone, for the models that they compute in "
             raise ModelError("quantization", scheme.name, reason + f"bfloat16: take int{scheme.bits}")
@@ -42,13 +45,16 @@ class WeightSource:
         self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
         self._stored = None if self._in_blocks else stored
         self._quantize = quantize
-        self._dynamic, self._in_groups = dynamic, in_groups
+        self._dynamic, self._in_groups, self._keeps_scales = dynamic, in_groups, keeps_scales
 
     def scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
         """How the matrix that `parts` make together is held; None: plain. Raises ModelError where only some of them
         are stored as codes."""
         if self._in_blocks:
-            return self._rounding(scheme_of_parts(self._load.checkpoint, parts))
+            scheme = self._rounding(scheme_of_parts(self._load.checkpoint, parts))
+            if scheme is None or (self._keeps_scales is not None and self._keeps_scales(scheme)):
+                return scheme
+            return replace(scheme, scale_form=ScaleForm.FLOAT32)
         if self._stored is None:
             return self._scheme
         stored = [is_stored(self._stored, self._load.checkpoint, part) for part in parts]

@@ -28,8 +28,8 @@ enum class Format : int32_t {
   kInt8Segments, kFloat4Segments
 };
 
-// How scales are held, see scale_forms.h.
-enum class ScaleForm : int32_t { kFloat32 = 0, kFloat16, kFactors };
+// How scales are held, see scale_forms.h. Matrices have none of kLess, which is what kernels make of kFactors.
+enum class ScaleForm : int32_t { kFloat32 = 0, kFloat16, kFactors, kLess };
 
 // Plain C types only: linear.py mirrors it with ctypes.
 struct PackedMatrix {

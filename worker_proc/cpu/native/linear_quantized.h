@@ -184,10 +184,15 @@ inline float widened(const PackedMatrix& weights, int64_t output, int64_t input)
   const int code = stored(weights, static_cast<uint8_t>(in_nibbles(weights.format) ? byte & 15 : byte));
   const int64_t group = by_channel(weights.format) ? 0 : input / weights.group;
   if (weights.scale_form != ScaleForm::kFloat32) {
-    alignas(64) float scales[kPanel], zeros[kPanel];
-    open_scales(weights, panel, group, 1, scales, zeros);
-    const float zero = weights.scale_form == ScaleForm::kFactors ? zeros[place] : middle_code(weights.format);
-    return (static_cast<float>(code) - zero) * scales[place];
+    const GroupScales some = scales_at(weights, panel, groups(weights), group, static_cast<int>(place / kLanes) * kLanes);
+    float scale = some.scale[place % kLanes], zero = middle_code(weights.format);
+    if (has_below(weights)) {  // as `steps_of` in worker_proc/quantization/rows.py
+      const float below = some.zero[place % kLanes];
+      scale = scale == 0 ? -below : scale;
+      scale = scale == 0 ? 1 : scale;
+      zero = below / scale;
+    }
+    return (static_cast<float>(code) - zero) * scale;
   }
   const int64_t scale = (panel * groups(weights) + group) * kPanel + place;
   if (is_float8(weights.format)) return float8_number(code) * weights.scales[scale];

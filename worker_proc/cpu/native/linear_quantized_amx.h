@@ -17,7 +17,7 @@ template <Format kFormat>
 class Widener {
  public:
   Widener(const PackedMatrix& weights, int64_t panel)
-      : weights_(weights), panel_(panel), codes_(codes_at(weights, panel, 0)), scales_(scales_of<kFormat>(weights) + panel * groups(weights) * kPanel),
+      : codes_(codes_at(weights, panel, 0)), scales_(scales_of<kFormat>(weights) + panel * groups(weights) * kPanel),
         zeros_(weights.zeros != nullptr ? weights.zeros + panel * groups(weights) * kPanel : nullptr),
         per_group_(weights.group / 32) {}
 
@@ -71,11 +71,6 @@ class Widener {
   // What the sixteen codes of each output stand for, twice: an index has five bits, of which the highest is not its own.
   void make_tables() {
     left_ = per_group_;
-    if (weights_.scale_form != ScaleForm::kFloat32) {
-      open_scales(weights_, panel_, group_++, 1, open_, open_ + kPanel);
-      scales_ = reinterpret_cast<const Scale<kFormat>*>(open_);
-      zeros_ = weights_.scale_form == ScaleForm::kFactors ? open_ + kPanel : nullptr;
-    }
     const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512 middle = _mm512_sub_ps(codes, _mm512_set1_ps(middle_code(kFormat)));
     if constexpr (kFormat == Format::kFloat4) middle = float4_table();
@@ -86,14 +81,10 @@ class Widener {
     }
   }
 
-  const PackedMatrix& weights_;
-  const int64_t panel_;
   const uint8_t* codes_;
   const Scale<kFormat>* scales_;
   const float* zeros_;
   const int64_t per_group_;
-  int64_t group_ = 0;
-  alignas(64) float open_[in_nibbles(kFormat) ? 2 * kPanel : 1];  // the scales and zeros of a group, if they are held in another form
   int64_t left_ = 0;  // blocks of the group
   __m512i tables_[in_nibbles(kFormat) ? 32 : 1];
 };

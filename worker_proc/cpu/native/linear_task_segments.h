@@ -103,7 +103,7 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
   LinesAhead ahead = outside;  // in registers
   const PackedMatrix& weights = place.weights;
   const int64_t all = blocks(weights.inputs), of_segment = segment_steps(weights), segments = (all + of_segment - 1) / of_segment;
-  const int64_t end = place.step + place.now;
+  const int64_t end = place.step + place.now, all_groups = groups(weights);
   const int8_t* x = rows.x;
   const int8_t* const behind = x + 32 * (all - place.step);  // the numbers of a row
   for (int64_t step = place.step; step < end;) {
@@ -116,11 +116,18 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
     const auto first_of = [&](int row) { return all_of(kZeros ? 0 : -Codes::kMiddle * sum_of(row)); };
     Bytes sums[kRows][2];
     const bool adding = rows.adding || step > place.step;
-    const int64_t at = (place.panel * groups(weights) + step * 32 / weights.group) * kPanel + place.output;
+    const int64_t group = step * 32 / weights.group;
     sum_segment<kShort>(sums, first_of, stop - step, x, rows.x_stride, codes, ahead);
     x += 32 * (stop - step), step = stop;
-    const auto* const scales_at = scales_of<kFormat>(weights) + at;
-    const floats scales[2] = {load_scales(scales_at), load_scales(scales_at + kLanes)};
+    const bool less = kZeros && has_below(weights);
+    GroupScales scales[2];
+    for (int v = 0; v < 2; ++v) {
+      const int output = place.output + v * kLanes;
+      if constexpr (is_float4(kFormat))
+        scales[v] = {load_scales(scales_of<kFormat>(weights) + (place.panel * all_groups + group) * kPanel + output), splat(0)};
+      else
+        scales[v] = scales_at(weights, place.panel, all_groups, group, output);
+    }
 #pragma GCC unroll 9
     for (int row = 0; row < kRows; ++row) {
       float unit;
@@ -129,9 +136,15 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
       for (int v = 0; v < 2; ++v) {
         float* const to = rows.sums + row * kPanel + place.output + v * kLanes;
         floats sum = __builtin_convertvector((ints)sums[row][v], floats);
-        if constexpr (kZeros)
-          sum = fused_sum(load(weights.zeros + at + v * kLanes), splat(-static_cast<float>(sum_of(row))), sum);
-        store(to, fused_sum(sum, scales[v] * splat(unit), adding ? load(to) : splat(0)));
+        floats step = scales[v].scale;
+        if constexpr (kZeros) {
+          if (less) {
+            sum *= step, step = splat(1);
+            hold(sum);  // is rounded
+          }
+          sum = fused_sum(scales[v].zero, splat(-static_cast<float>(sum_of(row))), sum);
+        }
+        store(to, fused_sum(sum, step * splat(unit), adding ? load(to) : splat(0)));
       }
     }
   }
@@ -156,6 +169,8 @@ class SegmentPiece {
   static int64_t most_steps(const PackedMatrix& /*weights*/, int64_t rows) {
     return passes(rows) == 1 ? (Codes::kNibbles ? 4 : 2) * kSteps : kSteps;
   }
+
+  static bool opens(int64_t rows) { return passes(rows) > 1; }
 
   // `following` is the block with which the thread goes on after this piece.
   SegmentPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)

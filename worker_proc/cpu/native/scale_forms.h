@@ -1,10 +1,13 @@
-// Scales that take fewer bits than float32, as GGUF files have them; a few groups at a time, they become float32 in the L1 cache.
+// Scales that take fewer bits than float32, as GGUF files have them, for products of bytes (linear_task_segments.h). They become float32 in registers where one pass takes all rows, else a few groups at a time, in the
+// L1 cache.
 //
 //   kFloat16  [panels][groups][32], symmetric codes
 //   kFactors  for each 256 inputs of a panel 640 bytes: [2][32] float16, then [8 groups][2][32] bytes, first those of scales and
 //             then those of the numbers below zero that codes 0 stand for. A float16 times a byte is a scale, or such a number.
 //
-// What comes out has the bits of `steps_of` in worker_proc/quantization/rows.py.
+//   kLess     scales as in float32, and in the place of zeros the numbers below zero that codes 0 stand for
+//
+// A weight of kFactors is code * scale - below, or with a zero as others have it (code - below / scale) * scale.
 #pragma once
 
 #include <algorithm>
@@ -48,44 +51,50 @@ inline floats load_bytes_as_floats(const uint8_t* from) {
 #endif
 }
 
-// Those of `count` groups of a panel from `first` on, [count][32], and the zeros where there are.
-inline void open_scales(const PackedMatrix& weights, int64_t panel, int64_t first, int64_t count, float* scales, float* zeros) {
-  const auto* const held = reinterpret_cast<const uint8_t*>(weights.scales);
-  const int64_t all = scale_groups(weights);
-  if (weights.scale_form == ScaleForm::kFloat16) {
-    const uint8_t* const from = held + (panel * all + first) * kPanel * 2;
-    for (int64_t i = 0; i < count * kPanel; i += kLanes) store(scales + i, load_float16(from + 2 * i));
-    return;
-  }
-  const int64_t per_panel = (all + kFactorGroups - 1) / kFactorGroups;
-  for (int64_t group = first; group < first + count; ++group, scales += kPanel, zeros += kPanel) {
-    const uint8_t* const large = held + (panel * per_panel + group / kFactorGroups) * kFactorBytes;
-    const uint8_t* const small = large + 4 * kPanel + group % kFactorGroups * 2 * kPanel;
-    for (int i = 0; i < kPanel; i += kLanes) {
-      floats scale = load_float16(large + 2 * i) * load_bytes_as_floats(small + i);
-      const floats below = load_float16(large + 2 * (kPanel + i)) * load_bytes_as_floats(small + kPanel + i);
-      scale = select(scale == 0, -below, scale);  // all numbers are one: codes are 0, one step from zero
-      scale = select(scale == 0, splat(1), scale);
-      store(scales + i, scale);
-      store(zeros + i, below / scale);
-    }
-  }
+// Of kLanes outputs.
+struct GroupScales {
+  floats scale, zero;  // or below
+};
+
+inline bool has_below(const PackedMatrix& weights) {
+  return weights.scale_form == ScaleForm::kFactors || weights.scale_form == ScaleForm::kLess;
 }
 
-// A matrix whose scales and zeros can be read, piece after piece.
+// Those of a group of a panel from `output` on; no zeros where there are none. `groups` are those of a row.
+inline GroupScales scales_at(const PackedMatrix& weights, int64_t panel, int64_t groups, int64_t group, int output) {
+  const int64_t at = (panel * groups + group) * kPanel + output;
+  const auto* const held = reinterpret_cast<const uint8_t*>(weights.scales);
+  if (weights.scale_form == ScaleForm::kFloat16) return {load_float16(held + 2 * at), splat(0)};
+  if (weights.scale_form != ScaleForm::kFactors)
+    return {load(weights.scales + at), weights.zeros != nullptr ? load(weights.zeros + at) : splat(0)};
+  const int64_t per_panel = (groups + kFactorGroups - 1) / kFactorGroups;
+  const uint8_t* const large = held + (panel * per_panel + group / kFactorGroups) * kFactorBytes;
+  const uint8_t* const small = large + 4 * kPanel + group % kFactorGroups * 2 * kPanel;
+  const floats scale = load_float16(large + 2 * output) * load_bytes_as_floats(small + output);
+  return {scale, load_float16(large + 2 * (kPanel + output)) * load_bytes_as_floats(small + kPanel + output)};
+}
+
+// A matrix whose scales are float32, piece after piece.
 class OpenMatrix {
  public:
-  explicit OpenMatrix(const PackedMatrix& weights) : packed_(weights), open_(weights) { open_.scale_form = ScaleForm::kFloat32; }
+  explicit OpenMatrix(const PackedMatrix& weights) : packed_(weights), open_(weights) {
+    open_.scale_form = weights.scale_form == ScaleForm::kFactors ? ScaleForm::kLess : ScaleForm::kFloat32;
+  }
 
   // With those of blocks [step, step + now) of a panel, at most kMostSteps; until the next ones of the same thread.
   const PackedMatrix& at(int64_t panel, int64_t step, int64_t now) {
     if (packed_.scale_form == ScaleForm::kFloat32) return packed_;
     alignas(64) static thread_local float room[2][kMostSteps * kPanel];
-    const int64_t first = step * 32 / packed_.group, count = ((step + now) * 32 + packed_.group - 1) / packed_.group - first;
-    open_scales(packed_, panel, first, count, room[0], room[1]);
-    const int64_t before = (panel * scale_groups(packed_) + first) * kPanel;
+    const int64_t groups = scale_groups(packed_), first = step * 32 / packed_.group;
+    const int64_t count = ((step + now) * 32 + packed_.group - 1) / packed_.group - first;
+    for (int64_t i = 0; i < count; ++i)
+      for (int output = 0; output < kPanel; output += kLanes) {
+        const GroupScales some = scales_at(packed_, panel, groups, first + i, output);
+        store(room[0] + i * kPanel + output, some.scale), store(room[1] + i * kPanel + output, some.zero);
+      }
+    const int64_t before = (panel * groups + first) * kPanel;
     open_.scales = room[0] - before;  // what is indexed as in a whole matrix
-    open_.zeros = packed_.scale_form == ScaleForm::kFactors ? room[1] - before : nullptr;
+    open_.zeros = packed_.zeros != nullptr ? room[1] - before : nullptr;
     return open_;
   }
 
