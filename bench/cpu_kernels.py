@@ -21,8 +21,8 @@ from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
 from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
-from worker_proc.quantization.rows import QuantizedRows
-from worker_proc.quantization.scheme import MXFP4, Scheme
+from worker_proc.quantization.rows import FACTOR_GROUPS, QuantizedRows, ScaleFactors, steps_of
+from worker_proc.quantization.scheme import MXFP4, ScaleForm, Scheme
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # outputs, inputs, paired: the projections of the reference shape
@@ -63,8 +63,20 @@ def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
         matrix.pack_rows(
             QuantizedRows(MXFP4, codes, torch.full((len(codes), codes.shape[1] // 32), 2.0**-7)), 0, pairing
         )
+    elif isinstance(matrix, QuantizedMatrix) and matrix.scheme.scale_form == ScaleForm.FACTORS:  # nor is it
+        small = torch.randint(1, 64, (len(weight), matrix.scheme.num_groups(weight.shape[1]), 2), dtype=torch.uint8)
+        large = torch.full((len(weight), -(-small.shape[1] // FACTOR_GROUPS), 2), 2.0**-12, dtype=torch.float16)
+        factors = ScaleFactors(large, small)
+        codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+        rows = QuantizedRows(matrix.scheme, codes, *steps_of(*factors.products()), factors=factors)
+        matrix.pack_rows(rows, 0, pairing)
     elif isinstance(matrix, QuantizedMatrix):
-        matrix.pack_rows(NativeQuantizer(matrix.native)(weight, matrix.scheme), 0, pairing)
+        rows = NativeQuantizer(matrix.native)(weight, matrix.scheme)
+        if matrix.scheme.scale_form == ScaleForm.FLOAT16:
+            rows = replace(rows, scales=rows.scales.half().float())
+        if not matrix.scheme.symmetric:
+            rows = replace(rows, zeros=torch.full_like(rows.scales, matrix.scheme.middle))
+        matrix.pack_rows(rows, 0, pairing)
     else:
         matrix.pack(weight, 0, pairing)
 
@@ -81,11 +93,23 @@ def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
     help="Weights in codes; rows in int8, too, where it ends in a8.",
 )
 @click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
-def main(level: Level, threads: int, rows: str, shapes: str, quantization: str | None, group_size: int | None) -> None:
+@click.option("--zeros", is_flag=True, help="Each group has its zero.")
+@click.option("--scales", default="float32", help="Their form: float16 as in Q4_0, factors as in Q4_K (with --zeros).")
+def main(
+    level: Level,
+    threads: int,
+    rows: str,
+    shapes: str,
+    quantization: str | None,
+    group_size: int | None,
+    zeros: bool,
+    scales: str,
+) -> None:
     scheme = None
     if quantization is not None:
         bits, dynamic = 8 if quantization in ("int8", "fp8", "w8a8") else 4, quantization.endswith("a8")
-        scheme = Scheme(bits, group_size, floating="fp" in quantization, dynamic=dynamic)
+        form = ScaleForm[scales.upper()]
+        scheme = Scheme(bits, group_size, not zeros, floating="fp" in quantization, dynamic=dynamic, scale_form=form)
     if scheme is not None and scheme.bits == 4 and scheme.floating:
         scheme = replace(MXFP4, dynamic=scheme.dynamic)
     native = load_library(level)
