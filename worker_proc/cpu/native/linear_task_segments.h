@@ -136,15 +136,15 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
       for (int v = 0; v < 2; ++v) {
         float* const to = rows.sums + row * kPanel + place.output + v * kLanes;
         floats sum = __builtin_convertvector((ints)sums[row][v], floats);
-        floats step = scales[v].scale;
+        floats scale = scales[v].scale;
         if constexpr (kZeros) {
           if (less) {
-            sum *= step, step = splat(1);
+            sum *= scale, scale = splat(1);
             hold(sum);  // is rounded
           }
           sum = fused_sum(scales[v].zero, splat(-static_cast<float>(sum_of(row))), sum);
         }
-        store(to, fused_sum(sum, step * splat(unit), adding ? load(to) : splat(0)));
+        store(to, fused_sum(sum, scale * splat(unit), adding ? load(to) : splat(0)));
       }
     }
   }

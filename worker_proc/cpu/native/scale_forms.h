@@ -1,10 +1,9 @@
-// Scales that take fewer bits than float32, as GGUF files have them, for products of bytes (linear_task_segments.h). They become float32 in registers where one pass takes all rows, else a few groups at a time, in the
-// L1 cache.
+// Scales that take fewer bits than float32, as GGUF files have them, for products of bytes (linear_task_segments.h). They become
+// float32 in registers where one pass takes all rows, else a few groups at a time, in the L1 cache.
 //
 //   kFloat16  [panels][groups][32], symmetric codes
 //   kFactors  for each 256 inputs of a panel 640 bytes: [2][32] float16, then [8 groups][2][32] bytes, first those of scales and
 //             then those of the numbers below zero that codes 0 stand for. A float16 times a byte is a scale, or such a number.
-//
 //   kLess     scales as in float32, and in the place of zeros the numbers below zero that codes 0 stand for
 //
 // A weight of kFactors is code * scale - below, or with a zero as others have it (code - below / scale) * scale.

@@ -28,7 +28,8 @@ inline int32_t four_of(const int8_t* x) {
 
 #if defined(RHIZOME_INT8_DOTS)
 template <int kRows>
-__attribute__((always_inline)) inline void add_four(Bytes (&sums)[kRows][2], const int8_t* x, int64_t x_stride, const Bytes (&codes)[2]) {
+__attribute__((always_inline)) inline void add_four(Bytes (&sums)[kRows][2], const int8_t* x, int64_t x_stride,
+                                                    const Bytes (&codes)[2]) {
 #pragma GCC unroll 9
   for (int row = 0; row < kRows; ++row) {
     const int32_t four = four_of(x + row * x_stride);
@@ -58,7 +59,8 @@ typedef int16_t twos __attribute__((vector_size(32)));  // sums of 16 bits, two 
 
 // Adds the products of four inputs, or begins with them.
 template <bool kAdding, int kRows>
-__attribute__((always_inline)) inline void add_four(twos (&sums)[kRows][2], const int8_t* x, int64_t x_stride, Bytes left, Bytes right) {
+__attribute__((always_inline)) inline void add_four(twos (&sums)[kRows][2], const int8_t* x, int64_t x_stride, Bytes left,
+                                                    Bytes right) {
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row) {
     const Bytes four = _mm256_set1_epi32(four_of(x + row * x_stride));
@@ -69,6 +71,7 @@ __attribute__((always_inline)) inline void add_four(twos (&sums)[kRows][2], cons
   }
 }
 
+// The first block of a segment is added to first_of(row).
 template <bool kFirst, int kRows, class First, class Codes>
 __attribute__((always_inline)) inline void add_block(Bytes (&sums)[kRows][2], First first_of, const int8_t* x, int64_t x_stride,
                                                      Codes& codes, LinesAhead& ahead) {
@@ -99,6 +102,7 @@ __attribute__((always_inline)) inline void add_block(Bytes (&sums)[kRows][2], Fi
   }
 }
 
+// As above.
 template <bool kShort, int kRows, class First, class Codes>
 __attribute__((always_inline)) inline void sum_segment(Bytes (&sums)[kRows][2], First first_of, int64_t steps, const int8_t* x,
                                                        int64_t x_stride, Codes& codes, LinesAhead& ahead) {
