@@ -94,7 +94,12 @@ def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
 )
 @click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
 @click.option("--zeros", is_flag=True, help="Each group has its zero.")
-@click.option("--scales", default="float32", help="Their form: float16 as in Q4_0, factors as in Q4_K (with --zeros).")
+@click.option(
+    "--scales",
+    type=click.Choice(["float32", "float16", "factors"]),
+    default="float32",
+    help="As in Q4_0 or, with --zeros, Q4_K.",
+)
 def main(
     level: Level,
     threads: int,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.emulated_avx_vnni import with_avx_vnni
+from tests.emulated_avx_vnni import with_avx_vnni, without_avx_vnni
 from tests.helpers_codes import (
     INTEGERS,
     ROUNDED,
@@ -30,7 +30,7 @@ from tests.helpers_codes import (
 )
 from tests.unit.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
-from worker_proc.cpu.library import NativeLibrary, load_library
+from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Finish
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
@@ -119,8 +119,7 @@ def test_zeros_are_whole_where_sums_would_not_be_exact(scheme: Scheme) -> None:
 @pytest.mark.parametrize("scheme", [*INTEGERS, W8A8], ids=str)
 def test_products_without_avx_vnni_are_the_same(scheme: Scheme) -> None:
     """As with it, which is emulated where the CPU has no such instruction."""
-    features = cpu_features()
-    without = NativeLibrary("generic", replace(features, flags=features.flags - {"avx_vnni"}))
+    without = without_avx_vnni()
     for outputs, inputs, rows in ((70, 640, 1), (33, 256, 5), (64, 320, 40)):
         weights, x = random_rows(outputs, inputs, scheme, outputs), random(rows, inputs, seed=rows)
         memory = HugePages(CodeSizes.of(outputs, inputs, scheme).room())

@@ -18,7 +18,7 @@ _TILE = 64  # of inputs, where a tile takes two blocks
 _MOST_INPUTS = 2**16  # whose products have sums of 32 bits (native/plane_rows.h)
 _SEGMENT = 256  # inputs of a row that are rounded together, at most
 _EXACT_GROUP = 64  # kExactGroup of native/linear.h
-_FACTOR_BYTES = 640  # of 256 inputs and a panel (native/scale_forms.h)
+_FACTOR_BYTES = (2 + FACTOR_GROUPS) * 2 * PANEL  # of 256 inputs and a panel (native/scale_forms.h)
 _FP8_SCALE = 2.0**8  # by which the kernels' scales of FP8 are larger, as their numbers are smaller
 
 

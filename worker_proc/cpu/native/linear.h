@@ -35,8 +35,9 @@ enum class ScaleForm : int32_t { kFloat32 = 0, kFloat16, kFactors, kLess };
 struct PackedMatrix {
   const bf16* data;     // [panels(outputs)][blocks(inputs)][2][16][16][2], aligned to 64; else codes
   const float* bias;    // [panels * 32] in the order of the packed outputs, or null
-  const float* scales;  // [panels][groups][32], or null if it is not quantized; of FP4, bytes (float4.h), and see `scale_form`
-  const float* zeros;   // the same, whole numbers except for kInt4 in groups up to kExactGroup, or null: the middle code. With kFactors, anything
+  const float* scales;  // [panels][groups][32], or null if it is not quantized; of FP4, bytes (float4.h); see `scale_form`
+  const float* zeros;   // the same, whole numbers except for kInt4 in groups up to kExactGroup, or null: the middle code. With
+                        // kFactors, anything but null
   int32_t inputs;
   int32_t outputs;      // packed outputs: for gate and up, both
   Format format;

@@ -24,8 +24,7 @@ inline LinesAhead piece_ahead(const PackedMatrix& weights, int64_t block, int64_
 // A Weights(weights, piece, following, rows) is one piece, by which so many rows go, before the thread goes on with block
 // `following`; its multiply(count, rows) takes some of them: a Rows{x, x_stride, sums, adding} are rows of x and the sums of a
 // panel, [count][32], which are added to what is there if `adding`. Pieces are of kSteps blocks, or what its
-// most_steps(weights, rows) says. Scales have any form, unless its opens(rows) says that they are to be
-// opened.
+// most_steps(weights, rows) says.
 template <class Weights, class Rows, class Number, class Before, class Then>
 void multiply_pieces(const PackedMatrix& weights, const Number* x, int64_t x_stride, const Range& range, Before& before,
                      Then& then) {
@@ -34,12 +33,9 @@ void multiply_pieces(const PackedMatrix& weights, const Number* x, int64_t x_str
   int64_t most = kSteps;
   if constexpr (requires { Weights::most_steps(weights, rows); }) most = Weights::most_steps(weights, rows);
   const PieceOrder order(range, steps, part, most);
-  bool opens = false;
-  if constexpr (requires { Weights::opens(rows); }) opens = Weights::opens(rows);
-  OpenMatrix matrix(weights);
   for (Piece piece = order.start(), next = piece; !order.ended(piece); piece = next) {
     next = order.after(piece);
-    Weights now(opens ? matrix.at(piece.panel, piece.step, piece.now) : weights, piece, order.ended(next) ? range.panel_next * steps : next.panel * steps + next.step, rows);
+    Weights now(weights, piece, order.ended(next) ? range.panel_next * steps : next.panel * steps + next.step, rows);
     float* const sums = sums_of_thread() + (part < steps ? (piece.panel - range.panel_begin) * rows * kPanel : 0);
     const bool last = piece.step + piece.now == steps;
     for (int64_t at = 0; at < rows; at += kBlockRows) {

@@ -170,11 +170,10 @@ class SegmentPiece {
     return passes(rows) == 1 ? (Codes::kNibbles ? 4 : 2) * kSteps : kSteps;
   }
 
-  static bool opens(int64_t rows) { return passes(rows) > 1; }
-
   // `following` is the block with which the thread goes on after this piece.
   SegmentPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
-      : weights_(weights), piece_(piece), codes_(codes_at(weights, piece.panel, piece.step)),
+      : weights_(passes(rows) > 1 ? opened(weights, piece.panel, piece.step, piece.now) : weights), piece_(piece),
+        codes_(codes_at(weights, piece.panel, piece.step)),
         ahead_(piece_ahead(weights, following, piece.now, piece.now * kSegmentTurns * kByteRuns * passes(rows))) {
     if (!Codes::kNibbles || passes(rows) == 1) return;
     alignas(64) static thread_local uint8_t room[kSteps * kBlockWeights];
@@ -226,7 +225,7 @@ class SegmentPiece {
     of(std::false_type());
   }
 
-  const PackedMatrix& weights_;
+  const PackedMatrix weights_;
   const Piece& piece_;
   const uint8_t* const codes_;
   const uint8_t* wide_ = nullptr;  // a byte each, where there are several passes

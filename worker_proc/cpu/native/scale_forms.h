@@ -16,7 +16,7 @@
 
 namespace rhizome {
 
-inline constexpr int64_t kFactorGroups = 8, kFactorBytes = 640;  // of 256 inputs
+inline constexpr int64_t kFactorGroups = 8, kFactorBytes = (2 + kFactorGroups) * 2 * kPanel;  // of 256 inputs
 
 inline int64_t scale_groups(const PackedMatrix& weights) {
   return (blocks(weights.inputs) * 32 + weights.group - 1) / weights.group;
@@ -73,35 +73,24 @@ inline GroupScales scales_at(const PackedMatrix& weights, int64_t panel, int64_t
   return {scale, load_float16(large + 2 * (kPanel + output)) * load_bytes_as_floats(small + kPanel + output)};
 }
 
-// A matrix whose scales are float32, piece after piece.
-class OpenMatrix {
- public:
-  explicit OpenMatrix(const PackedMatrix& weights) : packed_(weights), open_(weights) {
-    open_.scale_form = weights.scale_form == ScaleForm::kFactors ? ScaleForm::kLess : ScaleForm::kFloat32;
-  }
-
-  // With those of blocks [step, step + now) of a panel, at most kMostSteps; until the next ones of the same thread.
-  const PackedMatrix& at(int64_t panel, int64_t step, int64_t now) {
-    if (packed_.scale_form == ScaleForm::kFloat32) return packed_;
-    alignas(64) static thread_local float room[2][kMostSteps * kPanel];
-    const int64_t groups = scale_groups(packed_), first = step * 32 / packed_.group;
-    const int64_t count = ((step + now) * 32 + packed_.group - 1) / packed_.group - first;
-    for (int64_t i = 0; i < count; ++i)
-      for (int output = 0; output < kPanel; output += kLanes) {
-        const GroupScales some = scales_at(packed_, panel, groups, first + i, output);
-        store(room[0] + i * kPanel + output, some.scale), store(room[1] + i * kPanel + output, some.zero);
-      }
-    const int64_t before = (panel * groups + first) * kPanel;
-    open_.scales = room[0] - before;  // what is indexed as in a whole matrix
-    open_.zeros = packed_.zeros != nullptr ? room[1] - before : nullptr;
-    return open_;
-  }
-
- private:
-  static constexpr int64_t kMostSteps = 4 * kSteps;
-
-  const PackedMatrix& packed_;
-  PackedMatrix open_;
-};
+// The matrix with scales in float32 of blocks [step, step + now) of a panel, at most 4 * kSteps; until the
+// next one of the same thread.
+inline PackedMatrix opened(const PackedMatrix& weights, int64_t panel, int64_t step, int64_t now) {
+  PackedMatrix open = weights;
+  if (weights.scale_form == ScaleForm::kFloat32) return open;
+  alignas(64) static thread_local float room[2][4 * kSteps * kPanel];
+  const int64_t groups = scale_groups(weights), first = step * 32 / weights.group;
+  const int64_t count = ((step + now) * 32 + weights.group - 1) / weights.group - first;
+  for (int64_t i = 0; i < count; ++i)
+    for (int output = 0; output < kPanel; output += kLanes) {
+      const GroupScales some = scales_at(weights, panel, groups, first + i, output);
+      store(room[0] + i * kPanel + output, some.scale), store(room[1] + i * kPanel + output, some.zero);
+    }
+  const int64_t before = (panel * groups + first) * kPanel;
+  open.scales = room[0] - before;  // what is indexed as in a whole matrix
+  open.zeros = weights.zeros != nullptr ? room[1] - before : nullptr;
+  open.scale_form = weights.scale_form == ScaleForm::kFactors ? ScaleForm::kLess : ScaleForm::kFloat32;
+  return open;
+}
 
 }  // namespace rhizome
