@@ -27,8 +27,8 @@ from bench.gpu.compiles import Case, make_decoder, make_runner, serve
 from bench.gpu.shapes import random_weights
 from worker_proc.attention.interface import TILE_COLUMNS, AttentionBackend, SharedPages
 from worker_proc.cuda.attention import TritonAttention, decode, prefill, store
-from worker_proc.cuda.graphs import Outputs
 from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
+from worker_proc.cuda.pieces import Outputs
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.cuda.sampling import draw, make_weights
 from worker_proc.kv_cache import KVCache, KVSpec

@@ -24,7 +24,7 @@ from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.sampler import BestRows, DrawRows
 from worker_proc.shared_pages import SharedPageFinder, Tile
-from worker_proc.staging import Staging
+from worker_proc.staging import Staging, reserve_pinned
 from worker_proc.verification import Verdict, verify
 
 
@@ -117,6 +117,7 @@ class ModelRunner:
     def warm_up(self, row_counts: tuple[int, ...] = (1,)) -> None:
         """Run the model on the scratch page and draw, so that the first request does not pay for lazy initialisation.
         On a GPU, draws from one row and from two take all kernels: only of several rows a layout must be kept."""
+        reserve_pinned(self._device)
         for rows in row_counts:
             logits = self._model.forward(idle_step(self._cache, 0, rows, 1), self._cache)
             if not self._tp.rank:

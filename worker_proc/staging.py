@@ -5,6 +5,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+_RESERVED = 17  # 2^17 numbers of 8 bytes are what a step of many long prompts sends
+_IN_FLIGHT = 4  # steps that are launched or whose buffers are about to be free, one more than seen
+
+
+def reserve_pinned(device: torch.device | str) -> None:
+    """Have torch keep pinned memory for steps on a GPU, by powers of two: to get some later holds up a step."""
+    if torch.device(device).type == "cuda":
+        for power in range(_RESERVED + 1):
+            _ = [torch.empty(1 << power, dtype=torch.int64, pin_memory=True) for _ in range(_IN_FLIGHT)]
+
 
 class Staged:
     """A tensor that is on the device, or will be when its `Staging` is sent."""

@@ -146,7 +146,7 @@ def load_worker(
     cache = KVCache(spec, num_pages, page_size, device)
     prefault = Prefault(cache.page_tensors, torch.get_num_threads()) if device.type == "cpu" else None
     if device.type == "cuda" and model_config.cuda_graphs:
-        model = with_graphs(model, cache, steps.max_running, context_len, progress)
+        model = with_graphs(model, cache, steps.max_running, steps.max_batch_tokens, context_len, progress)
     host = None
     if config.cache.host_kv_bytes:
         host = HostPages(cache, tp.min(choose_host_pages(config.cache, cache, model_config.tp)), device)
@@ -262,16 +262,17 @@ def with_graphs(
     model: LanguageModel,
     cache: KVCache,
     max_rows: int,
+    max_tokens: int,
     context_len: int,
     progress: Callable[[int, int], None] | None,
 ) -> LanguageModel:
-    """The same model with its decode steps captured as CUDA graphs, where it can be."""
+    """The same model with its steps captured as CUDA graphs, where it can be."""
     from worker_proc.cuda.decoder import CudaDecoder
     from worker_proc.cuda.graphs import GraphedDecoder
 
     if not isinstance(model, CudaDecoder):
         return model
-    graphed = GraphedDecoder(model, max_rows, context_len)
+    graphed = GraphedDecoder(model, max_rows, context_len, max_tokens=max_tokens)
     graphed.capture(cache, progress)
     return graphed
 

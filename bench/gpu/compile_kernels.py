@@ -36,7 +36,7 @@ _POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
 _POINTERS |= dict.fromkeys(
     ("sinks_ptr", "k_scales_ptr", "v_scales_ptr", "scales_ptr", "zeros_ptr", "parts_ptr"), "*fp32"
 )
-_POINTERS["codes_ptr"] = "*i8"
+_POINTERS["codes_ptr"] = "*i32"
 # multiples of 16, as Triton finds out when it launches a kernel; all pointers are, where it is to look at them
 _ALIGNED = {"x_row", "codes_row", "inputs", "outputs", "width", "vocab", "logits_row", "weights_row"}
 _ALIGNED |= {"q_row", "q_head", "q_token", "out_row", "out_head", "out_token", "k_token", "k_head", "v_token", "v_head"}
@@ -53,10 +53,14 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     codes = plain | {"INT8": True}
     for name, constants in (("", plain), (" narrow", narrow), (" window, softcap", limited), (" int8", codes)):
         yield f"decode{name}", attention.decode_kernel, constants | {"BLOCK_G": 16, "SHARED": False}
-        yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64, "SINKS": False}
+        yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64, "SINKS": False, "ALIKE": True}
     gpt_oss = plain | {"GROUP": 8, "DIM_K": 64, "DIM_V": 64, "BLOCK_K": 64, "BLOCK_V": 64, "SINKS": True}
     for window in (0, 128):
-        yield f"prefill sinks window={window}", attention.prefill_kernel, gpt_oss | {"BLOCK_M": 64, "WINDOW": window}
+        yield (
+            f"prefill sinks window={window}",
+            attention.prefill_kernel,
+            gpt_oss | {"BLOCK_M": 64, "WINDOW": window, "ALIKE": False},
+        )
     yield "decode, rest of shared", attention.decode_kernel, plain | {"BLOCK_G": 16, "SHARED": True}
     for group in (1, 4, 8):
         together = {"GROUP": group, "BLOCK_G": 16 * group, "MEMBERS": 16}
@@ -76,7 +80,7 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
     yield "rope_store int8", layers.rope_store_kernel, constants | {"INT8": True}
     yield "rope_store kv_heads=1", layers.rope_store_kernel, constants | {"kv_heads": 1}  # a constant then
-    few = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "ZEROS": False, "BIAS": False, "EVEN": True, "num_stages": 4}
+    few = {"BLOCK_M": 16, "BLOCK_N": 64, "ZEROS": False, "BIAS": False, "EVEN": True, "num_stages": 4}
     many = few | {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
     for rows, cut in (("few", few), ("many", many)):
         if rows == "few" or numbers != "fp32":  # which is cut smaller
@@ -84,11 +88,14 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 ("int4", {"BITS": 4, "FLOAT": False, "GROUP": 128}),
                 ("int8", {"BITS": 8, "FLOAT": False, "GROUP": 0}),
                 ("fp8", {"BITS": 8, "FLOAT": True, "GROUP": 0}),
-                ("fp4", {"BITS": 4, "FLOAT": True, "GROUP": 32, "BLOCK_K": 32}),
+                ("fp4", {"BITS": 4, "FLOAT": True, "GROUP": 32}),
             ):
                 yield f"linear {name} {rows} rows", linear.quantized_linear_kernel, cut | codes_of
-    zeros = few | {"BITS": 4, "FLOAT": False, "GROUP": 32, "BLOCK_K": 32, "BLOCK_M": 64, "ZEROS": True, "BIAS": True}
+    zeros = few | {"BITS": 4, "FLOAT": False, "GROUP": 32, "BLOCK_M": 64, "ZEROS": True, "BIAS": True}
     yield "linear int4 groups of 32", linear.quantized_linear_kernel, zeros
+    for bits in (4, 8):
+        constants = {"BITS": bits, "FLOAT": False, "GROUP": 0, "ZEROS": False, "BLOCK_N": 64}
+        yield f"widen int{bits}", linear.widen_kernel, constants
     yield "linear, parts", linear.sum_parts_kernel, {"BIAS": False, "BLOCK": 1024}
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}

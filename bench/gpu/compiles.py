@@ -109,7 +109,7 @@ def make_runner(
     cache = KVCache(spec, case.num_pages, case.page_size, device)
     shares = isinstance(model, CudaDecoder)
     if isinstance(model, CudaDecoder) and case.graphs:
-        graphed = GraphedDecoder(model, case.max_running, case.context_len, record)
+        graphed = GraphedDecoder(model, case.max_running, case.context_len, record, max_tokens=case.max_batch_tokens)
         graphed.capture(cache)
         model = graphed
     runner = ModelRunner(

@@ -2,9 +2,10 @@
 
     python -m bench.gpu.parity [--small]
 
-Errors are norms of differences over norms of the reference. In float32 they must be below 1e-4, in bfloat16 below 3e-2;
-greedy tokens must be equal in float32. Steps replayed as graphs of as many rows must give the tokens of steps that are
-not; where a graph has more rows, logits within the same bounds.
+Errors are norms of differences over norms of the reference. In float32 they must be below 1e-4 and greedy tokens equal.
+In bfloat16 they must be no larger than `WORSE` times those that the plain decoder has in bfloat16, which is what the
+format costs a model. Steps replayed as graphs of as many rows must give the tokens of steps that are not; where a graph
+has more rows, or a step of prompts is replayed in pieces, logits within the same bounds.
 """
 
 import sys
@@ -26,7 +27,8 @@ from worker_proc.models.decoder_weights import DecoderWeights
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
 
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+EXACT = 1e-4
+WORSE = 1.25
 ROWS = [(300, 300), (17, 1041), (64, 129), (1, 1), (1, 16), (1, 17), (1, 1024), (1, 4097)]  # new tokens, all tokens
 
 
@@ -89,7 +91,12 @@ def main(small: bool) -> None:
             tensor.normal_()
         start = [tensor.clone() for tensor in (*held.k, *held.v)]
         want = reference.forward(batch, held)
-        for dtype, bound in BOUNDS.items():
+        plain = Decoder(spec, _shard(spec), weights, TensorParallel(), ReferenceAttention())
+        cache = KVCache(plain.kv_spec, pages, PAGE, "cuda")
+        for tensor, source in zip((*cache.k, *cache.v), start, strict=True):
+            tensor.copy_(source)
+        rounded = WORSE * float((plain.forward(batch, cache) - want).norm() / want.norm())
+        for dtype, bound in ((torch.float32, EXACT), (torch.bfloat16, rounded)):
             model = CudaDecoder(spec, _shard(spec), exact if dtype == torch.float32 else weights, TensorParallel())
             cache = KVCache(model.kv_spec, pages, PAGE, "cuda")
             for tensor, source in zip((*cache.k, *cache.v), start, strict=True):
@@ -99,7 +106,7 @@ def main(small: bool) -> None:
             same = float((got.argmax(-1) == want.argmax(-1)).float().mean())
             wrong = not error < bound or (dtype == torch.float32 and same < 1)
             failed |= wrong
-            print(f"{name} {dtype}: error {error:.1e} (bound {bound:.0e}), equal greedy {same:.0%}{' WRONG' * wrong}")
+            print(f"{name} {dtype}: error {error:.1e} (bound {bound:.1e}), equal greedy {same:.0%}{' WRONG' * wrong}")
             failed |= not graphs_agree(model, cache, batch, bound)
         torch.cuda.empty_cache()
     sys.exit(failed)
@@ -109,7 +116,7 @@ def graphs_agree(model: CudaDecoder, cache: KVCache, batch: ForwardBatch, bound:
     """Whether decode rows of `batch` give the same in graphs and not: the same tokens in a graph of as many rows; in a
     larger one, whose other rows idle, logits within `bound`, as its attention is cut into other parts."""
     first, rows = batch.num_prefill_rows, len(batch.q_lens) - batch.num_prefill_rows
-    graphed = GraphedDecoder(model, 2 * rows, batch.page_table.shape[1] * PAGE)
+    graphed = GraphedDecoder(model, 2 * rows, batch.page_table.shape[1] * PAGE, max_tokens=512)
     graphed.capture(cache)
     whole = max(size for size in graph_sizes(2 * rows) if size <= rows)
     decodes = some_decodes(batch, first, whole)
@@ -117,11 +124,14 @@ def graphs_agree(model: CudaDecoder, cache: KVCache, batch: ForwardBatch, bound:
     decodes = some_decodes(batch, first, rows)
     want = model.forward(decodes, cache)
     error = float((graphed.forward(decodes, cache) - want).norm() / want.norm())
+    step = model.forward(batch, cache)
+    pieces = float((graphed.forward(batch, cache) - step).norm() / step.norm())
     print(
         f"  graphs: {whole} rows {'equal greedy tokens' if equal else 'TOKENS DIFFER'}, {rows} rows with idle ones "
-        f"error {error:.1e}{' WRONG' * (not error < bound)}"
+        f"error {error:.1e}{' WRONG' * (not error < bound)}, the whole step in pieces {pieces:.1e}"
+        f"{' WRONG' * (not pieces < bound)}"
     )
-    return equal and error < bound
+    return equal and error < bound and pieces < bound
 
 
 def some_decodes(batch: ForwardBatch, first: int, rows: int) -> ForwardBatch:

@@ -34,6 +34,7 @@ class SteadyDecode:
             device=self._device,
             draw_rows=draw_rows,
         )
+        self._runner.warm_up((1, 2))
 
     def plans(self, rows: int, draw: DrawParams, steps: int) -> list[StepPlan]:
         """All rows enter near the end of their context, whose KV holds anything; then they decode."""

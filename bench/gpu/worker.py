@@ -117,15 +117,21 @@ def steady(graphed: GraphedDecoder, cache: KVCache, batches: list[int]) -> bool:
 
 def prefill(model: CudaDecoder, lengths: list[int], limits: Limits) -> None:
     spec = model.spec
+    cache = KVCache(model.kv_spec, -(-max(lengths) // PAGE), PAGE, "cuda")
+    graphed = GraphedDecoder(model, 1, PAGE, max_tokens=max(lengths))
+    started = time.perf_counter()
+    graphed.capture(cache)
+    print(f"  pieces captured in {time.perf_counter() - started:.1f} s")
     for length in lengths:
-        cache = KVCache(model.kv_spec, -(-length // PAGE), PAGE, "cuda")
         batch = replace(make_batch(1, length, length), num_prefill_rows=1)
-        taken = seconds(lambda b=batch, c=cache: model.greedy(b, c), repeats=5)
+        eager = seconds(lambda b=batch: model.greedy(b, cache), repeats=5)
+        taken = seconds(lambda b=batch: graphed.greedy(b, cache), repeats=5)
         products = 2 * length * (weight_bytes(model) - model.weights.head.weight.nbytes) / 2
         attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * length * length  # causal: half of 4 N^2 D
         floor = (products + attention) / limits.matrix_rate
         print(
-            f"  prefill {length:>6}: {taken * 1e3:8.2f} ms, floor {floor * 1e3:8.2f} ms = {floor / taken:4.0%}  "
+            f"  prefill {length:>6}: {taken * 1e3:8.2f} ms with graphs, {eager * 1e3:8.2f} without, floor "
+            f"{floor * 1e3:8.2f} ms = {floor / taken:4.0%}  "
             f"{length / taken:9,.0f} tok/s"
         )
 
@@ -133,7 +139,7 @@ def prefill(model: CudaDecoder, lengths: list[int], limits: Limits) -> None:
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(CONFIGS)), default=tuple(CONFIGS))
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 64, 256))
-@click.option("--prompt", "prompts", multiple=True, type=int, default=(1024, 8192))
+@click.option("--prompt", "prompts", multiple=True, type=int, default=(16, 128, 512, 1000, 8192))
 @torch.inference_mode()
 def main(models: tuple[str, ...], batches: tuple[int, ...], prompts: tuple[int, ...]) -> None:
     limits = measure()

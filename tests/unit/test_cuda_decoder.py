@@ -14,6 +14,7 @@ from tests.helpers_triton import DEVICE, on_device
 
 pytest.importorskip("triton")
 
+from bench.gpu.shapes import CONFIGS
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_prompts, poison
 from tests.helpers_quantized import store_mxfp4
@@ -21,7 +22,8 @@ from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder, supports
-from worker_proc.cuda.graphs import GraphedDecoder, Outputs, graph_sizes
+from worker_proc.cuda.graphs import GraphedDecoder, graph_sizes
+from worker_proc.cuda.pieces import Outputs, launch_bound_tokens, piece_sizes
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.decoder import Decoder
@@ -133,7 +135,7 @@ def test_a_gpt_oss_in_fp4(int8: bool, tmp_path: Path) -> None:
     # what bench/gpu.sh runs of this file does without grammars
     from worker_proc.startup import cuda_decoder, with_graphs
 
-    assert with_graphs(model, cache, 4, 64, None) is model and cuda_decoder(model, torch.device("cuda")) is None
+    assert with_graphs(model, cache, 4, 64, 64, None) is model and cuda_decoder(model, torch.device("cuda")) is None
 
 
 def test_logits_equal_the_reference_decoder(tmp_path: Path) -> None:
@@ -214,6 +216,55 @@ def test_replayed_decodes_equal_stepping(int8: bool, tmp_path: Path) -> None:
             row.cached += 1
     for one, two in zip(caches[0].page_tensors, caches[1].page_tensors, strict=True):
         torch.testing.assert_close(one[:scratch], two[:scratch], msg="an idle row wrote to a page of the pool")
+
+
+@pytest.mark.parametrize("most", [0, 15, 16, 100, 2048, 4772])
+def test_piece_sizes(most: int) -> None:
+    sizes = piece_sizes(most)
+    assert sizes == sorted(set(sizes)) and all(16 <= size <= most for size in sizes)
+    assert bool(sizes) == (most >= 16)
+    assert all(larger - smaller <= max(16, smaller / 8) for smaller, larger in pairwise(sizes))
+    assert not sizes or most - sizes[-1] < max(16, most / 8)
+
+
+def test_prompts_are_replayed_as_long_as_their_launches_take() -> None:
+    """A layer's launches take 0.3 ms, products 0.5 PFLOP/s."""
+    small, large = parse_spec(CONFIGS["qwen3-0.6b"]), parse_spec(CONFIGS["llama-8b"])
+    assert launch_bound_tokens(small, 1) == 4768 and launch_bound_tokens(large, 1) == 343
+    assert launch_bound_tokens(large, 2) == 687
+
+
+@pytest.mark.parametrize(("kind", "int8"), [("qwen3", False), ("llama-gqa-untied", True)])
+def test_replayed_prompts_equal_stepping(kind: str, int8: bool, tmp_path: Path) -> None:
+    """Chunks, chunks beside decodes, many decodes, of all sizes in turn: what others left in the buffers must not
+    show, and what is computed in excess goes to no page of the pool."""
+    model = load(make_checkpoint(kind, tmp_path))
+    first = KVCache(replace(model.kv_spec, int8=int8), 16, 4, DEVICE)
+    fill(first)
+    caches = [first, copy_of(first, DEVICE)]
+    graphed = GraphedDecoder(model, 2, 40, None if DEVICE.type == "cuda" else run_again, max_tokens=40)
+    shown: list[tuple[int, int]] = []
+    graphed.capture(caches[0], lambda done, total: shown.append((done, total)))
+    assert shown == [(done, 4) for done in range(5)], "graphs of two decodes and of one, of 32 tokens and of 16"
+    replayed: list[int] = []
+    step_in_pieces = graphed._pieces.step  # type: ignore[union-attr]
+    graphed._pieces.step = lambda batch: (replayed.append(len(batch.token_ids)), step_in_pieces(batch))[1]  # type: ignore
+    scratch = caches[0].scratch_page
+    rows = [
+        Row(list(range(5, 43)), [3, 1, 6, 8, 9, 10, 11, 12, 13, 14], 0), Row([9, 8, 7, 6, 5, 4], [2, 5], 2),
+        Row([4, 4, 4, 4, 4], [0, 7], 3),
+    ]  # fmt: skip
+    for lengths in ([17, 0, 0], [3, 1, 0], [1, 1, 1], [13, 2, 0], [0, 0, 1]):
+        chosen = [(row, count) for row, count in zip(rows, lengths, strict=True) if count]
+        batch = on_device(make_batch([row for row, _ in chosen], [count for _, count in chosen], 4))
+        want = model.forward(batch, caches[1])
+        torch.testing.assert_close(graphed.forward(batch, caches[0]), want, atol=1e-5, rtol=1e-5)
+        assert graphed.greedy(batch, caches[0]).tolist() == want.argmax(-1).tolist()
+        for row, count in chosen:
+            row.cached += count
+    assert replayed == [17, 17, 4, 4, 3, 3, 15, 15], "the last step is of a single decode, which has a graph"
+    for one, two in zip(caches[0].page_tensors, caches[1].page_tensors, strict=True):
+        torch.testing.assert_close(one[:scratch], two[:scratch], msg="a token in excess went to a page of the pool")
 
 
 def test_other_steps_are_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

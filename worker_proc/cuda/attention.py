@@ -1,6 +1,7 @@
 """Attention on a GPU by the kernels of attention_kernels.py."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -17,12 +18,31 @@ from worker_proc.cuda.attention_kernels import (
 )
 from worker_proc.kv_cache import KVCache
 
-_BLOCK_N = 64  # cached tokens that a program looks at together
-_BLOCK_M = 64  # queries of a prefill program, all query heads of a KV head counted
+_BLOCK_N = 64  # cached tokens that a part of a decode has at least
 _MIN_GROUP = 16  # rows of the smallest matrix product
 _MAX_SPLITS = 64
 _MAX_PARTS = 128  # of a row and head, which one program joins
+_ROOMY = 160 * 2**10
 _PROGRAMS = 264  # two per multiprocessor of an H100 or H200: what a decode step is cut into when its rows are few
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel goes about its work: queries of a program (all query heads of a KV head counted), cached tokens that
+    it looks at together, warps, and loads in flight."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# by `python -m bench.gpu.tune`, for heads of 128 numbers
+_PREFILL, _PREFILL_INT8 = Tiles(128, 128, 8, 3), Tiles(64, 128, 4, 3)
+_DECODE, _DECODE_INT8 = Tiles(16, 64, 4, 3), Tiles(16, 128, 4, 2)
+# where those take too much shared memory
+_PREFILL_WIDE, _PREFILL_WIDEST = Tiles(64, 64, 4, 3), Tiles(32, 32, 4, 2)
+_DECODE_WIDEST = Tiles(16, 32, 4, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +100,11 @@ class TritonAttention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """`forward` for keys and values that are in the cache already."""
-        out = q.new_empty(q.shape[0], q.shape[1], cache.v[layer].shape[3])
+        """See `CudaAttention.attend`."""
+        if out is None:
+            out = q.new_empty(q.shape[0], q.shape[1], cache.v[layer].shape[3])
         first, tokens = batch.num_prefill_rows, 0
         limits = (scale, window, softcap, sinks)
         if first:
@@ -139,13 +161,14 @@ def scales_of(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
 def decode(
     q: Tensor, out: Tensor, page_table: Tensor, kv_lens: Tensor, cache: KVCache, layer: int,
     scale: float, window: int | None, softcap: float | None, sinks: Tensor | None = None,
-    shared: SharedPages | None = None,
+    shared: SharedPages | None = None, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     """One query token per row: `q` `[B, Hq, Dk]` to `out` `[B, Hq, Dv]`; `page_table` `[B, P]`, `kv_lens` `[B]`,
     `sinks` float32 `[Hq]`, which no part knows of: they come in where parts are joined.
 
     Pages that rows have in common as `shared` says are read once for each of its tiles.
     """
+    tiles = tiles or _decode_tiles(cache)
     rows, heads, dim_k = q.shape
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     held = (k_pages, v_pages, *scales_of(cache, layer))
@@ -156,19 +179,20 @@ def decode(
     sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
     # read where there is something shared only, as sinks are where there are some
     skipped, levels = (kv_lens, kv_lens) if shared is None else (shared.skipped, shared.levels)
-    sizes = (_block(dim_k), _block(dim_v), _BLOCK_N)
+    widths = (_block(dim_k), _block(dim_v))
     strides = (k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0))
     decode_kernel[rows, kv_heads, splits](
         q, *held, partial, sums, page_table, kv_lens, skipped, scale, softcap or 1.0, splits, parts,
         q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v,
-        max(_MIN_GROUP, triton.next_power_of_2(group)), *sizes, window or 0, softcap is not None, cache.spec.int8,
-        shared is not None,
+        max(_MIN_GROUP, triton.next_power_of_2(group)), *widths, tiles.block_n, window or 0,
+        softcap is not None, cache.spec.int8, shared is not None, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if shared is not None:
         shared_kernel[len(shared.tiles), kv_heads, more](
             q, *held, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, splits, more, parts,
             q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v, TILE_ROWS,
-            max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *sizes, softcap is not None, cache.spec.int8,
+            max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *widths, _BLOCK_N,
+            softcap is not None, cache.spec.int8,
         )  # fmt: skip
     combine_kernel[rows, heads](
         partial, sums, out, levels, kv_lens if sinks is None else sinks, splits, more, parts,
@@ -179,21 +203,53 @@ def decode(
 def prefill(
     q: Tensor, out: Tensor, page_table: Tensor, kv_lens: Tensor, starts: Tensor, longest: int, cache: KVCache,
     layer: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None = None,
+    tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     """The rows whose tokens in `q` `[T, Hq, Dk]` begin at `starts` (int64 `[rows + 1]`), the longest of them with
     `longest` tokens; `sinks` float32 `[Hq]`."""
+    tiles = tiles or _prefill_tiles(cache)
     dim_k = q.shape[2]
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
     group = q.shape[1] // kv_heads
-    prefill_kernel[triton.cdiv(longest * group, _BLOCK_M), kv_heads, len(starts) - 1](
+    prefill_kernel[triton.cdiv(longest * group, tiles.block_m), kv_heads, len(starts) - 1](
         q, k_pages, v_pages, *scales_of(cache, layer), out, page_table, kv_lens, starts,
         kv_lens if sinks is None else sinks, scale, softcap or 1.0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0),
-        cache.page_size, group, dim_k, dim_v, _BLOCK_M, _block(dim_k), _block(dim_v), _BLOCK_N,
-        window or 0, softcap is not None, cache.spec.int8, sinks is not None,
+        cache.page_size, group, dim_k, dim_v, tiles.block_m, _block(dim_k), _block(dim_v), tiles.block_n,
+        window or 0, softcap is not None, cache.spec.int8, sinks is not None, k_pages.stride() == v_pages.stride(),
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+
+
+def _prefill_tiles(cache: KVCache) -> Tiles:
+    width, roomy = _head_bytes(cache), is_roomy(cache.k[0].device)
+    if width > 512 or (width > 256 and not roomy):
+        return _PREFILL_WIDEST
+    if width > 256 or not roomy:
+        return _PREFILL_WIDE
+    return _PREFILL_INT8 if cache.spec.int8 else _PREFILL
+
+
+def _decode_tiles(cache: KVCache) -> Tiles:
+    width = _head_bytes(cache)
+    if width > 512:
+        return _DECODE_WIDEST
+    return _DECODE_INT8 if cache.spec.int8 and width <= 256 else _DECODE
+
+
+def _head_bytes(cache: KVCache) -> int:
+    """Of a head as matrix products take it."""
+    return _block(max(cache.spec.k_head_dim, cache.spec.v_head_dim)) * cache.spec.dtype.itemsize
+
+
+@lru_cache
+def is_roomy(device: torch.device) -> bool:
+    """Whether programs may take 160 KiB of shared memory: on the data centre's GPUs since the A100."""
+    if device.type != "cuda":
+        return True
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= _ROOMY
 
 
 def num_splits(rows: int, kv_heads: int, longest: int) -> int:

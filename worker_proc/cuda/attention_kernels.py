@@ -198,8 +198,8 @@ def combine_kernel(
     highest, others = tl.max(logs, 0), 0.0
     if SINKS:
         sink = _sink(sinks_ptr + head)
+        others = _sink_weight(sink, highest)
         highest = tl.maximum(highest, sink)
-        others = tl.exp2(sink - highest)
     weights = tl.exp2(logs - highest)
     at = partial_ptr + (place + numbers)[:, None] * DIM_V + dims[None, :]
     means = tl.load(at, mask=(numbers[:, None] < count) & (dims[None, :] < DIM_V), other=0.0)
@@ -215,7 +215,7 @@ def prefill_kernel(
     q_token, q_head, out_token, out_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr, SINKS: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h, b): queries i * BLOCK_M .. of row b and KV head h; a token has one for each query head of that
     KV head. Tokens `starts[b] .. starts[b + 1]` of `q` are the newest ones of the row, whose keys are in the
@@ -230,51 +230,41 @@ def prefill_kernel(
     asking, heads = queries // GROUP, kv_head * GROUP + queries % GROUP
     real = asking < count
     position = length - count + asking
-    tokens = tl.arange(0, BLOCK_N)
     dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     q_at = q_ptr + ((start + asking) * q_token + heads * q_head)[:, None] + dims_k[None, :]
     q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    first_key = 0
+    table_ptr += row.to(tl.int64) * table_row
+    k_pages_ptr, v_pages_ptr = k_pages_ptr + kv_head * k_head_stride, v_pages_ptr + kv_head * v_head_stride
+    k_scales_ptr, v_scales_ptr = k_scales_ptr + kv_head * PAGE, v_scales_ptr + kv_head * PAGE
+    scale_page = tl.num_programs(1) * PAGE
+    first_key, seen_by_all = 0, 0
+    first_query = length - count + block * BLOCK_M // GROUP
     if WINDOW > 0:
-        first_key = tl.maximum(length - count + block * BLOCK_M // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        first_key = tl.maximum(first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        seen_by_all = first_key
+    else:
+        seen_by_all = (first_query + 1) // BLOCK_N * BLOCK_N
     last_key = tl.minimum(length, length - count + ((block + 1) * BLOCK_M - 1) // GROUP + 1)
-    for at_key in range(first_key, last_key, BLOCK_N):
-        at = at_key + tokens
-        here = at < last_key
-        page = tl.load(table_ptr + row.to(tl.int64) * table_row + at // PAGE, mask=here, other=0).to(tl.int64)
-        k_at = page * k_page_stride + kv_head * k_head_stride + (at % PAGE) * DIM_K
-        v_at = page * v_page_stride + kv_head * v_head_stride + (at % PAGE) * DIM_V
-        k_mask = here[:, None] & (dims_k[None, :] < DIM_K)
-        k = tl.load(k_pages_ptr + k_at[:, None] + dims_k[None, :], mask=k_mask, other=0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        scaled = (page * tl.num_programs(1) + kv_head) * PAGE + at % PAGE
-        if INT8:
-            scores *= tl.load(k_scales_ptr + scaled, mask=here, other=0.0)[None, :]
-        if SOFTCAP:
-            scores = _cap(scores, softcap)
-        seen = here[None, :] & (at[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen &= at[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet stays at no weight
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        v_mask = here[:, None] & (dims_v[None, :] < DIM_V)
-        v = tl.load(v_pages_ptr + v_at[:, None] + dims_v[None, :], mask=v_mask, other=0)
-        total = total * shrink + tl.sum(weights, 1)
-        if INT8:
-            weights, v = _scaled(weights, v, tl.load(v_scales_ptr + scaled, mask=here, other=0.0), q.dtype)
-        mean = mean * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-        highest = higher
+    for at_key in range(first_key, seen_by_all, BLOCK_N):  # which takes no mask
+        highest, total, mean = _attend_block(
+            q, highest, total, mean, at_key, last_key, position, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr,
+            table_ptr, scale, softcap, k_page_stride, v_page_stride, scale_page,
+            PAGE, DIM_K, DIM_V, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, INT8, ALIKE, False,
+        )  # fmt: skip
+    for at_key in range(seen_by_all, last_key, BLOCK_N):
+        highest, total, mean = _attend_block(
+            q, highest, total, mean, at_key, last_key, position, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr,
+            table_ptr, scale, softcap, k_page_stride, v_page_stride, scale_page,
+            PAGE, DIM_K, DIM_V, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, INT8, ALIKE, True,
+        )  # fmt: skip
     if SINKS:
         sink = _sink(sinks_ptr + heads)
         higher = tl.maximum(highest, sink)
         shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.exp2(sink - higher)
+        total = total * shrink + _sink_weight(sink, highest)
         mean *= shrink[:, None]
     mean = mean / tl.where(total > 0, total, 1.0)[:, None]
     to = out_ptr + ((start + asking) * out_token + heads * out_head)[:, None] + dims_v[None, :]
@@ -282,9 +272,76 @@ def prefill_kernel(
 
 
 @triton.jit
+def _attend_block(
+    q, highest, total, mean, at_key, last_key, position, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr,
+    table_ptr, scale, softcap, k_page_stride, v_page_stride, scale_page,
+    PAGE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr, ALIKE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """`BLOCK_N` keys from `at_key` on join the running highest score, sum of weights and weighted sum of values of a
+    block of queries at `position`. Without `MASKED` all queries see all of them. `ALIKE`: pages of V lie as those of K.
+    """
+    at = at_key + tl.arange(0, BLOCK_N)
+    dims_k, dims_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    here = at < last_key
+    if MASKED:
+        page = tl.load(table_ptr + at // PAGE, mask=here, other=0).to(tl.int64)
+    else:
+        page = tl.load(table_ptr + at // PAGE).to(tl.int64)
+    k_at = page * k_page_stride + (at % PAGE) * DIM_K
+    if ALIKE:
+        v_at = k_at
+    else:
+        v_at = page * v_page_stride + (at % PAGE) * DIM_V
+    k = _load_block(k_pages_ptr + k_at[:, None] + dims_k[None, :], here, dims_k, DIM_K, BLOCK_K, MASKED)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (scale * 1.4426950408889634)
+    scaled = page * scale_page + at % PAGE
+    if INT8:
+        scores *= tl.load(k_scales_ptr + scaled, mask=here, other=0.0)[None, :]
+    if SOFTCAP:
+        scores = _cap(scores, softcap)
+    if MASKED:
+        seen = here[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen &= at[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    base = higher
+    if MASKED:
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet stays at no weight
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    v = _load_block(v_pages_ptr + v_at[:, None] + dims_v[None, :], here, dims_v, DIM_V, BLOCK_V, MASKED)
+    total = total * shrink + tl.sum(weights, 1)
+    if INT8:
+        weights, v = _scaled(weights, v, tl.load(v_scales_ptr + scaled, mask=here, other=0.0), q.dtype)
+    mean = mean * shrink[:, None]
+    mean = tl.dot(weights.to(q.dtype), v.to(q.dtype), mean, input_precision="ieee")
+    return higher, total, mean
+
+
+@triton.jit
+def _load_block(at, here, dims, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values `[BLOCK_N, BLOCK]`."""
+    if MASKED:
+        return tl.load(at, mask=here[:, None] & (dims[None, :] < DIM), other=0)
+    if DIM == BLOCK:
+        return tl.load(at)
+    return tl.load(at, mask=(dims < DIM)[None, :], other=0)
+
+
+@triton.jit
 def _sink(sinks_at):
     """Sinks in the units of scores here."""
     return tl.load(sinks_at) * 1.4426950408889634
+
+
+@triton.jit
+def _sink_weight(sink, highest):
+    """The weight of a sink beside scores up to `highest`. One above them has 1: to take a rounded product from itself,
+    fused, would leave an error of any size."""
+    return tl.where(sink >= highest, 1.0, tl.exp2(sink - tl.maximum(highest, sink)))
 
 
 @triton.jit

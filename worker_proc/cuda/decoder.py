@@ -9,7 +9,7 @@ from worker_proc.cuda.interface import CudaAttention
 from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
-from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
+from worker_proc.models.decoder_weights import DecoderWeights
 from worker_proc.models.layers import RMSNorm, look_up
 from worker_proc.models.rope import inverse_frequencies
 from worker_proc.models.spec import DecoderSpec
@@ -26,7 +26,8 @@ class CudaDecoder:
     """One rank's share of a model. Implements `LanguageModel` and, with `greedy`, `GreedyModel`.
 
     Pages of `ForwardBatch.loads` may come while a step is computed, up to the layer that it has reached.
-    `step` is free of everything that a CUDA graph cannot capture, for batches of decodes.
+    `step` is free of everything that a CUDA graph cannot capture, for batches of decodes; what is before and after
+    attention (`enter`, `leave`) for all.
     """
 
     def __init__(
@@ -73,19 +74,50 @@ class CudaDecoder:
 
     def step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits as `forward` gives them, in the precision of the model."""
-        x = self._embed(batch.token_ids)
-        delta = None
-        for index, layer in enumerate(self.weights.layers):
-            delta = self._attend(index, layer, add_rms_norm(x, delta, _rms(layer.input_norm)), batch, cache)
-            inner = silu_mul(layer.up(add_rms_norm(x, delta, _rms(layer.post_norm))))
-            delta = self.tp.all_reduce(layer.down(inner))
-        rows = batch.logit_rows
+        x, delta = self.embed(batch.token_ids), None
+        for index in range(self.spec.num_layers):
+            if batch.loads is not None:
+                batch.loads.before(index)  # the layer's own keys and values may go to such a page
+            q = self.enter(index, x, delta, batch.positions, batch.slot_mapping, cache)
+            delta = self.leave(index, x, self.attend(index, q, batch, cache))
+        return self.finish(x, delta, batch.logit_rows)
+
+    def enter(
+        self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, slot_mapping: Tensor, cache: KVCache,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Queries `[T, Hq, D]` of layer `index`, to `out` where it is given, whose keys and values go to the cache.
+        `x` `[T, hidden]` += `delta`, which the layer before it left."""
+        layer = self.weights.layers[index]
+        qkv = layer.qkv(add_rms_norm(x, delta, _rms(layer.input_norm))).view(len(x), -1, self.spec.head_dim)
+        q_norm, k_norm = (norm if norm is None else _rms(norm) for norm in (layer.q_norm, layer.k_norm))
+        return rope_store(
+            qkv, self._heads, cache, index, positions, slot_mapping, self._rotation, q_norm, k_norm, out
+        )  # fmt: skip
+
+    def attend(
+        self, index: int, q: Tensor, batch: ForwardBatch, cache: KVCache, out: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """What the queries of layer `index` see, `[T, Hq, D]`, in `out` where it is given."""
+        scale, window = self.spec.scales[index], self.spec.windows[index]
+        return self.attention.attend(index, q, batch, cache, scale=scale, window=window, softcap=None, out=out)
+
+    def leave(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
+        """What layer `index` adds to `x` beside its attention, which is added to `x` here."""
+        layer = self.weights.layers[index]
+        delta = self.tp.all_reduce(layer.o(attended.view(len(x), -1)))
+        inner = silu_mul(layer.up(add_rms_norm(x, delta, _rms(layer.post_norm))))
+        return self.tp.all_reduce(layer.down(inner))
+
+    def finish(self, x: Tensor, delta: Tensor | None, rows: Tensor) -> Tensor:
+        """Logits of `rows` of `x` + `delta`."""
         last = None if delta is None else delta.index_select(0, rows)
         hidden = add_rms_norm(x.index_select(0, rows), last, _rms(self.weights.norm))
         logits = self.tp.gather_to_rank0(self.weights.head(hidden))
         return logits[:, : self.spec.vocab_size]
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """`[T, hidden]`."""
         if self.shard.size == 1:
             return look_up(self.weights.embedding, token_ids)
         first, last = self.shard.vocab
@@ -93,17 +125,6 @@ class CudaDecoder:
         local = (token_ids - first).masked_fill_(elsewhere, 0)
         x = look_up(self.weights.embedding, local).masked_fill_(elsewhere[:, None], 0)
         return self.tp.all_reduce(x)
-
-    def _attend(self, index: int, layer: LayerWeights, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        if batch.loads is not None:
-            batch.loads.before(index)  # the layer's own keys and values may go to such a page
-        qkv = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
-        norms = [norm if norm is None else _rms(norm) for norm in (layer.q_norm, layer.k_norm)]
-        places = (batch.positions, batch.slot_mapping)
-        q = rope_store(qkv, self._heads, cache, index, *places, self._rotation, *norms)
-        scale, window = self.spec.scales[index], self.spec.windows[index]
-        out = self.attention.attend(index, q, batch, cache, scale=scale, window=window, softcap=None)
-        return self.tp.all_reduce(layer.o(out.view(len(x), -1)))
 
 
 def _rms(norm: object) -> RMSNorm:

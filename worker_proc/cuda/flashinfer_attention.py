@@ -127,12 +127,13 @@ class FlashInferAttention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `CudaAttention.attend`. Raises ModelError if there are sinks."""
         if sinks is not None:
             raise ModelError("sinks", list(sinks.shape), "not computed through FlashInfer: take gpu-attention triton")
         q, limits = q.contiguous(), (scale, window, softcap)
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         bound = self._bound.get(id(batch))
         if bound is not None:
             if limits not in bound.wrappers:  # the run before the capture

@@ -1,4 +1,5 @@
-"""Decode steps as CUDA graphs: a step of n rows replays the smallest graph that holds so many, its other rows idle.
+"""Steps as CUDA graphs. One of n decodes replays the smallest graph that holds so many, its other rows idle; others
+replay what is between their attention, see pieces.py.
 
 A row without a request decodes token 0 at position 0 of the scratch page, which nobody reads: it can change no result
 but its own, which is cut off.
@@ -16,6 +17,7 @@ from torch import Tensor
 from worker_proc.attention.interface import TILE_COLUMNS, ForwardBatch, SharedPages
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.interface import CudaAttention
+from worker_proc.cuda.pieces import Outputs, PieceGraphs, Recorder, launch_bound_tokens
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.shared_pages import max_tiles
 
@@ -30,10 +32,8 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in steps if size < largest] + [largest]
 
 
-Outputs = tuple[Tensor, Tensor]  # logits `[rows, vocab]`, likeliest tokens int64 `[rows]`
-Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-"""Turns a step into a replay that computes it again, and the outputs that every replay writes to."""
-_Graph = tuple[ForwardBatch, Callable[[], None], Outputs]  # what it reads, the replay, what that writes to
+# what it reads, the replay, and what that writes to: logits `[rows, vocab]`, likeliest tokens int64 `[rows]`
+_Graph = tuple[ForwardBatch, Callable[[], None], Outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,25 @@ class _Inputs:
 
 
 class GraphedDecoder:
-    """A `CudaDecoder` whose decode steps are replayed. Implements `GreedyModel`.
+    """A `CudaDecoder` whose steps are replayed. Implements `GreedyModel`.
 
     A step that loads pages from the host is not replayed, so that it can wait for them layer by layer. `record` is for
     tests without a GPU."""
 
-    def __init__(self, model: CudaDecoder, max_rows: int, context_len: int, record: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        model: CudaDecoder,
+        max_rows: int,
+        context_len: int,
+        record: Recorder | None = None,
+        *,
+        max_tokens: int = 0,
+    ) -> None:
+        """For steps of up to `max_rows` decodes, and others of up to `max_tokens` tokens, which are captured as far as
+        launches would take longer than kernels."""
         self._model = model
+        self._max_tokens = min(max_tokens, launch_bound_tokens(model.spec, model.shard.size))
+        self._pieces: PieceGraphs | None = None
         self._record = record
         self._sizes = graph_sizes(max_rows)
         self._context_len = context_len
@@ -122,17 +134,23 @@ class GraphedDecoder:
         columns = -(-self._context_len // cache.page_size)
         self._idle = _Inputs.idle(self._sizes[-1], columns, cache, device)
         self._inputs = _Inputs.idle(self._sizes[-1], columns, cache, device)
+        self._pieces = PieceGraphs(self._model, cache, self._max_tokens)
         with _cuda_recorder(device) if self._record is None else nullcontext(self._record) as record:
             wanted = [(size, shared) for size in reversed(self._sizes) for shared in self._kinds(size)]
-            for done, (size, shared) in enumerate(wanted):
+            tasks = [partial(self._capture_decodes, size, shared, cache, record) for size, shared in wanted]
+            tasks += [partial(self._pieces.capture, size, record) for size in reversed(self._pieces.sizes)]
+            for done, task in enumerate(tasks):
                 if progress is not None:
-                    progress(done, len(wanted))
-                batch = self._inputs.batch(size, shared=shared)
-                self._model.attention.bind(batch)
-                self._graphs[size, shared] = (batch, *record(partial(self._step, batch, cache)))
+                    progress(done, len(tasks))
+                task()
         self._cache = cache
         if progress is not None:
-            progress(len(wanted), len(wanted))
+            progress(len(tasks), len(tasks))
+
+    def _capture_decodes(self, size: int, shared: bool, cache: KVCache, record: Recorder) -> None:
+        batch = self._inputs.batch(size, shared=shared)
+        self._model.attention.bind(batch)
+        self._graphs[size, shared] = (batch, *record(partial(self._step, batch, cache)))
 
     def _kinds(self, size: int) -> tuple[bool, ...]:
         return (False, True) if self._model.attention.shares_pages and size >= _SHARED_FROM else (False,)
@@ -146,7 +164,7 @@ class GraphedDecoder:
         """See `LanguageModel`."""
         replayed = self._replay(batch, cache)
         if replayed is None:
-            return self._model.forward(batch, cache)
+            return self._others(batch, cache).float()
         return replayed[0].float()
 
     @torch.inference_mode()
@@ -154,8 +172,14 @@ class GraphedDecoder:
         """See `GreedyModel`."""
         replayed = self._replay(batch, cache)
         if replayed is None:
-            return self._model.greedy(batch, cache)
+            return self._others(batch, cache).argmax(-1)
         return replayed[1].clone()  # the next replay writes over it
+
+    def _others(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Logits of a step that is not one of decodes alone, or has too many of them."""
+        if self._pieces is not None and cache is self._cache and self._pieces.fits(batch):
+            return self._pieces.step(batch)
+        return self._model.step(batch, cache)
 
     def _replay(self, batch: ForwardBatch, cache: KVCache) -> Outputs | None:
         """Logits and best tokens of a step of decodes alone; None for any other."""

@@ -28,8 +28,10 @@ class CudaAttention(AttentionBackend, Protocol):
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """`forward` for keys and values that are in the cache already."""
+        """`forward` for keys and values that are in the cache already; the result is `out` `[T, Hq, Dv]` where that is
+        given."""
         ...
 
     def bind(self, batch: ForwardBatch) -> None:

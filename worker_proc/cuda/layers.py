@@ -35,12 +35,13 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
 
 def rope_store(
     qkv: Tensor, heads: int, cache: KVCache, layer: int, positions: Tensor, slot_mapping: Tensor, rotation: Rotation,
-    q_norm: RMSNorm | None, k_norm: RMSNorm | None,
+    q_norm: RMSNorm | None, k_norm: RMSNorm | None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rotated queries `[T, Hq, D]` of `qkv` `[T, Hq + 2 Hkv, D]`; its keys and values go to the cache."""
+    """Rotated queries `[T, Hq, D]` of `qkv` `[T, Hq + 2 Hkv, D]`, in `out` where it is given; its keys and values go to
+    the cache."""
     tokens, all_heads, dim = qkv.shape
     kv_heads = (all_heads - heads) // 2
-    q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     none = rotation.frequencies
     rope_store_kernel[tokens, all_heads](

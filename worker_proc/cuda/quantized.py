@@ -1,25 +1,28 @@
 """Quantized weights on a GPU, in the layout of linear_kernels.py, and products with them."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from worker_proc.cuda.linear_kernels import quantized_linear_kernel, sum_parts_kernel
+from worker_proc.cuda.attention import is_roomy
+from worker_proc.cuda.linear_kernels import quantized_linear_kernel, sum_parts_kernel, widen_kernel
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
-_BLOCKS = (128, 64, 32)  # inputs of a tile, which has one scale per output
+_TILE = 128  # inputs that a program widens together, see widening.py
+_QUARTER = 32  # of them, which have one scale per output at least
 _SUM_BLOCK = 1024
+_WIDEN_BLOCK = 64
 _FEW = 64  # rows up to which reading codes takes longer than multiplying
-_PROGRAMS_FEW, _PROGRAMS_MANY = 264, 132  # that an H100 or H200 should have to do, on 132 multiprocessors
+_MANY = 512  # rows from which on it is quicker to widen all weights first, in 16 bits, and to leave the rest to cuBLAS
+# programs that an H100 or H200 should have to do, on 132 multiprocessors
+_PROGRAMS_FEW, _PROGRAMS_FINE, _PROGRAMS_MANY = 264, 528, 132
 _LEAST_TILES = 4  # of a program, where inputs are shared out
 _MAX_SPLITS = 16
-_ROOMY = 160 * 2**10  # bytes of shared memory: the data centre's GPUs since the A100
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,18 @@ class Launch:
     stages: int
 
     @classmethod
-    def of(cls, rows: int, outputs: int, tiles: int, dtype: torch.dtype, *, roomy: bool = True) -> "Launch":
-        """It depends on shapes only, and up to 16 rows not on their number. `roomy`: programs may take 160 KiB of
-        shared memory."""
-        wide, few = dtype == torch.float32, rows <= _FEW
-        block_m = max(16, triton.next_power_of_2(rows)) if few else 128 if roomy and not wide else 64
-        block_n = 64 if few or wide else 128
+    def of(
+        cls, rows: int, outputs: int, tiles: int, dtype: torch.dtype, *, group: int = 0, roomy: bool = True
+    ) -> "Launch":
+        """It depends on shapes only, and up to 16 rows not on their number. `group`: inputs of a scale, see
+        `held_group`. `roomy`: see `is_roomy`. Sizes are from `python -m bench.gpu.tune`."""
+        wide, fine = dtype == torch.float32, group in (_QUARTER, 2 * _QUARTER)  # several scales a tile
+        most = 128 if roomy and not wide and not fine else _FEW
+        block_m, block_n = min(most, max(16, triton.next_power_of_2(rows))), 64
         programs = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
-        wanted = triton.cdiv(_PROGRAMS_FEW if few else _PROGRAMS_MANY, programs)
+        wanted = triton.cdiv(_PROGRAMS_MANY if rows > _FEW else _PROGRAMS_FINE if fine else _PROGRAMS_FEW, programs)
         each = triton.cdiv(tiles, max(1, min(wanted, _MAX_SPLITS, tiles // _LEAST_TILES)))
-        return cls(
-            block_m, block_n, triton.cdiv(tiles, each), each, 4 if few or wide else 8, 2 if wide else 4 if few else 3
-        )
+        return cls(block_m, block_n, triton.cdiv(tiles, each), each, 4, 2 if wide else 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,8 @@ class PackedWeight:
 
     scheme: Scheme
     inputs: int
-    block: int  # inputs of a tile
-    codes: Tensor  # int8 [outputs, tiles * block * bits / 8]: codes less the middle one, FP8 and FP4 as they are
-    scales: Tensor  # float32 [groups, outputs]
+    codes: Tensor  # int32 [outputs, words]: codes less the middle one, FP8 and FP4 as they are
+    scales: Tensor  # float32 [groups, outputs], of `group` inputs each
     zeros: Tensor | None  # as `scales`, less the middle code
     order: Tensor | None  # int64 [inputs], see `QuantizedRows`
     dtype: torch.dtype
@@ -65,76 +67,106 @@ class PackedWeight:
     def empty(
         cls, outputs: int, inputs: int, scheme: Scheme, dtype: torch.dtype, device: torch.device
     ) -> "PackedWeight":
-        """Raises ModelError for groups that cut a tile."""
-        group = scheme.group_size
-        if group is not None and group % GROUP_MULTIPLE:
-            raise ModelError("quantization group size", group, f"must be a multiple of {GROUP_MULTIPLE}")
-        block = next(size for size in _BLOCKS if (group or size) % size == 0)
-        width = triton.cdiv(inputs, block) * block * scheme.bits // 8
-        codes = torch.zeros(outputs, width, dtype=torch.int8, device=device)
-        scales = torch.zeros(scheme.num_groups(inputs), outputs, device=device)
+        """Raises ModelError for groups that cut a quarter of a tile."""
+        if scheme.group_size is not None and scheme.group_size % GROUP_MULTIPLE:
+            raise ModelError("quantization group size", scheme.group_size, f"must be a multiple of {GROUP_MULTIPLE}")
+        words = triton.cdiv(inputs, _TILE) * _TILE * scheme.bits // 32
+        codes = torch.zeros(outputs, words, dtype=torch.int32, device=device)
+        group = held_group(scheme)
+        groups = triton.cdiv(inputs, group) if group else 1
+        scales = torch.zeros(groups, outputs, device=device)
         zeros = None if scheme.symmetric else torch.zeros_like(scales)
-        return cls(scheme, inputs, block, codes, scales, zeros, empty_order(scheme, inputs, device), dtype)
+        return cls(scheme, inputs, codes, scales, zeros, empty_order(scheme, inputs, device), dtype)
 
     @property
     def nbytes(self) -> int:
         """What a product reads."""
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
+    @property
+    def group(self) -> int:
+        """Inputs of a scale that is held, 0 where all have one."""
+        return held_group(self.scheme)
+
+    @property
+    def _repeats(self) -> int:
+        """How often a scale is held."""
+        return (self.scheme.group_size or 1) // (self.group or 1)
+
     def put(self, first: int, rows: QuantizedRows) -> None:
         """Fill the rows from `first` on. Raises ModelError as `keep_order` does."""
         keep_order(self.order, rows)
-        middle, count = self.scheme.middle, len(rows.codes)
-        codes = F.pad(rows.whole().codes, (0, -self.inputs % self.block), value=middle) ^ middle  # two's complement
-        if self.scheme.bits == 4:
-            halves = codes.view(count, codes.shape[1] // self.block, 2, self.block // 2)
-            codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+        middle, count, bits = self.scheme.middle, len(rows.codes), self.scheme.bits
+        codes = F.pad(rows.whole().codes, (0, -self.inputs % _TILE), value=middle) ^ middle  # two's complement
+        tiles = codes.shape[1] // _TILE
+        slices = codes.view(count, tiles, 32 // bits, _TILE * bits // 32).transpose(2, 3)  # tiles, words, codes of each
+        if bits == 4:
+            slices = slices[..., 0::2] | slices[..., 1::2] << 4
         here = slice(first, first + count)
-        self.codes[here] = codes.view(torch.int8)
-        self.scales[:, here] = rows.scales.T
+        self.codes[here] = slices.contiguous().view(torch.int32).view(count, self.codes.shape[1])
+        held = len(self.scales)
+        self.scales[:, here] = rows.scales.T.repeat_interleave(self._repeats, 0)[:held]
         if self.zeros is not None and rows.zeros is not None:
-            self.zeros[:, here] = rows.zeros.T - middle
+            self.zeros[:, here] = rows.zeros.T.repeat_interleave(self._repeats, 0)[:held] - middle
 
     def rows(self, indices: Tensor | None = None) -> Tensor:
         """Rows `indices`, or all, `[R, in]` in `dtype`."""
-        middle, pick = self.scheme.middle, slice(None) if indices is None else indices
-        codes = self.codes[pick].view(torch.uint8)
-        if self.scheme.bits == 4:
-            halves = codes.view(len(codes), -1, self.block // 2)
-            codes = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
-        codes = codes[:, : self.inputs] ^ middle
-        zeros = self.zeros.T[pick] + middle if self.zeros is not None else None
-        return QuantizedRows(self.scheme, codes, self.scales.T[pick], zeros, self.order).dequantize(self.dtype)
+        middle, bits = self.scheme.middle, self.scheme.bits
+        pick = slice(None) if indices is None else indices
+        codes = self.codes[pick]
+        tiles = triton.cdiv(self.inputs, _TILE)
+        slices = codes.view(torch.uint8).view(len(codes), tiles, _TILE * bits // 32, 4)
+        if bits == 4:
+            slices = torch.stack((slices & 15, slices >> 4), dim=4).flatten(3)
+        whole = slices.transpose(2, 3).flatten(1)[:, : self.inputs] ^ middle
+        zeros = self.zeros[:: self._repeats].T[pick] + middle if self.zeros is not None else None
+        scales = self.scales[:: self._repeats].T[pick]
+        return QuantizedRows(self.scheme, whole, scales, zeros, self.order).dequantize(self.dtype)
 
     def row_counts(self, most: int) -> list[int]:
         """Numbers of rows up to `most` whose products launch, between them, every kernel that any such number needs."""
-        outputs, tiles = len(self.codes), triton.cdiv(self.inputs, self.block)
         found: dict[tuple[object, ...], int] = {}
         for rows in (*range(1, min(most, _FEW) + 1), *range(_FEW + 1, most + 1, _FEW)):  # in whole blocks of rows
-            cut = Launch.of(rows, outputs, tiles, self.dtype, roomy=_is_roomy(self.codes.device))
+            if self._widens(rows):
+                found.setdefault(("widened",), rows)
+                break
+            cut = self._cut(rows)
             found.setdefault((cut.block_m, cut.block_n, cut.warps, cut.stages, cut.splits > 1), rows)
         return list(found.values())
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ weight.T + bias` for `x` `[T, in]`: sums in float32, rounded once. Nothing here waits for the GPU."""
+        """`x @ weight.T + bias` for `x` `[T, in]`: sums in float32, rounded once; of many rows with
+        rounded weights. Nothing here waits for the GPU."""
         if self.order is not None:
             x = x.index_select(1, self.order)
         x = x if x.stride(1) == 1 else x.contiguous()
         rows, outputs = len(x), len(self.codes)
-        tiles = triton.cdiv(self.inputs, self.block)
-        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         if not rows:
-            return out
-        cut = Launch.of(rows, outputs, tiles, x.dtype, roomy=_is_roomy(x.device))
+            return torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+        if self._widens(rows):
+            return F.linear(x, self.widened(), bias)
+        return self.multiply(x, bias, self._cut(rows))
+
+    def _cut(self, rows: int) -> Launch:
+        tiles, roomy = triton.cdiv(self.inputs, _TILE), is_roomy(self.codes.device)
+        return Launch.of(rows, len(self.codes), tiles, self.dtype, group=self.group, roomy=roomy)
+
+    def _widens(self, rows: int) -> bool:
+        return rows >= _MANY and self.dtype != torch.float32
+
+    def multiply(self, x: Tensor, bias: Tensor | None, cut: Launch) -> Tensor:
+        """`linear` for inputs in order and at least one row, cut in a given way."""
+        rows, outputs, tiles = len(x), len(self.codes), triton.cdiv(self.inputs, _TILE)
+        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         split = cut.splits > 1
         to = torch.empty(cut.splits, rows, outputs, device=x.device) if split else out
         added = self.scales if bias is None else bias  # read where there is one only
         quantized_linear_kernel[triton.cdiv(rows, cut.block_m), triton.cdiv(outputs, cut.block_n), cut.splits](
             x, self.codes, self.scales, self.scales if self.zeros is None else self.zeros, added, to,
             rows, self.inputs, outputs, tiles, cut.each, x.stride(0), self.codes.stride(0),
-            self.scheme.bits, self.scheme.floating, self.scheme.group_size or 0,
-            self.zeros is not None, bias is not None and not split, self.inputs % self.block == 0,
-            cut.block_m, cut.block_n, self.block, num_warps=cut.warps, num_stages=cut.stages,
+            self.scheme.bits, self.scheme.floating, self.group,
+            self.zeros is not None, bias is not None and not split, self.inputs % _TILE == 0,
+            cut.block_m, cut.block_n, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         if split:
             sum_parts_kernel[rows, triton.cdiv(outputs, _SUM_BLOCK)](
@@ -142,10 +174,22 @@ class PackedWeight:
             )
         return out
 
+    def widened(self) -> Tensor:
+        """All weights, inputs in the order of codes, `[outputs, inputs]` in `dtype`."""
+        outputs = len(self.codes)
+        out = torch.empty(outputs, self.inputs, dtype=self.dtype, device=self.codes.device)
+        widen_kernel[triton.cdiv(self.inputs, _TILE), triton.cdiv(outputs, _WIDEN_BLOCK)](
+            self.codes, self.scales, self.scales if self.zeros is None else self.zeros, out,
+            self.inputs, outputs, self.codes.stride(0),
+            self.scheme.bits, self.scheme.floating, self.group, self.zeros is not None, _WIDEN_BLOCK,
+        )  # fmt: skip
+        return out
 
-@lru_cache
-def _is_roomy(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= _ROOMY
+
+def held_group(scheme: Scheme) -> int:
+    """Inputs of a scale as kernels have it: those of the scheme, or a quarter of a tile where they do not fit tiles; 0
+    where all have one."""
+    group = scheme.group_size
+    if group is None:
+        return 0
+    return group if group % _TILE == 0 or _TILE % group == 0 else _QUARTER

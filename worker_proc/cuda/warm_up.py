@@ -72,7 +72,7 @@ def _products(weights: DecoderWeights, most: int, device: torch.device) -> Itera
         weight = linear.weight
         if not isinstance(weight, PackedWeight):
             continue
-        shape = (weight.codes.shape, weight.inputs, weight.scheme, weight.block, linear.bias is None)
+        shape = (weight.codes.shape, weight.inputs, weight.scheme, linear.bias is None)
         if shape not in seen:
             seen.add(shape)
             for rows in weight.row_counts(most):
