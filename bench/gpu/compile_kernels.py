@@ -32,7 +32,8 @@ _POINTERS |= dict.fromkeys(
     ("seeds_ptr", "index_ptr", "tokens_ptr", "skipped_ptr", "levels_ptr", "tiles_ptr"), "*i64"
 ) | {"params_ptr": "*fp64"}
 _POINTERS |= dict.fromkeys(("partial_ptr", "sums_ptr", "frequencies_ptr", "weights_ptr"), "*fp32")
-_POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr"), "*fp32")
+_POINTERS |= dict.fromkeys(("logits_ptr", "best_ptr", "few_ptr"), "*fp32")
+_POINTERS |= {"masses_ptr": "*fp64", "ranges_ptr": "*fp64", "names_ptr": "*i32"}
 _POINTERS |= dict.fromkeys(
     ("sinks_ptr", "k_scales_ptr", "v_scales_ptr", "scales_ptr", "zeros_ptr", "parts_ptr"), "*fp32"
 )
@@ -99,7 +100,7 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "linear, parts", linear.sum_parts_kernel, {"BIAS": False, "BLOCK": 1024}
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
-    yield "draw", sampling.draw_kernel, {"BLOCK": 4096, "num_warps": 16}
+    yield "draw", sampling.draw_kernel, {"SUMMED": 2048, "BLOCKS": 128, "BLOCK": 8192, "ROOM": 4096, "num_warps": 16}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:

@@ -1,7 +1,7 @@
 """mini-sglang's and nano-vllm's offline benchmark through a real cluster: 256 prompts of 100 to 1024 random tokens,
 100 to 1024 output tokens each, all handed in at once; output tokens per second.
 
-    python -m bench.gpu.offline --model DIR --repeats 3
+    python -m bench.gpu.offline --model DIR --repeats 3 [--quantization int4] [--kv-cache-dtype int8]
 """
 
 import random
@@ -16,24 +16,33 @@ from rhizome import LLM, SamplingParams
 _SEED = 0
 
 
+def workload(rng: random.Random, requests: int, shortest: int, longest: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts, and how many tokens each gets."""
+    prompts = [[rng.randrange(3, 10_000) for _ in range(rng.randint(shortest, longest))] for _ in range(requests)]
+    return prompts, [rng.randint(shortest, longest) for _ in range(requests)]
+
+
 @click.command()
 @click.option("--model", type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--requests", default=256)
 @click.option("--repeats", default=3)
 @click.option("--shortest", default=100)
 @click.option("--longest", default=1024)
-def main(model: Path, requests: int, repeats: int, shortest: int, longest: int) -> None:
+@click.option("--quantization", default="auto")
+@click.option("--kv-cache-dtype", default="auto")
+def main(
+    model: Path, requests: int, repeats: int, shortest: int, longest: int, quantization: str, kv_cache_dtype: str
+) -> None:
     rng = random.Random(_SEED)
     rates = []
     # nobody waits for a single token: prompts come in steps as large as there are
-    with LLM(model, max_running=requests, chunk_tokens=2048, chunk_slowdown=0) as llm:
+    flags = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(model, max_running=requests, chunk_tokens=2048, chunk_slowdown=0, **flags) as llm:
         for repeat in range(repeats + 1):
-            prompts = [
-                [rng.randrange(3, 10_000) for _ in range(rng.randint(shortest, longest))] for _ in range(requests)
-            ]
+            prompts, lengths = workload(rng, requests, shortest, longest)
             params = [
-                SamplingParams(temperature=0.6, max_tokens=rng.randint(shortest, longest), ignore_eos=True, seed=i)
-                for i in range(requests)
+                SamplingParams(temperature=0.6, max_tokens=length, ignore_eos=True, seed=i)
+                for i, length in enumerate(lengths)
             ]
             started = time.perf_counter()
             results = llm.generate(prompts, params, use_tqdm=False)
@@ -44,7 +53,8 @@ def main(model: Path, requests: int, repeats: int, shortest: int, longest: int) 
             if repeat:  # the first round warms up
                 rates.append(tokens / taken)
                 print(f"  {tokens} tokens in {taken:.2f} s: {rates[-1]:,.0f} tok/s", flush=True)
-    print(f"offline: median {statistics.median(rates):,.0f} output tok/s over {repeats} repeats")
+    what = f"{quantization} weights, {kv_cache_dtype} cache"
+    print(f"offline, {what}: median {statistics.median(rates):,.0f} output tok/s over {repeats} repeats")
 
 
 if __name__ == "__main__":

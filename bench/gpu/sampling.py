@@ -15,7 +15,7 @@ import torch
 
 from bench.gpu.limits import seconds
 from common.sampling_params import DrawParams
-from worker_proc.cuda.sampling import draw_rows, make_weights
+from worker_proc.cuda.sampling import Weights, draw_rows, make_weights
 from worker_proc.sampler import Sampler, weights_of
 from worker_proc.staging import Staging
 
@@ -35,13 +35,13 @@ def weights(logits: torch.Tensor) -> bool:
     params, rows = torch.full((4, count), 0.8, dtype=torch.float64, device="cuda"), torch.arange(count, device="cuda")
     index, best = torch.stack((rows, rows, rows)), logits.max(-1).values
 
-    def by_kernel() -> torch.Tensor:
+    def by_kernel() -> Weights:
         return make_weights(logits, best, params, index)
 
     def by_torch() -> torch.Tensor:
         return weights_of(logits.index_select(0, rows), best[rows], params[0].float(), exact=True)
 
-    same = torch.equal(by_kernel(), by_torch())
+    same = torch.equal(by_kernel().weights, by_torch())
     times = [seconds(make, repeats=10, queued=True) * 1e6 for make in (by_kernel, by_torch)]
     bits = "same bits" if same else "OTHER BITS: WRONG"
     print(f"{count:>4} rows, weights: kernel {times[0]:9.1f} us, torch {times[1]:9.1f} us, {bits}", flush=True)

@@ -3,7 +3,8 @@
     python -m bench.gpu.worker --model qwen3-0.6b --model llama-8b
 
 Random weights, bfloat16, one GPU. A decode's floor is its weights and KV over the copy bandwidth, a prefill's its
-products over the matrix rate, both measured in the same run. Then twenty steps of the worker's ModelRunner are profiled
+products over the matrix rate or its weights over the copy bandwidth, whichever takes longer, all measured in the same
+run. Then twenty steps of the worker's ModelRunner are profiled
 for each batch size: `idle` is the share of the time between their first and their last kernel in which nothing ran on
 the GPU for more than 5 us, `gaps` that of shorter pauses, as there are between any two kernels. More than 3 % idle, a
 call between their launches that waits for the GPU, or tokens of graphs that differ make the exit status 1. For some
@@ -128,7 +129,7 @@ def prefill(model: CudaDecoder, lengths: list[int], limits: Limits) -> None:
         taken = seconds(lambda b=batch: graphed.greedy(b, cache), repeats=5)
         products = 2 * length * (weight_bytes(model) - model.weights.head.weight.nbytes) / 2
         attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * length * length  # causal: half of 4 N^2 D
-        floor = (products + attention) / limits.matrix_rate
+        floor = max((products + attention) / limits.matrix_rate, weight_bytes(model) / limits.bandwidth)
         print(
             f"  prefill {length:>6}: {taken * 1e3:8.2f} ms with graphs, {eager * 1e3:8.2f} without, floor "
             f"{floor * 1e3:8.2f} ms = {floor / taken:4.0%}  "

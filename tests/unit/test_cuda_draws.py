@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from common.sampling_params import DrawParams
 from worker_proc import sampler as reference
-from worker_proc.cuda.sampling import draw, make_weights
+from worker_proc.cuda.sampling import draw_rows, make_weights
 from worker_proc.random import uniforms
 
 
@@ -22,15 +22,16 @@ def params_of(draws: list[DrawParams]) -> tuple[Tensor, Tensor]:
     return torch.tensor(rows, dtype=torch.float64).T.contiguous(), torch.tensor([d.seed for d in draws])
 
 
-def both(weights: Tensor, draws: list[DrawParams], positions: list[int]) -> tuple[list[int], list[int]]:
-    """Row i with `draws[i]`: tokens by the kernel, and by the functions of worker_proc/sampler.py."""
+def both(logits: Tensor, draws: list[DrawParams], positions: list[int]) -> tuple[list[int], list[int]]:
+    """Row i with `draws[i]`, temperature 1: tokens by the kernels, and by the functions of worker_proc/sampler.py."""
     params, seeds = params_of(draws)
     rows, at = torch.arange(len(draws)), torch.tensor(positions)
     tokens = torch.full((len(draws) + 1,), -1)
-    on = [tensor.to(DEVICE) for tensor in (weights, params, seeds, torch.stack((rows + 1, rows, at)), tokens)]
-    draw(*on)
+    above = torch.cat((torch.zeros(1, logits.shape[1]), logits))  # row i + 1 is drawn from, and its token goes there
+    index = torch.stack((rows + 1, rows, at))
+    draw_rows(*(on := [t.to(DEVICE) for t in (above, above.max(-1).values, params, seeds, index, tokens)]))
     assert int(on[-1][0]) == -1, "a row was written to another place"
-    kept = weights.clone()
+    kept = as_weights(logits)
     reference._filter(kept, params, params)
     return on[-1][1:].tolist(), reference._draw(kept, uniforms(seeds, at)).tolist()
 
@@ -59,17 +60,20 @@ def test_tokens_equal_those_of_sorting(seed: int, vocab: int, ties: int, kinds: 
     if ties:
         logits = (logits * ties).round() / ties
     draws = [DrawParams(1.0, k, p, least, seed + i) for i, (k, p, least) in enumerate(kinds)]
-    got, want = both(as_weights(logits), draws, [seed % 1000 + i for i in range(len(kinds))])
+    got, want = both(logits, draws, [seed % 1000 + i for i in range(len(kinds))])
     assert got == want
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 20.0])
-@pytest.mark.parametrize("kind", [DrawParams(top_p=0.9), DrawParams(top_k=50), DrawParams(1.0, 1000, 0.95, 0.001)])
+@pytest.mark.parametrize("kind", [
+    DrawParams(), DrawParams(top_p=0.9), DrawParams(top_k=50), DrawParams(top_k=5000), DrawParams(min_p=0.02),
+    DrawParams(1.0, 1000, 0.95, 0.001),
+])  # fmt: skip
 def test_a_large_vocabulary(scale: float, kind: DrawParams) -> None:
     """More than one block, flat and steep; with `scale` 0 all tokens are equal."""
     logits = torch.randn(6, 9001, generator=torch.Generator().manual_seed(3)) * scale
     draws = [DrawParams(1.0, kind.top_k, kind.top_p, kind.min_p, seed=i * 2**40) for i in range(6)]
-    got, want = both(as_weights(logits), draws, [0, 1, 2**20, 3, 2**31, 5])
+    got, want = both(logits, draws, [0, 1, 2**20, 3, 2**31, 5])
     assert got == want
 
 
@@ -77,22 +81,22 @@ def test_the_set_that_is_kept_is_that_of_sorting() -> None:
     """Rows of the same logits at many positions reach every token that is kept, and no other one."""
     logits = (torch.randn(1, 30, generator=torch.Generator().manual_seed(5)) * 2).round()  # many ties
     for kind in (DrawParams(top_k=5), DrawParams(top_p=0.7), DrawParams(1.0, 9, 0.8, 0.02)):
-        weights = as_weights(logits).repeat(400, 1)
         draws = [DrawParams(1.0, kind.top_k, kind.top_p, kind.min_p, seed=1)] * 400
-        got, want = both(weights, draws, list(range(400)))
+        got, want = both(logits.repeat(400, 1), draws, list(range(400)))
         assert got == want
-        kept = weights[:1].clone()
+        kept = as_weights(logits)
         params, _ = params_of([kind])
         reference._filter(kept, params, params)
         assert set(got) == set(kept[0].nonzero().squeeze(1).tolist())
 
 
 def test_rows_that_hold_nan_end() -> None:
-    weights = torch.full((3, 50), float("nan"))
-    weights[1, 10:] = 1.0
-    draws = [DrawParams(top_p=0.5), DrawParams(top_k=3), DrawParams(1.0, 3, 0.5, 0.1)]
-    got, _ = both(weights.clone(), draws, [0, 1, 2])
-    assert all(0 <= token < 50 for token in got)
+    for vocab in (50, 9001):
+        logits = torch.full((4, vocab), float("nan"))
+        logits[1, 10:] = 1.0
+        draws = [DrawParams(top_p=0.5), DrawParams(top_k=3), DrawParams(1.0, 3, 0.5, 0.1), DrawParams(1.0)]
+        got, _ = both(logits, draws, [0, 1, 2, 3])
+        assert all(0 <= token < vocab for token in got)
 
 
 def made(logits: Tensor, temperatures: list[float], rows: list[int]) -> tuple[Tensor, Tensor]:
@@ -102,7 +106,7 @@ def made(logits: Tensor, temperatures: list[float], rows: list[int]) -> tuple[Te
     index, best = torch.stack((torch.tensor(rows), slots, slots)), logits.max(-1).values
     got = make_weights(*(tensor.to(DEVICE) for tensor in (logits, best, params, index)))
     want = reference.weights_of(logits[rows], best[rows], params[0, slots].float(), exact=True)
-    return got.cpu().view(torch.int32), want.view(torch.int32)
+    return got.weights.cpu().view(torch.int32), want.view(torch.int32)
 
 
 NUMBERS = st.one_of(st.floats(width=32), st.floats(-60, 60, width=32), st.sampled_from([-torch.inf, 0.0, -1e-42]))

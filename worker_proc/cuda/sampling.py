@@ -1,15 +1,28 @@
 """The kernels of sampling_kernels.py on tensors. Nothing here waits for the GPU."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
-from worker_proc.cuda.sampling_kernels import draw_kernel, weights_kernel
+from worker_proc.cuda.sampling_kernels import RANGES, draw_kernel, weights_kernel
 from worker_proc.sampler import NEVER, UNIT
 
-_BLOCK = 4096
+_SUMMED = 2048  # weights of a block that is added up where it is made
+_BLOCK = 8192
+_ROOM = 4096  # tokens that are drawn from in registers
 _WARPS = 16
-_WEIGHTS_BLOCK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of rows (float32 `[R, vocab]`, whole numbers up to `UNIT`), and what `draw_kernel` wants to know of their
+    blocks."""
+
+    weights: Tensor
+    masses: Tensor
+    ranges: Tensor
 
 
 def draw_rows(logits: Tensor, best: Tensor, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor) -> None:
@@ -18,27 +31,41 @@ def draw_rows(logits: Tensor, best: Tensor, params: Tensor, seeds: Tensor, index
     draw(make_weights(logits, best, params, index), params, seeds, index, tokens)
 
 
-def make_weights(logits: Tensor, best: Tensor, params: Tensor, index: Tensor) -> Tensor:
-    """`worker_proc.sampler.weights_of`, exact, for rows `index[0]` of `logits` with the temperatures of slots
-    `index[1]`: float32 `[R, vocab]`, the same bits."""
+def make_weights(logits: Tensor, best: Tensor, params: Tensor, index: Tensor) -> Weights:
+    """`worker_proc.sampler.weights_of`, exact, for rows `index[0]` of `logits` with the parameters of slots `index[1]`:
+    the same bits."""
     rows, vocab = index.shape[1], logits.shape[1]
-    weights = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    weights_kernel[rows, triton.cdiv(vocab, _WEIGHTS_BLOCK)](
-        logits, best, params, index, weights,
-        vocab, logits.stride(0), index.stride(0), NEVER, UNIT, _WEIGHTS_BLOCK,
+    summed, device = _at_most(_SUMMED, vocab), logits.device
+    blocks = triton.cdiv(vocab, summed)
+    made = Weights(
+        torch.empty(rows, vocab, dtype=torch.float32, device=device),
+        torch.empty(rows, blocks, dtype=torch.float64, device=device),
+        torch.empty(rows, blocks, 2, RANGES.value, dtype=torch.float64, device=device),
+    )
+    weights_kernel[rows, blocks](
+        logits, best, params, index, made.weights, made.masses, made.ranges,
+        vocab, logits.stride(0), params.stride(0), index.stride(0), NEVER, UNIT, summed,
     )  # fmt: skip
-    return weights
+    return made
 
 
-def draw(weights: Tensor, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor) -> None:
-    """Write a token for every row of `weights` (float32 `[R, vocab]`, whole numbers up to `UNIT`) to `tokens` int64
-    `[S]`.
+def draw(made: Weights, params: Tensor, seeds: Tensor, index: Tensor, tokens: Tensor) -> None:
+    """Write a token for every row of weights, made for the same `params` and `index`, to `tokens` int64 `[S]`.
 
     `params` float64 `[4, max_slots]` (temperature, top_k, top_p, min_p) and `seeds` int64 `[max_slots]` are those of
     all slots; `index` int64 `[3, R]` says a row's place in `tokens`, its slot and its position.
     """
-    rows, vocab = weights.shape
+    (rows, vocab), blocks, device = made.weights.shape, made.masses.shape[1], tokens.device
+    summed, block, room = (_at_most(size, vocab) for size in (_SUMMED, _BLOCK, _ROOM))
+    few = torch.empty(rows, room, dtype=torch.float32, device=device)
+    names = torch.empty(rows, room, dtype=torch.int32, device=device)
     draw_kernel[(rows,)](
-        weights, params, seeds, index, tokens,
-        vocab, weights.stride(0), params.stride(0), index.stride(0), UNIT, _BLOCK, num_warps=_WARPS,
+        made.weights, made.masses, made.ranges, few, names, params, seeds, index, tokens,
+        vocab, blocks, made.weights.stride(0), params.stride(0), index.stride(0), UNIT,
+        summed, triton.next_power_of_2(blocks), block, room, num_warps=_WARPS,
     )  # fmt: skip
+
+
+def _at_most(size: int, vocab: int) -> int:
+    """A block of `size`, or less for a small vocabulary."""
+    return min(size, int(triton.next_power_of_2(vocab)))

@@ -2,24 +2,36 @@
 
 Top-k, top-p and min-p all keep the tokens whose weight reaches a threshold, and the threshold of a filter is the
 largest one that still keeps enough: k tokens, or a share p of the mass. Floats that are not negative are ordered like
-their bits, so the threshold is searched for among integers. Every pass over the row tries three pivots and moves both
-ends of the interval to weights that occur, so about nine passes find it in 150,000 tokens (FlashInfer's sampling
-searches with two pivots). Weights are whole numbers whose float64 sums are exact in any order, so the tokens kept and
-drawn are to the last one those that `worker_proc/sampler.py` gets by sorting.
+their bits, so the threshold is searched for among integers.
+
+Where weights are made, each block of them is counted and added up by ranges of bits. That says in which range a
+threshold is, and which block a draw without filters is in. Tokens from the lowest such range on, nearly always few, are
+laid together in their order, and everything else is done in registers (a radix selection's first digit, then a search
+with three pivots at a time). Where they are many, each pass goes over the row instead, and moves both ends of the
+interval to weights that occur (FlashInfer's sampling searches so, with two pivots).
+
+Weights are whole numbers whose float64 sums are exact in any order, so the tokens kept and drawn are to the last one
+those that `worker_proc/sampler.py` gets by sorting.
 """
 
 import triton
 import triton.language as tl
 
+RANGES = tl.constexpr(16)  # of 2^24 bits each, from weights of 8 on; the last one ends beyond the largest weight
+_FIRST = tl.constexpr(0x41)
+_BEYOND = tl.constexpr(0x50800001)  # the bits of 2**34, the largest weight, and one
+
 
 @triton.jit(do_not_specialize=["index_ptr", "index_row"])  # see attention_kernels.py
 def weights_kernel(
-    logits_ptr, best_ptr, params_ptr, index_ptr, weights_ptr,
-    vocab, logits_row, index_row, never, unit,
+    logits_ptr, best_ptr, params_ptr, index_ptr, weights_ptr, masses_ptr, ranges_ptr,
+    vocab, logits_row, params_row, index_row, never, unit,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): block j of row i of `weights` float32 `[R, vocab]`, from row `index[0, i]` of `logits` float32,
-    its largest in `best`, and the temperature of slot `index[1, i]`, as `worker_proc.sampler.weights_of` has it.
+    its largest in `best`, and the temperature of slot `index[1, i]`, as `worker_proc.sampler.weights_of` has it; their
+    sum to `masses` float64 `[R, blocks]`, and, where the slot has a filter, how many there are in each range, and their
+    sums, to `ranges` float64 `[R, blocks, 2, RANGES]`.
 
     Every operation is rounded as IEEE 754 says, and the exponential from float64, so that the bits are those of torch.
     """
@@ -34,40 +46,162 @@ def weights_kernel(
     middle = 4503599627370496.0  # 2**52: what is added to it and taken away again is rounded to a whole number
     weights = ((powers.to(tl.float64) * unit + middle) - middle).to(tl.float32)
     tl.store(weights_ptr + row.to(tl.int64) * vocab + at, weights, mask=at < vocab)
+    values = tl.where(at < vocab, weights, 0.0).to(tl.float64)
+    block = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(masses_ptr + block, tl.sum(values, 0))
+    slot = tl.load(index_ptr + index_row + row)
+    top_k, top_p, min_p = _filters(params_ptr, params_row, slot)
+    if (top_k > 0) | (top_p < 1) | (min_p > 0):
+        places = tl.where(at < vocab, (weights.to(tl.int32, bitcast=True) >> 24) - _FIRST, -1)
+        ranges_ptr += block * 2 * RANGES
+        for number in tl.static_range(RANGES):
+            here = places == number
+            tl.store(ranges_ptr + number, tl.sum(here.to(tl.int32), 0).to(tl.float64))
+            tl.store(ranges_ptr + RANGES + number, tl.sum(tl.where(here, values, 0.0), 0))
+
+
+@triton.jit
+def _filters(params_ptr, params_row, slot):
+    """top_k, top_p and min_p of a slot."""
+    at = params_ptr + slot
+    return tl.load(at + params_row), tl.load(at + 2 * params_row), tl.load(at + 3 * params_row)
 
 
 @triton.jit(do_not_specialize=["index_ptr", "index_row"])  # see attention_kernels.py
 def draw_kernel(
-    weights_ptr, params_ptr, seeds_ptr, index_ptr, tokens_ptr,
-    vocab, weights_row, params_row, index_row, unit,
-    BLOCK: tl.constexpr,
+    weights_ptr, masses_ptr, ranges_ptr, few_ptr, names_ptr, params_ptr, seeds_ptr, index_ptr, tokens_ptr,
+    vocab, blocks, weights_row, params_row, index_row, unit,
+    SUMMED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Program i draws for row i of `weights` float32 `[R, vocab]`.
+    """Program i draws for row i of `weights` float32 `[R, vocab]`, whose `masses` and `ranges` of blocks of `SUMMED`
+    are those of `weights_kernel`; there are `blocks`, at most `BLOCKS`.
 
     `index` int64 `[3, R]` has the row's place in `tokens` (int64), its slot and its position. `params` float64
-    `[4, slots]` are temperature, top_k, top_p, min_p; `seeds` int64 `[slots]`; `unit` is the largest weight.
+    `[4, slots]` are temperature, top_k, top_p, min_p; `seeds` int64 `[slots]`; `unit` is the largest weight. `few`
+    float32 and `names` int32 `[R, ROOM]` are room for tokens that may be kept.
     """
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + index_row + row)
-    top_k = tl.load(params_ptr + params_row + slot)
-    top_p = tl.load(params_ptr + 2 * params_row + slot)
-    min_p = tl.load(params_ptr + 3 * params_row + slot)
-    weights_ptr += row.to(tl.int64) * weights_row
-    edge = 0
-    if (top_k > 0) & (top_k < vocab):
-        edge = _search(weights_ptr, vocab, edge, top_k, False, BLOCK)
-    if top_p < 1:
-        edge = _search(weights_ptr, vocab, edge, top_p * _mass(weights_ptr, vocab, edge, BLOCK), True, BLOCK)
-    if min_p > 0:
-        edge = tl.maximum(edge, (min_p * unit).to(tl.float32).to(tl.int32, bitcast=True))
+    top_k, top_p, min_p = _filters(params_ptr, params_row, slot)
+    weights_ptr += row * weights_row
+    by_k, by_p = (top_k > 0) & (top_k < vocab), top_p < 1
+    smallest = (min_p * unit).to(tl.float32).to(tl.int32, bitcast=True)
+    numbers = tl.arange(0, BLOCKS)
+    masses = tl.load(masses_ptr + row * blocks + numbers, mask=numbers < blocks, other=0.0)
+    everything = tl.sum(masses, 0)
 
     position = tl.load(index_ptr + 2 * index_row + row)
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = low * 0
     first, second, _, _ = tl.philox(tl.load(seeds_ptr + slot).to(tl.uint64, bitcast=True), low, high, zero, zero)
     bits = (first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)
-    target = bits.to(tl.float64) * 1.1102230246251565e-16 * _mass(weights_ptr, vocab, edge, BLOCK)
+    share = bits.to(tl.float64) * 1.1102230246251565e-16
 
+    if by_k | by_p | (min_p > 0):
+        which = tl.arange(0, RANGES)
+        at = ranges_ptr + (row * blocks + numbers)[:, None] * 2 * RANGES + which[None, :]
+        counts = _from(tl.sum(tl.load(at, mask=(numbers < blocks)[:, None], other=0.0), 0))
+        sums = _from(tl.sum(tl.load(at + RANGES, mask=(numbers < blocks)[:, None], other=0.0), 0))
+        enough = tl.maximum((smallest >> 24) - _FIRST, -1)  # the range from which on tokens may be kept
+        if by_p:
+            enough = tl.max(tl.where(sums >= top_p * everything, which, -1), 0)
+        if by_k:
+            enough = tl.max(tl.where(counts >= top_k, which, -1), 0)
+        least = tl.where(enough < 0, 0, (enough + _FIRST) << 24)
+        next_range = (enough + 1 + _FIRST) << 24
+        left = tl.sum(tl.where(which == enough, counts, 0.0), 0)
+        left = tl.where(enough < 0, vocab, left)
+        if left <= ROOM:
+            few_ptr += row * ROOM
+            names_ptr += row * ROOM
+            found = _draw_few(
+                weights_ptr, few_ptr, names_ptr, vocab, least, next_range, by_k, by_p, top_k, top_p, everything,
+                tl.where(min_p > 0, smallest, 0), share, BLOCK, ROOM,
+            )  # fmt: skip
+        else:
+            edge = 0
+            if by_k:
+                edge = _search(weights_ptr, vocab, edge, top_k, False, BLOCK)
+            if by_p:
+                edge = _search(weights_ptr, vocab, edge, top_p * _mass(weights_ptr, vocab, edge, BLOCK), True, BLOCK)
+            if min_p > 0:
+                edge = tl.maximum(edge, smallest)
+            found = _draw_many(weights_ptr, vocab, edge, share * _mass(weights_ptr, vocab, edge, BLOCK), BLOCK)
+    else:
+        target = share * everything
+        block = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= target).to(tl.int32), 0), blocks - 1)
+        before = tl.sum(tl.where(numbers < block, masses, 0.0), 0)
+        inside = block * SUMMED + tl.arange(0, SUMMED)
+        weights = tl.load(weights_ptr + inside, mask=inside < vocab, other=0.0).to(tl.float64)
+        found = block * SUMMED + tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+    tl.store(tokens_ptr + tl.load(index_ptr + row), tl.minimum(found, vocab - 1).to(tl.int64))
+
+
+@triton.jit
+def _from(parts):
+    """Sums of `parts` `[RANGES]` from each on."""
+    which = tl.arange(0, RANGES)
+    return tl.sum(tl.where(which[None, :] >= which[:, None], parts[None, :], 0.0), 1)
+
+
+@triton.jit
+def _draw_few(
+    weights_ptr, few_ptr, names_ptr, vocab, least, next_range, by_k, by_p, top_k, top_p, everything, smallest, share,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """The token drawn, where at most `ROOM` have bits from `least` on, and the first filter's threshold is below
+    `next_range`."""
+    at = tl.arange(0, BLOCK)
+    held = 0
+    for start in range(0, vocab, BLOCK):
+        weights = tl.load(weights_ptr + start + at, mask=start + at < vocab, other=0.0)
+        kept = (weights.to(tl.int32, bitcast=True) >= least) & (start + at < vocab)
+        count = tl.sum(kept.to(tl.int32), 0)
+        if count > 0:
+            place = held + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(few_ptr + place, weights, mask=kept & (place < ROOM))
+            tl.store(names_ptr + place, start + at, mask=kept & (place < ROOM))
+        held += count
+    tl.debug_barrier()  # threads read what others wrote
+    places = tl.arange(0, ROOM)
+    weights = tl.load(few_ptr + places, mask=places < held, other=0.0).to(tl.float64)
+    bits = tl.load(few_ptr + places, mask=places < held, other=-1.0).to(tl.int32, bitcast=True)
+    edge = least
+    if by_k:
+        edge = _search_few(bits, weights * 0.0 + 1.0, least, next_range, top_k)
+    if by_p:
+        if by_k:
+            mass = tl.sum(tl.where(bits >= edge, weights, 0.0), 0)
+            edge = _search_few(bits, weights, edge, edge * 0 + _BEYOND, top_p * mass)
+        else:
+            edge = _search_few(bits, weights, edge, next_range, top_p * everything)
+    edge = tl.maximum(edge, smallest)
+    weights = tl.where(bits >= edge, weights, 0.0)
+    target = share * tl.sum(weights, 0)
+    place = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+    return tl.load(names_ptr + tl.minimum(place, tl.minimum(held, ROOM) - 1))
+
+
+@triton.jit
+def _search_few(bits, values, low, high, wanted):
+    """The largest threshold from which on `values` add up to `wanted`: `low` is small enough, `high` too large."""
+    while high - low > 1:
+        width = high - low
+        p1, p2, p3 = low + (width + 3) // 4, low + (width + 1) // 2, high - width // 4
+        if tl.sum(tl.where(bits >= p3, values, 0.0), 0) >= wanted:
+            low = p3
+        elif tl.sum(tl.where(bits >= p2, values, 0.0), 0) >= wanted:
+            low, high = p2, p3
+        elif tl.sum(tl.where(bits >= p1, values, 0.0), 0) >= wanted:
+            low, high = p1, p2
+        else:
+            high = p1
+    return low
+
+
+@triton.jit
+def _draw_many(weights_ptr, vocab, edge, target, BLOCK: tl.constexpr):
+    """The first token up to which the weights that reach `edge` add up to more than `target`."""
     at = tl.arange(0, BLOCK)
     reached = target * 0.0
     found = 0
@@ -79,7 +213,7 @@ def draw_kernel(
             found = start + tl.sum((reached + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
         reached = total
         start += BLOCK
-    tl.store(tokens_ptr + tl.load(index_ptr + row), tl.minimum(found, vocab - 1).to(tl.int64))
+    return found
 
 
 @triton.jit
@@ -106,7 +240,7 @@ def _search(weights_ptr, vocab, low, wanted, MASS: tl.constexpr, BLOCK: tl.const
     `low` leaves enough. A row of NaN ends the search, with any result.
     """
     at = tl.arange(0, BLOCK)
-    high = (low * 0) + 0x50800001  # the bits of 2**34, the largest weight, and one
+    high = (low * 0) + _BEYOND
     while high - low > 1:
         width = high - low
         p1, p2, p3 = low + (width + 3) // 4, low + (width + 1) // 2, high - width // 4
