@@ -100,7 +100,11 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "linear, parts", linear.sum_parts_kernel, {"BIAS": False, "BLOCK": 1024}
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
-    yield "draw", sampling.draw_kernel, {"SUMMED": 2048, "BLOCKS": 128, "BLOCK": 8192, "ROOM": 4096, "num_warps": 16}
+    yield (
+        "draw",
+        sampling.draw_kernel,
+        {"SUMMED": 2048, "BLOCKS": 128, "BLOCK": 8192, "SEARCHED": 4096, "ROOM": 4096, "num_warps": 16},
+    )
 
 
 def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:

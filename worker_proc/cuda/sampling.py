@@ -10,7 +10,8 @@ from worker_proc.cuda.sampling_kernels import RANGES, draw_kernel, weights_kerne
 from worker_proc.sampler import NEVER, UNIT
 
 _SUMMED = 2048  # weights of a block that is added up where it is made
-_BLOCK = 8192
+_BLOCK = 8192  # weights that are looked at together where few are laid together
+_SEARCHED = 4096  # and where thresholds are searched for among all of them, which takes more registers
 _ROOM = 4096  # tokens that are drawn from in registers
 _WARPS = 16
 
@@ -56,13 +57,13 @@ def draw(made: Weights, params: Tensor, seeds: Tensor, index: Tensor, tokens: Te
     all slots; `index` int64 `[3, R]` says a row's place in `tokens`, its slot and its position.
     """
     (rows, vocab), blocks, device = made.weights.shape, made.masses.shape[1], tokens.device
-    summed, block, room = (_at_most(size, vocab) for size in (_SUMMED, _BLOCK, _ROOM))
+    summed, block, searched, room = (_at_most(size, vocab) for size in (_SUMMED, _BLOCK, _SEARCHED, _ROOM))
     few = torch.empty(rows, room, dtype=torch.float32, device=device)
     names = torch.empty(rows, room, dtype=torch.int32, device=device)
     draw_kernel[(rows,)](
         made.weights, made.masses, made.ranges, few, names, params, seeds, index, tokens,
         vocab, blocks, made.weights.stride(0), params.stride(0), index.stride(0), UNIT,
-        summed, triton.next_power_of_2(blocks), block, room, num_warps=_WARPS,
+        summed, triton.next_power_of_2(blocks), block, searched, room, num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ def weights_kernel(
 ):  # fmt: skip
     """Program (i, j): block j of row i of `weights` float32 `[R, vocab]`, from row `index[0, i]` of `logits` float32,
     its largest in `best`, and the temperature of slot `index[1, i]`, as `worker_proc.sampler.weights_of` has it; their
-    sum to `masses` float64 `[R, blocks]`, and, where the slot has a filter, how many there are in each range, and their
-    sums, to `ranges` float64 `[R, blocks, 2, RANGES]`.
+    sum to `masses` float64 `[R, blocks]`, and, where the slot has top_k or top_p, how many there are in each range, and
+    their sums where they decide, to `ranges` float64 `[R, blocks, 2, RANGES]`.
 
     Every operation is rounded as IEEE 754 says, and the exponential from float64, so that the bits are those of torch.
     """
@@ -50,14 +50,16 @@ def weights_kernel(
     block = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(masses_ptr + block, tl.sum(values, 0))
     slot = tl.load(index_ptr + index_row + row)
-    top_k, top_p, min_p = _filters(params_ptr, params_row, slot)
-    if (top_k > 0) | (top_p < 1) | (min_p > 0):
+    top_k, top_p, _ = _filters(params_ptr, params_row, slot)
+    by_k = (top_k > 0) & (top_k < vocab)
+    if by_k | (top_p < 1):
         places = tl.where(at < vocab, (weights.to(tl.int32, bitcast=True) >> 24) - _FIRST, -1)
         ranges_ptr += block * 2 * RANGES
         for number in tl.static_range(RANGES):
             here = places == number
             tl.store(ranges_ptr + number, tl.sum(here.to(tl.int32), 0).to(tl.float64))
-            tl.store(ranges_ptr + RANGES + number, tl.sum(tl.where(here, values, 0.0), 0))
+            if not by_k:
+                tl.store(ranges_ptr + RANGES + number, tl.sum(tl.where(here, values, 0.0), 0))
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def _filters(params_ptr, params_row, slot):
 def draw_kernel(
     weights_ptr, masses_ptr, ranges_ptr, few_ptr, names_ptr, params_ptr, seeds_ptr, index_ptr, tokens_ptr,
     vocab, blocks, weights_row, params_row, index_row, unit,
-    SUMMED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+    SUMMED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Program i draws for row i of `weights` float32 `[R, vocab]`, whose `masses` and `ranges` of blocks of `SUMMED`
     are those of `weights_kernel`; there are `blocks`, at most `BLOCKS`.
@@ -97,16 +99,15 @@ def draw_kernel(
     bits = (first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)
     share = bits.to(tl.float64) * 1.1102230246251565e-16
 
-    if by_k | by_p | (min_p > 0):
+    if by_k | by_p:
         which = tl.arange(0, RANGES)
         at = ranges_ptr + (row * blocks + numbers)[:, None] * 2 * RANGES + which[None, :]
         counts = _from(tl.sum(tl.load(at, mask=(numbers < blocks)[:, None], other=0.0), 0))
-        sums = _from(tl.sum(tl.load(at + RANGES, mask=(numbers < blocks)[:, None], other=0.0), 0))
-        enough = tl.maximum((smallest >> 24) - _FIRST, -1)  # the range from which on tokens may be kept
-        if by_p:
-            enough = tl.max(tl.where(sums >= top_p * everything, which, -1), 0)
         if by_k:
-            enough = tl.max(tl.where(counts >= top_k, which, -1), 0)
+            enough = tl.max(tl.where(counts >= top_k, which, -1), 0)  # the range of the first threshold
+        else:
+            sums = _from(tl.sum(tl.load(at + RANGES, mask=(numbers < blocks)[:, None], other=0.0), 0))
+            enough = tl.max(tl.where(sums >= top_p * everything, which, -1), 0)
         least = tl.where(enough < 0, 0, (enough + _FIRST) << 24)
         next_range = (enough + 1 + _FIRST) << 24
         left = tl.sum(tl.where(which == enough, counts, 0.0), 0)
@@ -119,14 +120,21 @@ def draw_kernel(
                 tl.where(min_p > 0, smallest, 0), share, BLOCK, ROOM,
             )  # fmt: skip
         else:
-            edge = 0
+            edge = least
             if by_k:
-                edge = _search(weights_ptr, vocab, edge, top_k, False, BLOCK)
+                edge = _search(weights_ptr, vocab, edge, next_range, top_k, False, SEARCHED)
             if by_p:
-                edge = _search(weights_ptr, vocab, edge, top_p * _mass(weights_ptr, vocab, edge, BLOCK), True, BLOCK)
+                wanted = top_p * everything
+                if by_k:
+                    next_range = edge * 0 + _BEYOND
+                    wanted = top_p * _mass(weights_ptr, vocab, edge, SEARCHED)
+                edge = _search(weights_ptr, vocab, edge, next_range, wanted, True, SEARCHED)
             if min_p > 0:
                 edge = tl.maximum(edge, smallest)
-            found = _draw_many(weights_ptr, vocab, edge, share * _mass(weights_ptr, vocab, edge, BLOCK), BLOCK)
+            found = _draw_many(weights_ptr, vocab, edge, share * _mass(weights_ptr, vocab, edge, SEARCHED), SEARCHED)
+    elif min_p > 0:
+        mass = _mass(weights_ptr, vocab, smallest, SEARCHED)
+        found = _draw_many(weights_ptr, vocab, smallest, share * mass, SEARCHED)
     else:
         target = share * everything
         block = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= target).to(tl.int32), 0), blocks - 1)
@@ -234,13 +242,12 @@ def _mass(weights_ptr, vocab, edge, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _search(weights_ptr, vocab, low, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _search(weights_ptr, vocab, low, high, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The bits of the largest threshold that leaves at least `wanted` tokens, or so much mass with `MASS`.
 
-    `low` leaves enough. A row of NaN ends the search, with any result.
+    `low` leaves enough, `high` does not. A row of NaN ends the search, with any result.
     """
     at = tl.arange(0, BLOCK)
-    high = (low * 0) + _BEYOND
     while high - low > 1:
         width = high - low
         p1, p2, p3 = low + (width + 3) // 4, low + (width + 1) // 2, high - width // 4
