@@ -19,12 +19,12 @@ PATIENCE_S = 300.0
 
 
 class Engine:
-    """A running manager with a KV cache of `kv_bytes`."""
+    """A running manager with a KV cache of KV_BYTES."""
 
-    def __init__(self, path, device="cpu", kv_bytes=KV_BYTES, batch_tokens=BATCH_TOKENS):
+    def __init__(self, path):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
-        ).to(device)
+        )
         config = model.config
         heads = config.num_key_value_heads * (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -33,7 +33,7 @@ class Engine:
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1),
             ContinuousBatchingConfig(
-                page_size=PAGE, num_blocks=kv_bytes // page_bytes, max_batch_tokens=batch_tokens,
+                page_size=PAGE, num_blocks=KV_BYTES // page_bytes, max_batch_tokens=BATCH_TOKENS,
                 allow_block_sharing=True,
             ),
         )  # fmt: skip
