@@ -3,12 +3,18 @@
 conftest.py chooses, before anything imports Triton.
 """
 
+from importlib.util import find_spec
+
 import torch
 
 from worker_proc.attention.interface import TILE_COLUMNS, ForwardBatch, SharedPages
 from worker_proc.shared_pages import Tile, layout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu" and find_spec("triton") is not None:
+    from tests.quick_triton import quicken
+
+    quicken()
 
 
 def on_device(batch: ForwardBatch) -> ForwardBatch:
