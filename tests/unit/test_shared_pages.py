@@ -238,6 +238,20 @@ def shared_batch(page_size: int) -> tuple[ForwardBatch, int]:
 def test_shared_pages_equal_the_reference(
     heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None, level: float | None, int8: bool
 ) -> None:
+    compare(heads, kv_heads, dim, page_size, softcap, level, int8, None)
+
+
+@pytest.mark.parametrize("window", [5, 48])
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_with_a_window_rows_are_read_one_by_one(int8: bool, window: int) -> None:
+    """Whatever else is asked for: tests/unit/test_cuda_attention.py has such rows beside softcaps and sinks."""
+    compare(4, 2, 16, 16, None, None, int8, window)
+
+
+def compare(
+    heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None, level: float | None, int8: bool,
+    window: int | None,
+) -> None:  # fmt: skip
     torch.manual_seed(1)
     batch, pages = shared_batch(page_size)
     there_batch = replace(on_device(batch), shared=batch.shared)
@@ -248,11 +262,10 @@ def test_shared_pages_equal_the_reference(
     there = copy_of(here, DEVICE)
     sinks, there_sinks = sinks_at(level, heads)
     on = [part.to(DEVICE) for part in (q, k, v)]
-    for window in (None, 5, 3 * page_size):  # with one, rows are read one by one
-        limits = {"scale": 0.2, "window": window, "softcap": softcap}
-        want = ReferenceAttention().forward(0, q, k, v, batch, here, **limits, sinks=sinks)
-        got = TritonAttention().forward(0, *on, there_batch, there, **limits, sinks=there_sinks)
-        torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
+    limits = {"scale": 0.2, "window": window, "softcap": softcap}
+    want = ReferenceAttention().forward(0, q, k, v, batch, here, **limits, sinks=sinks)
+    got = TritonAttention().forward(0, *on, there_batch, there, **limits, sinks=there_sinks)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
 
 
 def test_tiles_read_the_pages_of_their_first_row_only() -> None:
