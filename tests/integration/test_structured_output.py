@@ -43,6 +43,21 @@ HARD = Grammar("regex", "(.*[abc].{0,30}){10}")
 PROMPT = "def main():"
 
 
+@pytest.fixture(scope="module")
+def shared():
+    """For those that can do with any cluster, and leave it idle."""
+    with running(DEMO, *FLOAT32) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def connection(shared):
+    with shared.connect() as connection:
+        yield connection
+    shared.check_idle()
+    shared.remember()
+
+
 def sampled(seed, grammar=None, max_tokens=300, **more):
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=max_tokens, grammar=grammar, **more)
 
@@ -60,63 +75,61 @@ def check(answers):
     return len(complete)
 
 
-def test_answers_validate_at_any_seed_and_depth_of_the_pipeline():
+def test_answers_validate_at_any_seed_and_depth_of_the_pipeline(connection):
     """With `n` > 1, chunked prefill, greedy and drawn; one or two steps in flight give the same tokens."""
     seen = []
     for in_flight in ("1", "2"):
         flags = ("--steps-in-flight", in_flight, "--chunk-tokens", "4", *FLOAT32)
-        with running(DEMO, *flags) as cluster, cluster.connect() as connection:
-            rids = {connection.submit(PROMPT * 8, sampled(seed, SCHEMA), n=3): 3 for seed in range(6)}
+        with running(DEMO, *flags) as cluster, cluster.connect() as there:
+            rids = {there.submit(PROMPT * 8, sampled(seed, SCHEMA), n=3): 3 for seed in range(6)}
             greedy = SamplingParams(temperature=0.0, max_tokens=300, grammar=SCHEMA)
-            rids[connection.submit(PROMPT, greedy)] = 1
-            plain = {connection.submit(PROMPT, sampled(seed, max_tokens=60)): 1 for seed in range(2)}
-            answers = collect(connection, rids | plain)
+            rids[there.submit(PROMPT, greedy)] = 1
+            plain = {there.submit(PROMPT, sampled(seed, max_tokens=60)): 1 for seed in range(2)}
+            answers = collect(there, rids | plain)
             assert check([answer for rid in rids for answer in answers[rid]]) >= 15
             seen.append([[answer.token_ids for answer in answers[rid]] for rid in rids | plain])
     assert seen[0] == seen[1]
-    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
-        alone = [ask(connection, PROMPT, sampled(seed, max_tokens=60))[0].token_ids for seed in range(2)]
+    alone = [ask(connection, PROMPT, sampled(seed, max_tokens=60))[0].token_ids for seed in range(2)]
     assert [tokens for (tokens,) in seen[0][-2:]] == alone, "neighbours draw what they would draw without grammars"
 
 
-def test_kinds_ends_and_refusals():
-    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
-        dates = ask(connection, PROMPT, sampled(1, DATE), n=4)
-        assert all(re.fullmatch(r"(19|20)\d\d-(0[1-9]|1[0-2])-\d\d", text(answer)) for answer in dates)
-        assert {answer.finish for answer in dates} == {Finish.STOP}
-        assert {text(answer) for answer in ask(connection, PROMPT, sampled(2, YES), n=12)} <= {
-            "yes",
-            "yes, please",
-            "no",
-        }
-        (longest,) = ask(connection, PROMPT, sampled(3, Grammar("regex", "(ab){0,20}"), ignore_eos=True))
-        assert (text(longest), longest.finish) == ("ab" * 20, Finish.STOP)
-        (cut,) = ask(connection, PROMPT, sampled(4, SCHEMA, max_tokens=5))
-        assert cut.finish is Finish.LENGTH and len(cut.token_ids) == 5 and text(cut).startswith("{")
-        (stopped,) = ask(connection, PROMPT, sampled(5, SCHEMA, stop=("age",)))
-        assert stopped.finish is Finish.STOP and "age" not in text(stopped)
-        (thought,) = ask(connection, PROMPT, sampled(6, Grammar("choice", '["x"]', "", ".")))
-        assert thought.finish is Finish.LENGTH or re.fullmatch(r"[^.]*\.[ \n]*x", text(thought))
-        for grammar, words in (
-            (Grammar("json_schema", '{"type": "strnig"}'), "strnig"),
-            (Grammar("json_schema", "{"), "not JSON"),
-            (Grammar("lark", "start: <no>"), "<no>"),
-        ):
-            error = ask(connection, PROMPT, sampled(1, grammar), n=2)
-            assert isinstance(error, RequestError)
-            assert (error.code, error.field) == (ErrorCode.INVALID, "params.grammar") and words in error.problem
+def test_kinds_ends_and_refusals(connection):
+    dates = ask(connection, PROMPT, sampled(1, DATE), n=4)
+    assert all(re.fullmatch(r"(19|20)\d\d-(0[1-9]|1[0-2])-\d\d", text(answer)) for answer in dates)
+    assert {answer.finish for answer in dates} == {Finish.STOP}
+    assert {text(answer) for answer in ask(connection, PROMPT, sampled(2, YES), n=12)} <= {
+        "yes",
+        "yes, please",
+        "no",
+    }
+    (longest,) = ask(connection, PROMPT, sampled(3, Grammar("regex", "(ab){0,20}"), ignore_eos=True))
+    assert (text(longest), longest.finish) == ("ab" * 20, Finish.STOP)
+    (cut,) = ask(connection, PROMPT, sampled(4, SCHEMA, max_tokens=5))
+    assert cut.finish is Finish.LENGTH and len(cut.token_ids) == 5 and text(cut).startswith("{")
+    (stopped,) = ask(connection, PROMPT, sampled(5, SCHEMA, stop=("age",)))
+    assert stopped.finish is Finish.STOP and "age" not in text(stopped)
+    (thought,) = ask(connection, PROMPT, sampled(6, Grammar("choice", '["x"]', "", ".")))
+    assert thought.finish is Finish.LENGTH or re.fullmatch(r"[^.]*\.[ \n]*x", text(thought))
+    for grammar, words in (
+        (Grammar("json_schema", '{"type": "strnig"}'), "strnig"),
+        (Grammar("json_schema", "{"), "not JSON"),
+        (Grammar("lark", "start: <no>"), "<no>"),
+    ):
+        error = ask(connection, PROMPT, sampled(1, grammar), n=2)
+        assert isinstance(error, RequestError)
+        assert (error.code, error.field) == (ErrorCode.INVALID, "params.grammar") and words in error.problem
 
 
-def test_a_grammar_that_fails_on_the_way_ends_its_request_alone():
-    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
-        doomed = connection.submit(PROMPT, sampled(1, HARD), n=2)
-        others = {connection.submit(PROMPT, sampled(seed, SCHEMA), n=2): 2 for seed in range(3)}
-        ended = collect(connection, others | {doomed: 2})
-        error = ended.pop(doomed)
-        assert isinstance(error, RequestError) and "cannot be followed" in error.problem
-        assert (error.code, error.field) == (ErrorCode.INVALID, "params.grammar")
-        assert check([answer for rid in others for answer in ended[rid]]) >= 4
-        assert connection.stats()["scheduler.failed"] >= 1
+def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(connection):
+    failed = connection.stats()["scheduler.failed"]
+    doomed = connection.submit(PROMPT, sampled(1, HARD), n=2)
+    others = {connection.submit(PROMPT, sampled(seed, SCHEMA), n=2): 2 for seed in range(3)}
+    ended = collect(connection, others | {doomed: 2})
+    error = ended.pop(doomed)
+    assert isinstance(error, RequestError) and "cannot be followed" in error.problem
+    assert (error.code, error.field) == (ErrorCode.INVALID, "params.grammar")
+    assert check([answer for rid in others for answer in ended[rid]]) >= 4
+    assert connection.stats()["scheduler.failed"] >= failed + 1
 
 
 def test_preemption_changes_nothing():
@@ -133,30 +146,28 @@ def test_preemption_changes_nothing():
     assert preempted > 0
 
 
-def test_with_penalties_logprobs_and_min_tokens():
+def test_with_penalties_logprobs_and_min_tokens(connection):
     """`min_tokens` holds the end back where the answer can go on; what is complete ends."""
-    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
-        more = {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "logprobs": 2, "min_tokens": 40}
-        answers = ask(connection, PROMPT, sampled(1, SCHEMA, **more), n=4)
-        assert check(answers) >= 2
-        assert all(len(answer.logprobs) == len(answer.token_ids) for answer in answers)
-        (longer,) = ask(connection, PROMPT, sampled(2, Grammar("regex", "(ab){0,9}"), min_tokens=200))
-        assert (text(longer), longer.finish) == ("ab" * 9, Finish.STOP)
+    more = {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "logprobs": 2, "min_tokens": 40}
+    answers = ask(connection, PROMPT, sampled(1, SCHEMA, **more), n=4)
+    assert check(answers) >= 2
+    assert all(len(answer.logprobs) == len(answer.token_ids) for answer in answers)
+    (longer,) = ask(connection, PROMPT, sampled(2, Grammar("regex", "(ab){0,9}"), min_tokens=200))
+    assert (text(longer), longer.finish) == ("ab" * 9, Finish.STOP)
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler"])
-def test_answers_go_on_after_a_loss(victim):
-    with running(DEMO, *FLOAT32) as cluster, cluster.connect() as connection:
-        params = [sampled(seed, SCHEMA) for seed in range(4)]
-        expected = [ask(connection, PROMPT, p)[0].token_ids for p in params]
-        rids = {connection.submit(PROMPT, p): 1 for p in params}
-        begun = connection.poll(10)
-        pid = cluster.pid(victim)
-        os.kill(pid, signal.SIGKILL)
-        answers = collect(connection, rids, rows=begun)
-        assert [answers[rid][0].token_ids for rid in rids] == expected
-        assert check([answers[rid][0] for rid in rids]) >= 2
-        wait_until(lambda: cluster.info["pids"].get(victim, pid) != pid, 60, lambda: cluster.log)
+def test_answers_go_on_after_a_loss(shared, connection, victim):
+    params = [sampled(seed, SCHEMA) for seed in range(4)]
+    expected = [ask(connection, PROMPT, p)[0].token_ids for p in params]
+    rids = {connection.submit(PROMPT, p): 1 for p in params}
+    begun = connection.poll(10)
+    pid = shared.pid(victim)
+    os.kill(pid, signal.SIGKILL)
+    answers = collect(connection, rids, rows=begun)
+    assert [answers[rid][0].token_ids for rid in rids] == expected
+    assert check([answers[rid][0] for rid in rids]) >= 2
+    wait_until(lambda: shared.info["pids"].get(victim, pid) != pid, 60, lambda: shared.log)
 
 
 def test_a_rank_dies_in_the_middle_of_answers():
