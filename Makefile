@@ -1,5 +1,6 @@
 # make demo   install, start a cluster on the demo model, stream an answer, shut down
-# make test   install with the test extra, then lint, check types and run the tests: those without processes side by side
+# make test   install with the test extra, then lint, check types and run the tests: those without processes on all cores, those
+#             that start clusters two at a time
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ demo: .venv/installed
 
 test: lint
 	$(PY) -m pytest tests/unit $(TEST_FLAGS) --numprocesses logical --maxprocesses 8 --dist worksteal
-	$(PY) -m pytest --ignore tests/unit $(TEST_FLAGS)
+	$(PY) -m pytest --ignore tests/unit $(TEST_FLAGS) --numprocesses logical --maxprocesses 2 --dist worksteal
 
 lint: .venv/installed-test
 	$(PY) -m ruff check .

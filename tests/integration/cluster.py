@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class Cluster:
         """No process, socket or shared memory of the cluster is left."""
         _, alive = psutil.wait_procs(self.seen.values(), timeout=10)
         assert not alive, f"still alive: {alive}\n{self.log}"
-        assert set(Path("/dev/shm").iterdir()) <= self.shared_memory
+        assert not left_in_shared_memory(self.shared_memory)
         if self.process.returncode != -signal.SIGKILL:
             left = [p.name for p in self.run_dir.iterdir()] if self.run_dir.exists() else []
             assert left == [], f"left in the run directory: {left}"
@@ -151,6 +151,15 @@ def running(
         raise
     finally:
         cluster.destroy()
+
+
+def left_in_shared_memory(before: set[Path]) -> set[Path]:
+    """What has come since `before` and no living process uses: tests run side by side."""
+    left = set(Path("/dev/shm").iterdir()) - before
+    for process in psutil.process_iter() if left else ():
+        with suppress(psutil.Error):
+            left -= {Path(file.path) for file in (*process.open_files(), *process.memory_maps())}
+    return left
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, tell: Callable[[], str] = str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from rhizome import LLM, AsyncLLM, ClusterError, GenerationError, SamplingParams
 from tests.helpers_models import make_checkpoint
-from tests.integration.cluster import ROOT, running, wait_until
+from tests.integration.cluster import ROOT, left_in_shared_memory, running, wait_until
 
 DEMO = ROOT / "demo_model"
 PROMPTS = ["Return a copy of the string", "Raise ValueError if", "The with statement is used to"]
@@ -51,7 +51,7 @@ def test_outputs_are_those_of_the_client_and_nothing_is_left():
         concurrent = asyncio.run(beside())
         assert LLM.connect(run_dir).generate(PROMPTS[0], PARAMS)[0].outputs == outputs[0].outputs
     check_gone(found, run_dir)
-    assert set(Path("/dev/shm").iterdir()) <= shared_memory
+    assert not left_in_shared_memory(shared_memory)
     flags = ("--temperature", "0.8", "--seed", "3", "--max-tokens", "24", "--ignore-eos", "--json")
     with running(DEMO, "--tp", "2", "--dtype", "float32") as cluster:
         for prompt, output, text, again in zip(PROMPTS, outputs, streamed, concurrent, strict=True):
