@@ -72,7 +72,7 @@ def test_a_trace_without_kernels_is_no_proof() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="bench/gpu.sh runs it")
 def test_plans_of_steady_decode_run(tmp_path: Path) -> None:
-    model = load(make_checkpoint("llama", tmp_path))
+    model = load(make_checkpoint("llama", tmp_path, num_hidden_layers=1))
     cache = KVCache(model.kv_spec, 9 * 4, 4)
     for pages in (*cache.k, *cache.v):
         pages.normal_()

@@ -296,7 +296,7 @@ def test_tiles_read_the_pages_of_their_first_row_only() -> None:
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 def test_graphs_of_decodes_that_share_pages(int8: bool, tmp_path: Path) -> None:
     """Replays of 9 rows, then 8, then rows that share nothing: what an earlier one left must not show."""
-    model = load(make_checkpoint("llama", tmp_path))
+    model = load(make_checkpoint("llama", tmp_path, num_hidden_layers=1))
     first = KVCache(replace(model.kv_spec, int8=int8), 40, PAGE, DEVICE)
     fill(first)
     caches = [first, copy_of(first, DEVICE)]
