@@ -318,28 +318,20 @@ def test_logits_have_the_same_bits_whichever_are_wanted(
     assert torch.equal(native.greedy(some, other), want.argmax(dim=1))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "llama-gqa-untied",
-        "qwen3",
-        "llama-bias",
-        "llama-mqa",
-        "gemma2",
-        "gemma3",
-        "granite",
-        "phi3",
-        "mixtral",
-        "gpt-oss",
-    ],
-)
-def test_two_ranks_compute_what_one_computes(kind: str, tmp_path: Path) -> None:
-    path = make_checkpoint(kind, tmp_path / "model")
-    one = load_native(path, LEVELS[0])
-    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+OVER_RANKS = [
+    "llama-gqa-untied", "qwen3", "llama-bias", "llama-mqa", "gemma2", "gemma3", "granite", "phi3", "mixtral", "gpt-oss",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any, Any]]:
+    """A checkpoint of each kind, and what two processes report of it, which take seconds to start."""
+    directory = tmp_path_factory.mktemp("ranks")
+    paths = [make_checkpoint(kind, directory / kind) for kind in OVER_RANKS]
+    outs = [directory / f"rank{rank}.json" for rank in range(2)]
     module = [sys.executable, "-m", "tests.helpers_cpu_rank"]
     commands = [
-        [*module, str(rank), "2", str(tmp_path / "store"), str(out), LEVELS[0], str(path)]
+        [*module, str(rank), "2", str(directory / "store"), str(out), LEVELS[0], *map(str, paths)]
         for rank, out in enumerate(outs)
     ]
     ranks = [subprocess.Popen(command, cwd=ROOT) for command in commands]
@@ -349,7 +341,14 @@ def test_two_ranks_compute_what_one_computes(kind: str, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    [first], [second] = (json.loads(out.read_text()) for out in outs)
+    first, second = (json.loads(out.read_text()) for out in outs)
+    return dict(zip(OVER_RANKS, zip(paths, first, second, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("kind", OVER_RANKS)
+def test_two_ranks_compute_what_one_computes(kind: str, two_ranks: dict[str, tuple[Path, Any, Any]]) -> None:
+    path, first, second = two_ranks[kind]
+    one = load_native(path, LEVELS[0])
     got = torch.tensor(first["logits"])
     assert error(got, logits(one)) < 0.01
     assert first["tokens"] == got.argmax(dim=1).tolist()
