@@ -139,7 +139,9 @@ def workers(step: list[str], *, cold: bool) -> None:
     cases = {
         "plain": Case(plain),
         "without graphs, int8 cache": Case(qwen, graphs=False, int8_kv=True, max_running=100),
-        "4 bits, bias, windows": Case(window, Scheme(4, 64), bias=True, max_running=5, max_batch_tokens=2048),
+        "4 bits, bias, windows": Case(
+            window, Scheme(4, 64), bias=True, max_running=5, max_batch_tokens=2048, graphs=False
+        ),
         "8 bits, one KV head": Case(replace(plain, num_kv_heads=1), Scheme(8), page_size=5, context_len=700),
         "short": Case(plain, max_running=1, max_batch_tokens=64, context_len=64, graphs=False),
         "sinks, windows, experts in FP4": Case(gpt_oss, max_batch_tokens=256, context_len=1024),

@@ -97,7 +97,7 @@ def time_products(limits: Limits) -> None:
 @torch.inference_mode()
 def main(small: bool) -> None:
     torch.manual_seed(0)
-    right = [check(scheme, rows, torch.bfloat16) for scheme in CHECKED for rows in (1, 30, 300)]
+    right = [check(scheme, rows, torch.bfloat16) for scheme in CHECKED for rows in (1, 30, 300, 600)]
     right += [check(scheme, 30, torch.float32) for scheme in CHECKED]
     if not small:
         limits = measure()

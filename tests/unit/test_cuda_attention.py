@@ -1,6 +1,7 @@
 """Triton attention against the reference: on the GPU where there is one, else in Triton's interpreter."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,14 @@ def test_sinks_far_below_all_scores_change_no_bit_and_far_above_leave_nothing(wi
 
     assert torch.equal(attended(-200), attended(None)) and torch.equal(attended(-1e30), attended(None))
     assert float(attended(200).abs().max()) < 1e-30 and torch.equal(attended(1e30), torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5]] if ON_HOST else CASES[:1])
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_keys_that_all_queries_of_a_block_see(case: tuple[Any, ...], int8: bool, dtype: torch.dtype) -> None:
+    """Chunks behind so many that blocks of keys need no mask, with whole ones and cut ones at the border."""
+    compare(*case, [(40, 300), (70, 198), (3, 131), (129, 129)], int8, dtype)
 
 
 @pytest.mark.parametrize("heads, kv_heads, k_dim, v_dim, page_size, window, softcap", CASES if ON_HOST else CASES[:1])

@@ -30,6 +30,7 @@ from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight
 from worker_proc.quantization.scheme import FP4_NUMBERS, FP8, MXFP4, Scheme
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]  # see test_cuda_attention
+HALF = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the largest number: outputs are rounded
 
 
@@ -91,6 +92,25 @@ def test_rows_are_those_of_torch(scheme: Scheme, inputs: int) -> None:
     some = torch.tensor([49, 0, 7, 7], device=DEVICE)
     assert torch.equal(weight.rows(some), plain.rows(some))
     assert weight.linear(torch.zeros(0, inputs, dtype=torch.bfloat16, device=DEVICE), None).shape == (0, 50)
+
+
+@pytest.mark.parametrize("scheme", [*CUT_IN_MANY_WAYS, MXFP4], ids=str)
+def test_weights_are_widened_as_torch_widens_them(scheme: Scheme) -> None:
+    """All of them at once, which is how many rows are multiplied: one rounding, of zeros that need not be whole too."""
+    rows = random_rows(70, 300, scheme, 4)
+    weight = packed(rows, HALF)
+    exact = rows.dequantize(torch.float64)
+    exact = exact if rows.order is None else exact[:, rows.order]  # they stay in the order of codes
+    torch.testing.assert_close(weight.widened().cpu().double(), exact, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32, symmetric=False), Scheme(8), Scheme(4, 32, ordered=True)], ids=str)
+def test_many_rows(scheme: Scheme) -> None:
+    """From 512 on weights are widened first; in float32 they never are."""
+    for dtype in (HALF, torch.float32)[: 1 if DEVICE.type == "cpu" else 2]:
+        rows = random_rows(40, 200, scheme, 5)
+        assert packed(rows, dtype).row_counts(600)[-1] == (513 if dtype == HALF else 33)
+        check(rows, 600, dtype, biased=True)
 
 
 @triton.jit
