@@ -263,6 +263,10 @@ def test_replayed_prompts_equal_stepping(kind: str, int8: bool, tmp_path: Path) 
         for row, count in chosen:
             row.cached += count
     assert replayed == [17, 17, 4, 4, 3, 3, 15, 15], "the last step is of a single decode, which has a graph"
+    told: list[int] = []
+    graphed.forward(replace(batch, loads=Loads(told)), caches[0])
+    model.forward(batch, caches[1])
+    assert replayed[8:] == [1] and told == list(range(model.kv_spec.num_layers)), "pages that come layer by layer"
     for one, two in zip(caches[0].page_tensors, caches[1].page_tensors, strict=True):
         torch.testing.assert_close(one[:scratch], two[:scratch], msg="a token in excess went to a page of the pool")
 

@@ -106,8 +106,8 @@ class PieceGraphs:
         return self._x, self._delta
 
     def fits(self, batch: ForwardBatch) -> bool:
-        """Whether there are pieces for a step; one that loads pages from the host goes layer by layer."""
-        return bool(self._sizes) and 0 < len(batch.token_ids) <= self._sizes[-1] and batch.loads is None
+        """Whether there are pieces for a step."""
+        return bool(self._sizes) and 0 < len(batch.token_ids) <= self._sizes[-1]
 
     def step(self, batch: ForwardBatch) -> Tensor:
         """As `CudaDecoder.step`, for a step that `fits`."""
@@ -119,6 +119,8 @@ class PieceGraphs:
             torch._foreach_copy_(self._tokens.some(rest), self._idle.some(rest))
         *before, last = self._replays[size]
         for index, replay in enumerate(before):
+            if batch.loads is not None:
+                batch.loads.before(index)  # a piece writes the keys and values of its layer
             replay()
             model.attend(index, self._q[here], batch, self._cache, out=self._seen[here])
         last()
