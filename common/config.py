@@ -42,7 +42,7 @@ class ModelConfig:
     `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those. With
     `weight_compression` "on" they hold bfloat16 weights in 12 bits without loss, "auto" does so with AMX and AVX512
     where they are far more than fits in caches.
-    `cuda_graphs` replays decode steps on GPUs; `gpu_attention` "auto" is FlashInfer where it can be had, else Triton.
+    `cuda_graphs` replays steps on GPUs; `gpu_attention` "auto" is Triton.
     `quantization` "auto" takes weights as they are stored, other names bring plain weights into fewer bits while they
     are read; `quantization_group_size` inputs have a scale in common with int4 and w4a8.
     w8a8 and w4a8 also say that what is stored in 8 or 4 bits is to be multiplied with activations of 8 bits.

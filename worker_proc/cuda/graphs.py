@@ -84,8 +84,8 @@ class _Inputs:
 class GraphedDecoder:
     """A `CudaDecoder` whose steps are replayed. Implements `GreedyModel`.
 
-    A step that loads pages from the host is not replayed as a whole, so that it can wait for them layer by layer. `record`
-    is for tests without a GPU."""
+    A step that loads pages from the host is not replayed as a whole, so that it can wait for them layer by layer.
+    `record` is for tests without a GPU."""
 
     def __init__(
         self,
