@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers_triton import DEVICE
@@ -71,6 +71,8 @@ def test_equals_torch(tokens: int, outputs: int, inputs: int, scheme: Scheme, dt
 
 
 @settings(max_examples=25, deadline=None)
+@example(Scheme(8), 1, 1, 1, False, torch.float32, 0)  # parts of a matrix without rows
+@example(Scheme(4), 1, 4, 129, False, torch.float32, 0)  # and with one
 @given(
     st.sampled_from(SCHEMES), st.integers(1, 80), st.integers(1, 140), st.integers(1, 700), st.booleans(),
     st.sampled_from(DTYPES), st.integers(0, 99),

@@ -103,7 +103,7 @@ class PackedWeight:
         if bits == 4:
             slices = slices[..., 0::2] | slices[..., 1::2] << 4
         here = slice(first, first + count)
-        self.codes[here] = slices.contiguous().view(torch.int32).view(count, self.codes.shape[1])
+        self.codes[here] = slices.clone(memory_format=torch.contiguous_format).view(torch.int32).flatten(1)
         held = len(self.scales)
         self.scales[:, here] = rows.scales.T.repeat_interleave(self._repeats, 0)[:held]
         if self.zeros is not None and rows.zeros is not None:
