@@ -50,7 +50,7 @@ needed "the unit tests" pytest pytest_timeout xdist hypothesis tokenizers transf
 needed "profiles of the worker and of compilation" llguidance
 needed "clusters" zmq llguidance uvloop jinja2 tokenizers transformers tqdm
 # eight processes compile side by side; of products with codes, those in bfloat16 and whole models
-part 90 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider -n 8 --dist worksteal \
+part 100 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider -n 8 --dist worksteal \
     tests/unit/test_cuda_attention.py tests/unit/test_shared_pages.py tests/unit/test_cuda_decoder.py \
     tests/unit/test_cuda_draws.py tests/unit/test_cuda_sampling.py tests/unit/test_host_pages.py \
     tests/unit/test_cuda_linear.py -k "not (test_cuda_linear and (torch.float or any_shape))"
