@@ -1,6 +1,6 @@
 #!/bin/sh
-# Everything that needs a GPU, in one call of less than ten minutes (on an H100 about five): parity, limits, benchmarks, the cluster, memory
-# checks, a profile.
+# Everything that needs a GPU, in one call of less than ten minutes (six on an H100): parity, limits, benchmarks, the
+# cluster, memory checks, a profile.
 # Usage: bench/gpu.sh [PYTHON [WHEELS]]; WHEELS is a folder of packages that PYTHON lacks, installed beside it. With
 # flashinfer-python among them (and apache-tvm-ffi), its attention is checked and measured too.
 # BUDGET is the time for all of it in seconds; the limits of all parts but FlashInfer's add up to it. A part that fails,

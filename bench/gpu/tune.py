@@ -22,6 +22,7 @@ from bench.gpu.limits import Limits, measure, seconds
 from bench.gpu.quantized import LAYERS, graph, shapes
 from bench.gpu.worker import PAGE, filled, make_batch
 from worker_proc.cuda import attention
+from worker_proc.cuda.linear_kernels import TILE
 from worker_proc.cuda.quantized import Launch, PackedWeight
 from worker_proc.kv_cache import KVSpec
 from worker_proc.quantization.scheme import FP8, MXFP4, Scheme
@@ -41,11 +42,7 @@ def launches(rows: int) -> list[tuple[int, int, int, int, int]]:
 
 
 def cut(launch: tuple[int, int, int, int, int], rows: int, outputs: int, inputs: int) -> Launch:
-    block_m, block_n, warps, stages, wanted = launch
-    tiles = triton.cdiv(inputs, 128)
-    programs = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
-    each = triton.cdiv(tiles, max(1, min(triton.cdiv(wanted, programs), 16, tiles // 4)))
-    return Launch(block_m, block_n, triton.cdiv(tiles, each), each, warps, stages)
+    return Launch.cut(rows, outputs, triton.cdiv(inputs, TILE.value), *launch)
 
 
 def random_codes(outputs: int, inputs: int, scheme: Scheme) -> PackedWeight:

@@ -112,6 +112,7 @@ def test_backends_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.bfloat16, 96, "not of 96"),
         (torch.bfloat16, None, "through transformers"),
     ):
+        assert isinstance(choose_attention("auto", dtype, dim, CPU), TritonAttention)
         with pytest.raises(ConfigError, match=problem):
             choose_attention("flashinfer", dtype, dim, CPU)
 
@@ -150,6 +151,7 @@ def test_a_flashinfer_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match="cannot be imported"):
         choose_attention("flashinfer", torch.bfloat16, 64, CPU)
+    assert isinstance(choose_attention("auto", torch.bfloat16, 64, CPU), TritonAttention)
 
     class Broken(LIBRARY.BatchPrefillWithPagedKVCacheWrapper):  # type: ignore[name-defined,misc]
         def run(self, q: torch.Tensor, paged_kv_cache: Any, *, out: torch.Tensor) -> torch.Tensor:
@@ -159,3 +161,4 @@ def test_a_flashinfer_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LIBRARY, "BatchPrefillWithPagedKVCacheWrapper", Broken)
     with pytest.raises(ConfigError, match="a trial failed"):
         choose_attention("flashinfer", torch.bfloat16, 64, CPU)
+    assert isinstance(choose_attention("auto", torch.bfloat16, 64, CPU), TritonAttention)

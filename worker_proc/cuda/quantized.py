@@ -8,13 +8,13 @@ import triton
 from torch import Tensor
 
 from worker_proc.cuda.attention import is_roomy
-from worker_proc.cuda.linear_kernels import quantized_linear_kernel, sum_parts_kernel, widen_kernel
+from worker_proc.cuda.linear_kernels import TILE, quantized_linear_kernel, sum_parts_kernel, widen_kernel
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
 
-_TILE = 128  # inputs that a program widens together, see widening.py
-_QUARTER = 32  # of them, which have one scale per output at least
+_TILE: int = TILE.value  # inputs that a program widens together
+_QUARTER = _TILE // 4  # of them, which have one scale per output at least
 _SUM_BLOCK = 1024
 _WIDEN_BLOCK = 64
 _FEW = 64  # rows up to which reading codes takes longer than multiplying
@@ -45,10 +45,17 @@ class Launch:
         wide, fine = dtype == torch.float32, group in (_QUARTER, 2 * _QUARTER)  # several scales a tile
         most = 128 if roomy and not wide and not fine else _FEW
         block_m, block_n = min(most, max(16, triton.next_power_of_2(rows))), 64
-        programs = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
-        wanted = triton.cdiv(_PROGRAMS_MANY if rows > _FEW else _PROGRAMS_FINE if fine else _PROGRAMS_FEW, programs)
-        each = triton.cdiv(tiles, max(1, min(wanted, _MAX_SPLITS, tiles // _LEAST_TILES)))
-        return cls(block_m, block_n, triton.cdiv(tiles, each), each, 4, 2 if wide else 3)
+        programs = _PROGRAMS_MANY if rows > _FEW else _PROGRAMS_FINE if fine else _PROGRAMS_FEW
+        return cls.cut(rows, outputs, tiles, block_m, block_n, 4, 2 if wide else 3, programs)
+
+    @classmethod
+    def cut(
+        cls, rows: int, outputs: int, tiles: int, block_m: int, block_n: int, warps: int, stages: int, programs: int
+    ) -> "Launch":
+        """Inputs shared out so that there are about `programs` to run."""
+        parts = triton.cdiv(programs, triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n))
+        each = triton.cdiv(tiles, max(1, min(parts, _MAX_SPLITS, tiles // _LEAST_TILES)))
+        return cls(block_m, block_n, triton.cdiv(tiles, each), each, warps, stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,21 +16,64 @@ import triton.language as tl
 _PACKED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
+def _of_two_words(constants: dict[str, int], *slices: str) -> tl.constexpr:
+    """Assembly for two words: their lower halves, then their upper ones, come into `two`, a word's in 16 bits each, and
+    each of `slices` makes a register of numbers of it, in `{}`."""
+    count = len(slices)
+    lines = [f"mov.b32 {name}, {value:#010x};" for name, value in constants.items()]
+    for half, selector in enumerate(("0x5410", "0x7632")):
+        lines.append(f"prmt.b32 two, ${2 * count}, ${2 * count + 1}, {selector};")
+        lines += [make.format(f"${count * half + i}") for i, make in enumerate(slices)]
+    registers, body = ", ".join(("two", "bits", "more", *constants)), "\n".join(lines)
+    return tl.constexpr(f"{{ .reg .b32 {registers}; {body} }}")
+
+
+def _shifted(to: str, by: int) -> str:
+    """`two`, to the left or, where `by` is below zero, to the right."""
+    return f"shl.b32 {to}, two, {by};" if by > 0 else f"shr.u32 {to}, two, {-by};"
+
+
+def _floats(mask: int, factor: int, *places: tuple[int, int]) -> tl.constexpr:
+    """Exponents are shifted to where bfloat16's end, by the first number of a slice, signs to the top, by the second
+    one; what that is too small by, `factor`, multiplies it."""
+    constants = {"factor": factor, "nought": 0x80008000}
+    join = "lop3.b32 bits, more, 0x80008000, bits, 0xEA; fma.rn.bf16x2 {}, bits, factor, nought;"
+    return _of_two_words(
+        constants,
+        *(f"{_shifted('bits', a)} and.b32 bits, bits, {mask:#010x}; {_shifted('more', b)} {join}" for a, b in places),
+    )
+
+
+_INT8_SLICE = (
+    "lop3.b32 bits, two, 0x007F007F, 0x43004300, 0xEA; lop3.b32 more, two, 0x00800080, 0x43004300, 0xEA; "
+    "fma.rn.bf16x2 {}, more, minus, bits;"
+)
+_INT4_SLICE = "lop3.b32 bits, bits, 0x000F000F, 0x43084308, 0x6A; fma.rn.bf16x2 {}, bits, one, less;"
+# 128 + the lower seven bits, less 128 or, where the sign is set, 256
+_INT8 = _of_two_words({"minus": 0xBF80BF80}, _INT8_SLICE, "shr.u32 two, two, 8; " + _INT8_SLICE)
+# 136 + the number, less 136
+_INT4 = _of_two_words(
+    {"one": 0x3F803F80, "less": 0xC308C308}, *(f"{_shifted('bits', -4 * i)} {_INT4_SLICE}" for i in range(4))
+)
+_FLOAT8 = _floats(0x07F007F0, 0x7B807B80, (4, 8), (-4, 0))  # times 2^120
+_FLOAT4 = _floats(0x01C001C0, 0x7E807E80, (6, 12), (2, 8), (-2, 4), (-6, 0))  # times 2^126
+
+
 @triton.jit
 def quarters(words, BITS: tl.constexpr, FLOAT: tl.constexpr, dtype: tl.constexpr):
     """int32 `[N, W]` as four `[N, 128 / 4]` of `dtype`, a quarter of a tile each: two's complement, or, with `FLOAT`,
     FP8 (E4M3, without its NaN) and FP4 (E2M1)."""
     if _PACKED and dtype == tl.bfloat16:
         if BITS == 8:
-            if FLOAT:
-                q0, q1, q2, q3 = _float8_pairs(words)
-            else:
-                q0, q1, q2, q3 = _int8_pairs(words)
+            assembly: tl.constexpr = _FLOAT8 if FLOAT else _INT8
+            q0, q1, q2, q3 = tl.inline_asm_elementwise(
+                assembly, "=r,=r,=r,=r,r,r", [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+            )
         else:
-            if FLOAT:
-                a, b, c, d, e, f, g, h = _float4_pairs(words)
-            else:
-                a, b, c, d, e, f, g, h = _int4_pairs(words)
+            assembly: tl.constexpr = _FLOAT4 if FLOAT else _INT4
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                assembly, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+            )
             q0, q1, q2, q3 = beside(a, b), beside(c, d), beside(e, f), beside(g, h)
     elif BITS == 8:
         q0, q1 = _slice(words, 0, 8, FLOAT, dtype), _slice(words, 1, 8, FLOAT, dtype)
@@ -74,182 +117,3 @@ def float4(codes, dtype: tl.constexpr):
     wide = codes.to(tl.int16)
     bits = ((wide & 7) << 9) | ((wide & 8) << 12)
     return (bits.to(tl.float16, bitcast=True) * 16384.0).to(dtype)
-
-
-@triton.jit
-def _int8_pairs(words):
-    """128 + the lower seven bits, less 128 or, where the sign is set, 256."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 two, low, sign, minus;
-        mov.b32 minus, 0xBF80BF80;
-        prmt.b32 two, $4, $5, 0x5410;
-        lop3.b32 low, two, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 sign, two, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, sign, minus, low;
-        shr.u32 two, two, 8;
-        lop3.b32 low, two, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 sign, two, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $1, sign, minus, low;
-        prmt.b32 two, $4, $5, 0x7632;
-        lop3.b32 low, two, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 sign, two, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $2, sign, minus, low;
-        shr.u32 two, two, 8;
-        lop3.b32 low, two, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 sign, two, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $3, sign, minus, low;
-        }
-        """,
-        "=r,=r,=r,=r,r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _int4_pairs(words):
-    """136 + the number, less 136."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, bits, one, less;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 less, 0xC308C308;
-        prmt.b32 low, $8, $9, 0x5410;
-        prmt.b32 high, $8, $9, 0x7632;
-        lop3.b32 bits, low, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $0, bits, one, less;
-        shr.u32 bits, low, 4;
-        lop3.b32 bits, bits, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $1, bits, one, less;
-        shr.u32 bits, low, 8;
-        lop3.b32 bits, bits, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $2, bits, one, less;
-        shr.u32 bits, low, 12;
-        lop3.b32 bits, bits, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $3, bits, one, less;
-        lop3.b32 bits, high, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $4, bits, one, less;
-        shr.u32 bits, high, 4;
-        lop3.b32 bits, bits, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $5, bits, one, less;
-        shr.u32 bits, high, 8;
-        lop3.b32 bits, bits, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $6, bits, one, less;
-        shr.u32 bits, high, 12;
-        lop3.b32 bits, bits, 0x000F000F, 0x43084308, 0x6A;
-        fma.rn.bf16x2 $7, bits, one, less;
-        }
-        """,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-        [words],
-        dtype=(
-            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-        ),
-        is_pure=True,
-        pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _float8_pairs(words):
-    """The exponent where bfloat16's ends, times 2^120."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 two, bits, up, more, none;
-        mov.b32 more, 0x7B807B80;
-        mov.b32 none, 0x80008000;
-        prmt.b32 two, $4, $5, 0x5410;
-        shl.b32 bits, two, 4;
-        and.b32 bits, bits, 0x07F007F0;
-        shl.b32 up, two, 8;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, more, none;
-        shr.u32 bits, two, 4;
-        and.b32 bits, bits, 0x07F007F0;
-        lop3.b32 bits, two, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $1, bits, more, none;
-        prmt.b32 two, $4, $5, 0x7632;
-        shl.b32 bits, two, 4;
-        and.b32 bits, bits, 0x07F007F0;
-        shl.b32 up, two, 8;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $2, bits, more, none;
-        shr.u32 bits, two, 4;
-        and.b32 bits, bits, 0x07F007F0;
-        lop3.b32 bits, two, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $3, bits, more, none;
-        }
-        """,
-        "=r,=r,=r,=r,r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _float4_pairs(words):
-    """As FP8, times 2^126."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 two, bits, up, more, none;
-        mov.b32 more, 0x7E807E80;
-        mov.b32 none, 0x80008000;
-        prmt.b32 two, $8, $9, 0x5410;
-        shl.b32 bits, two, 6;
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 up, two, 12;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, more, none;
-        shl.b32 bits, two, 2;
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 up, two, 8;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $1, bits, more, none;
-        shr.u32 bits, two, 2;
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 up, two, 4;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $2, bits, more, none;
-        shr.u32 bits, two, 6;
-        and.b32 bits, bits, 0x01C001C0;
-        lop3.b32 bits, two, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $3, bits, more, none;
-        prmt.b32 two, $8, $9, 0x7632;
-        shl.b32 bits, two, 6;
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 up, two, 12;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $4, bits, more, none;
-        shl.b32 bits, two, 2;
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 up, two, 8;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $5, bits, more, none;
-        shr.u32 bits, two, 2;
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 up, two, 4;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $6, bits, more, none;
-        shr.u32 bits, two, 6;
-        and.b32 bits, bits, 0x01C001C0;
-        lop3.b32 bits, two, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $7, bits, more, none;
-        }
-        """,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-        [words],
-        dtype=(
-            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-        ),
-        is_pure=True,
-        pack=2,
-    )  # fmt: skip
