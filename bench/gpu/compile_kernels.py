@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import click
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -24,6 +25,8 @@ from worker_proc.cuda import attention_kernels as attention
 from worker_proc.cuda import layer_kernels as layers
 from worker_proc.cuda import linear_kernels as linear
 from worker_proc.cuda import sampling_kernels as sampling
+from worker_proc.cuda.attention import decode_tiles, prefill_tiles
+from worker_proc.kv_cache import KVCache, KVSpec
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _FLOATS = {"scale", "softcap", "eps", "attention_factor", "unit", "never"}
@@ -42,6 +45,7 @@ _POINTERS["codes_ptr"] = "*i32"
 _ALIGNED = {"x_row", "codes_row", "inputs", "outputs", "width", "vocab", "logits_row", "weights_row"}
 _ALIGNED |= {"q_row", "q_head", "q_token", "out_row", "out_head", "out_token", "k_token", "k_head", "v_token", "v_head"}
 _ALIGNED |= {"k_page_stride", "k_head_stride", "v_page_stride", "v_head_stride"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OPTIONS = ("num_warps", "num_stages")
 
 
@@ -53,15 +57,14 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     limited = plain | {"WINDOW": 4096, "SOFTCAP": True}
     codes = plain | {"INT8": True}
     for name, constants in (("", plain), (" narrow", narrow), (" window, softcap", limited), (" int8", codes)):
-        yield f"decode{name}", attention.decode_kernel, constants | {"BLOCK_G": 16, "SHARED": False}
-        yield f"prefill{name}", attention.prefill_kernel, constants | {"BLOCK_M": 64, "SINKS": False, "ALIKE": True}
+        decode, prefill = cuts(constants, numbers)
+        yield f"decode{name}", attention.decode_kernel, constants | decode | {"BLOCK_G": 16, "SHARED": False}
+        yield f"prefill{name}", attention.prefill_kernel, constants | prefill | {"SINKS": False, "ALIKE": True}
     gpt_oss = plain | {"GROUP": 8, "DIM_K": 64, "DIM_V": 64, "BLOCK_K": 64, "BLOCK_V": 64, "SINKS": True}
     for window in (0, 128):
-        yield (
-            f"prefill sinks window={window}",
-            attention.prefill_kernel,
-            gpt_oss | {"BLOCK_M": 64, "WINDOW": window, "ALIKE": False},
-        )
+        _, prefill = cuts(gpt_oss, numbers)
+        constants = gpt_oss | prefill | {"WINDOW": window, "ALIKE": False}
+        yield f"prefill sinks window={window}", attention.prefill_kernel, constants
     yield "decode, rest of shared", attention.decode_kernel, plain | {"BLOCK_G": 16, "SHARED": True}
     for group in (1, 4, 8):
         together = {"GROUP": group, "BLOCK_G": 16 * group, "MEMBERS": 16}
@@ -81,8 +84,8 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield f"rope_store norm={norm}", layers.rope_store_kernel, constants
     yield "rope_store int8", layers.rope_store_kernel, constants | {"INT8": True}
     yield "rope_store kv_heads=1", layers.rope_store_kernel, constants | {"kv_heads": 1}  # a constant then
-    few = {"BLOCK_M": 16, "BLOCK_N": 64, "ZEROS": False, "BIAS": False, "EVEN": True, "num_stages": 4}
-    many = few | {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+    few = {"BLOCK_M": 16, "BLOCK_N": 64, "ZEROS": False, "BIAS": False, "EVEN": True, "num_stages": 3}
+    many = few | {"BLOCK_M": 128}
     for rows, cut in (("few", few), ("many", many)):
         if rows == "few" or numbers != "fp32":  # which is cut smaller
             for name, codes_of in (
@@ -105,6 +108,15 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         sampling.draw_kernel,
         {"SUMMED": 2048, "BLOCKS": 128, "BLOCK": 8192, "SEARCHED": 4096, "ROOM": 4096, "num_warps": 16},
     )
+
+
+def cuts(constants: dict[str, Any], numbers: str) -> tuple[dict[str, int], dict[str, int]]:
+    """How a decode and a prefill of such heads are cut, by what the worker goes by."""
+    spec = KVSpec(1, 1, constants["DIM_K"], constants["DIM_V"], _DTYPES[numbers], constants["INT8"])
+    cache = KVCache(spec, 1, constants["PAGE"])
+    decode, prefill = decode_tiles(cache), prefill_tiles(cache)
+    options = [{"BLOCK_N": t.block_n, "num_warps": t.warps, "num_stages": t.stages} for t in (decode, prefill)]
+    return options[0], options[1] | {"BLOCK_M": prefill.block_m}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:

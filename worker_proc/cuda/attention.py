@@ -168,7 +168,7 @@ def decode(
 
     Pages that rows have in common as `shared` says are read once for each of its tiles.
     """
-    tiles = tiles or _decode_tiles(cache)
+    tiles = tiles or decode_tiles(cache)
     rows, heads, dim_k = q.shape
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     held = (k_pages, v_pages, *scales_of(cache, layer))
@@ -207,7 +207,7 @@ def prefill(
 ) -> None:  # fmt: skip
     """The rows whose tokens in `q` `[T, Hq, Dk]` begin at `starts` (int64 `[rows + 1]`), the longest of them with
     `longest` tokens; `sinks` float32 `[Hq]`."""
-    tiles = tiles or _prefill_tiles(cache)
+    tiles = tiles or prefill_tiles(cache)
     dim_k = q.shape[2]
     k_pages, v_pages = cache.k[layer], cache.v[layer]
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
@@ -223,7 +223,8 @@ def prefill(
     )  # fmt: skip
 
 
-def _prefill_tiles(cache: KVCache) -> Tiles:
+def prefill_tiles(cache: KVCache) -> Tiles:
+    """How chunks are cut over such a cache."""
     width, roomy = _head_bytes(cache), is_roomy(cache.k[0].device)
     if width > 512 or (width > 256 and not roomy):
         return _PREFILL_WIDEST
@@ -232,7 +233,8 @@ def _prefill_tiles(cache: KVCache) -> Tiles:
     return _PREFILL_INT8 if cache.spec.int8 else _PREFILL
 
 
-def _decode_tiles(cache: KVCache) -> Tiles:
+def decode_tiles(cache: KVCache) -> Tiles:
+    """How decodes are."""
     width = _head_bytes(cache)
     if width > 512:
         return _DECODE_WIDEST
