@@ -22,10 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from worker_proc.cuda import attention_kernels as attention
+from worker_proc.cuda import few_rows_kernels as few_rows
 from worker_proc.cuda import layer_kernels as layers
 from worker_proc.cuda import linear_kernels as linear
 from worker_proc.cuda import sampling_kernels as sampling
 from worker_proc.cuda.attention import decode_tiles, prefill_tiles
+from worker_proc.cuda.few_rows import Cut
 from worker_proc.kv_cache import KVCache, KVSpec
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -101,6 +103,13 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"BITS": bits, "FLOAT": False, "GROUP": 0, "ZEROS": False, "BLOCK_N": 64}
         yield f"widen int{bits}", linear.widen_kernel, constants
     yield "linear, parts", linear.sum_parts_kernel, {"BIAS": False, "BLOCK": 1024}
+    for gated in (False, True):
+        for rows, inputs in product((1,) if gated else (1, 2, 4), (1024, 4096)):
+            if numbers != "fp32":  # whose products are cuBLAS's
+                cut = Cut.of(rows, inputs, gated)
+                constants = {"BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "num_warps": 1, "ROWS": rows}
+                constants |= {"BIAS": False, "GATED": gated, "EVEN": True}
+                yield f"{rows} rows of {inputs}, gated={gated}", few_rows.few_rows_kernel, constants
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
     yield (
@@ -122,6 +131,8 @@ def cuts(constants: dict[str, Any], numbers: str) -> tuple[dict[str, int], dict[
 def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
     """The kernel for tensors of `numbers` ("bf16", "fp16", "fp32"). Raises what Triton or ptxas object to."""
     names = kernel.arg_names
+    if "OVERLAP" in names:
+        constants = constants | {"OVERLAP": True}
     signature = {name: "constexpr" if name in constants else _type(name, numbers) for name in names}
     if constants.get("INT8"):
         signature |= dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*i8")

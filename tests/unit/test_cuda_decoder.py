@@ -20,8 +20,10 @@ from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_p
 from tests.helpers_quantized import store_mxfp4
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cuda import layers as cuda_layers
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder, supports
+from worker_proc.cuda.few_rows import few_rows_linear
 from worker_proc.cuda.graphs import GraphedDecoder, graph_sizes
 from worker_proc.cuda.pieces import Outputs, launch_bound_tokens, piece_sizes
 from worker_proc.cuda.quantized import PackedWeight
@@ -32,6 +34,7 @@ from worker_proc.models.decoder_weights import DecoderWeightPlan
 from worker_proc.models.describe import read_config
 from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
+from worker_proc.models.layers import Linear
 from worker_proc.models.loading import WeightLoader
 from worker_proc.models.registry import load_gpu_model, load_model
 from worker_proc.parallel import TensorParallel
@@ -46,12 +49,12 @@ TOKENS = 5
 INT8_BOUND = 2e-3  # of logits: some codes are neighbours of the reference's
 
 
-def load(path: Path, scheme: Scheme | None = None) -> CudaDecoder:
+def load(path: Path, scheme: Scheme | None = None, dtype: torch.dtype = torch.float32) -> CudaDecoder:
     config = read_config(path)
     spec = parse_spec(config)
     assert supports(spec)
     with torch.inference_mode():
-        loader = WeightLoader(Checkpoint.open(path), torch.float32, DEVICE)
+        loader = WeightLoader(Checkpoint.open(path), dtype, DEVICE)
         source = WeightSource(loader, scheme, parse_stored(config))
         plan = DecoderWeightPlan(spec, Shard.of(spec, 0, 1), loader, source, PackedWeight.empty)
         loader.run()
@@ -147,6 +150,32 @@ def test_logits_equal_the_reference_decoder(tmp_path: Path) -> None:
     model = load(path)
     got = model.forward(on_device(batch), KVCache(model.kv_spec, 4, 16, DEVICE))
     torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_few_rows_equal_what_torch_multiplies(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product of one row, and all but the gated ones of some more."""
+    model = load(make_checkpoint(kind, tmp_path), dtype=torch.float16)
+    layers, calls = model.spec.num_layers, list[bool]()
+
+    def count(x: torch.Tensor, linear: Linear, *, gated: bool = False) -> torch.Tensor:
+        calls.append(gated)
+        return few_rows_linear(x, linear, gated=gated)
+
+    monkeypatch.setattr(cuda_layers, "few_rows_linear", count)
+    for rows in (1, 2, 4, 5):
+        held = [Row([5 + i, 6, 7, 8], [3 + i % 4, 1], 3) for i in range(rows)]
+        first = KVCache(model.kv_spec, 8, 4, DEVICE)
+        fill(first)
+        second = copy_of(first, DEVICE)
+        batch = on_device(make_batch(held, [1] * rows, 4))
+        calls.clear()
+        found = model.forward(batch, first)
+        assert calls == {1: [False, False, True, False] * layers + [False], 5: []}.get(rows, [False] * (3 * layers + 1))
+        with monkeypatch.context() as without:
+            without.setattr(cuda_layers, "suits_few_rows", lambda *_, **__: False)
+            want = model.forward(batch, second)
+        torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-gqa-untied", "mistral-sliding", "qwen3"])

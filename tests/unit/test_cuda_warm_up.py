@@ -36,7 +36,7 @@ def test_a_start_shows_its_progress_and_leaves_nothing_behind(scheme: Scheme | N
     total = shown[-1][1]
     assert shown == [(done, total) for done in range(total + 1)]
     # five matrices of float32, which make no difference between 33 rows and more
-    assert total == 4 + (5 * 3 if scheme is not None else 0)
+    assert total == 6 + (5 * 3 if scheme is not None else 0)
     leaves_nothing_behind(model)
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from worker_proc.cuda.kv_codes import head_codes, head_scale
+from worker_proc.cuda.overlap import fetch, take_turn
 
 
 @triton.jit(do_not_specialize=["slots_ptr"])
@@ -29,8 +30,10 @@ def store_kernel(
     k_token, k_head, v_token, v_head, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     PAGE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     INT8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h) writes K and V of token t and KV head h to slot `slots[t]`."""
+    take_turn(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     page, offset = slot // PAGE, slot % PAGE
@@ -60,6 +63,7 @@ def decode_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr, SHARED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h, s): part s of the tokens of row b, for the query heads of KV head h.
 
@@ -81,6 +85,11 @@ def decode_kernel(
     members, dims_k, dims_v = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     real = members < GROUP
     heads = head * GROUP + members
+    if OVERLAP:
+        table = table_ptr + row * table_row
+        _fetch(k_pages_ptr + head * k_head_stride, table, begin, end, k_page_stride, PAGE, DIM_K, BLOCK_N)
+        _fetch(v_pages_ptr + head * v_head_stride, table, begin, end, v_page_stride, PAGE, DIM_V, BLOCK_N)
+    take_turn(OVERLAP)
     q_at = q_ptr + row * q_row + heads[:, None] * q_head + dims_k[None, :]
     q = tl.load(q_at, mask=real[:, None] & (dims_k[None, :] < DIM_K), other=0.0)
     mean, logs = _attend_part(
@@ -103,12 +112,14 @@ def shared_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, MEMBERS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, INT8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h, s): part s of the tokens that the rows of tile t share, for their query heads of KV head h.
 
     `tiles` int64 `[T, 4 + MEMBERS]` are those of `SharedPages`. Results go to `partial` and `sums` behind the `own`
     parts of `decode_kernel`, `splits` of each level after those of the one before.
     """
+    take_turn(OVERLAP)
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tile_ptr = tiles_ptr + tile * (4 + MEMBERS)
     first, last = tl.load(tile_ptr + 1).to(tl.int32), tl.load(tile_ptr + 2).to(tl.int32)
@@ -135,6 +146,19 @@ def shared_kernel(
     to_mean = partial_ptr + place[:, None] * DIM_V + dims_v[None, :]
     tl.store(to_mean, mean, mask=real[:, None] & (dims_v[None, :] < DIM_V))
     tl.store(sums_ptr + place, logs, mask=real)
+
+
+@triton.jit
+def _fetch(
+    pages, table, begin, end, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Ask for the first `BLOCK_N` tokens of `begin` .. `end`, of which the last may not have been written yet."""
+    EACH: tl.constexpr = 1024 // pages.dtype.element_ty.primitive_bitwidth  # numbers in a line of a cache
+    tokens = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(table + tokens // PAGE, mask=tokens < end, other=0)
+    lines = tl.arange(0, triton.next_power_of_2((DIM + EACH - 1) // EACH)) * EACH
+    places = page * page_stride + (tokens % PAGE) * DIM
+    fetch(pages + places[:, None] + tl.minimum(lines, DIM - 1)[None, :])
 
 
 @triton.jit
@@ -185,9 +209,11 @@ def _attend_part(
 def combine_kernel(
     partial_ptr, sums_ptr, out_ptr, levels_ptr, sinks_ptr, own, splits, parts, out_row, out_head,
     DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h) joins the parts that `decode_kernel` computed for row b and query head h, and, with `SHARED`,
     those of `shared_kernel`, on as many levels as `levels[b]` says; with `SINKS`, the sink of h too."""
+    take_turn(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     place = (row * tl.num_programs(1) + head) * parts
     numbers, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
@@ -216,10 +242,12 @@ def prefill_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, INT8: tl.constexpr, SINKS: tl.constexpr, ALIKE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h, b): queries i * BLOCK_M .. of row b and KV head h; a token has one for each query head of that
     KV head. Tokens `starts[b] .. starts[b + 1]` of `q` are the newest ones of the row, whose keys are in the
     cache already."""
+    take_turn(OVERLAP)
     block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + row)
     count = (tl.load(starts_ptr + row + 1) - start).to(tl.int32)

@@ -1,4 +1,4 @@
-"""The native decoder on a GPU: cuBLAS for the products, Triton for what stands between them."""
+"""The native decoder on a GPU: cuBLAS for products of many rows, Triton for others and for what stands between them."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.interface import CudaAttention
-from worker_proc.cuda.layers import Rotation, add_rms_norm, rope_store, silu_mul
+from worker_proc.cuda.layers import Rotation, add_rms_norm, multiply, multiply_gated, rope_store
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights
@@ -89,7 +89,7 @@ class CudaDecoder:
         """Queries `[T, Hq, D]` of layer `index`, to `out` where it is given, whose keys and values go to the cache.
         `x` `[T, hidden]` += `delta`, which the layer before it left."""
         layer = self.weights.layers[index]
-        qkv = layer.qkv(add_rms_norm(x, delta, _rms(layer.input_norm))).view(len(x), -1, self.spec.head_dim)
+        qkv = multiply(add_rms_norm(x, delta, _rms(layer.input_norm)), layer.qkv).view(len(x), -1, self.spec.head_dim)
         q_norm, k_norm = (norm if norm is None else _rms(norm) for norm in (layer.q_norm, layer.k_norm))
         return rope_store(
             qkv, self._heads, cache, index, positions, slot_mapping, self._rotation, q_norm, k_norm, out
@@ -105,15 +105,16 @@ class CudaDecoder:
     def leave(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """What layer `index` adds to `x` beside its attention, which is added to `x` here."""
         layer = self.weights.layers[index]
-        delta = self.tp.all_reduce(layer.o(attended.view(len(x), -1)))
-        inner = silu_mul(layer.up(add_rms_norm(x, delta, _rms(layer.post_norm))))
-        return self.tp.all_reduce(layer.down(inner))
+        delta = self.tp.all_reduce(multiply(attended.view(len(x), -1), layer.o))
+        inner = multiply_gated(add_rms_norm(x, delta, _rms(layer.post_norm)), layer.up)
+        return self.tp.all_reduce(multiply(inner, layer.down))
 
     def finish(self, x: Tensor, delta: Tensor | None, rows: Tensor) -> Tensor:
         """Logits of `rows` of `x` + `delta`."""
-        last = None if delta is None else delta.index_select(0, rows)
-        hidden = add_rms_norm(x.index_select(0, rows), last, _rms(self.weights.norm))
-        logits = self.tp.gather_to_rank0(self.weights.head(hidden))
+        if len(rows) < len(x):  # else they are all of them, in order
+            x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
+        hidden = add_rms_norm(x, delta, _rms(self.weights.norm))
+        logits = self.tp.gather_to_rank0(multiply(hidden, self.weights.head))
         return logits[:, : self.spec.vocab_size]
 
     def embed(self, token_ids: Tensor) -> Tensor:

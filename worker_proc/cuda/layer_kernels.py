@@ -4,22 +4,25 @@ import triton
 import triton.language as tl
 
 from worker_proc.cuda.kv_codes import head_codes, head_scale
+from worker_proc.cuda.overlap import take_turn
 
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program t: x[t] += delta[t], in place; out[t] = RMSNorm(x[t]) * weight. All rows are contiguous."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    take_turn(OVERLAP)
     x = tl.load(x_ptr + row * width + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x += tl.load(delta_ptr + row * width + at, mask=mask, other=0.0).to(tl.float32)
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # the sum as later layers will read it
         tl.store(x_ptr + row * width + at, x.to(x_ptr.dtype.element_ty), mask=mask)
-    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(out_ptr + row * width + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -30,6 +33,7 @@ def rope_store_kernel(
     q_norm_ptr, k_norm_ptr, attention_factor, eps, heads, kv_heads,
     k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     PAGE: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, NORM: tl.constexpr, INT8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h) takes head h of `qkv` `[T, Hq + 2 Hkv, DIM]`: queries are normed (where `NORM`), rotated and go to
     `q` `[T, Hq, DIM]`, keys the same to their page, values to theirs as they are; with `INT8` both as codes, and
@@ -38,10 +42,13 @@ def rope_store_kernel(
     at = tl.arange(0, HALF_BLOCK)
     mask = at < DIM // 2
     source = qkv_ptr + (token * (heads + 2 * kv_heads) + head) * DIM + at
-    first = tl.load(source, mask=mask, other=0.0)
-    second = tl.load(source + DIM // 2, mask=mask, other=0.0)
     slot = tl.load(slots_ptr + token)
     page, offset = slot // PAGE, slot % PAGE
+    angle = tl.load(positions_ptr + token).to(tl.float32) * tl.load(frequencies_ptr + at, mask=mask, other=0.0)
+    cos, sin = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
+    take_turn(OVERLAP)
+    first = tl.load(source, mask=mask, other=0.0)
+    second = tl.load(source + DIM // 2, mask=mask, other=0.0)
     if head >= heads + kv_heads:
         kv_head = head - heads - kv_heads
         to = v_pages_ptr + page * v_page_stride + kv_head * v_head_stride + offset * DIM + at
@@ -60,9 +67,6 @@ def rope_store_kernel(
                 weights = q_norm_ptr
             x = x * scale * tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
             y = y * scale * tl.load(weights + DIM // 2 + at, mask=mask, other=0.0).to(tl.float32)
-        position = tl.load(positions_ptr + token).to(tl.float32)
-        angle = position * tl.load(frequencies_ptr + at, mask=mask, other=0.0)
-        cos, sin = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
         first, second = (x * cos - y * sin).to(q_ptr.dtype.element_ty), (y * cos + x * sin).to(q_ptr.dtype.element_ty)
         kv_head = head - heads
         to_page = k_pages_ptr + page * k_page_stride + kv_head * k_head_stride + offset * DIM + at
@@ -89,8 +93,9 @@ def _store_codes(first, second, to, to_scale, mask, DIM: tl.constexpr):
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Program (t, i): block i of out[t] = silu(gate) * up, of `gate_up` `[T, 2 width]`, gate first."""
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width

@@ -7,9 +7,11 @@ import triton
 from torch import Tensor
 
 from worker_proc.cuda.attention import scales_of
+from worker_proc.cuda.few_rows import few_rows_linear, suits_few_rows
 from worker_proc.cuda.layer_kernels import add_rms_norm_kernel, rope_store_kernel, silu_mul_kernel
+from worker_proc.cuda.overlap import options
 from worker_proc.kv_cache import KVCache
-from worker_proc.models.layers import RMSNorm
+from worker_proc.models.layers import Linear, RMSNorm
 
 _SILU_BLOCK = 1024
 
@@ -28,9 +30,19 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
     width = x.shape[1]
     add_rms_norm_kernel[(len(x),)](
         x, x if delta is None else delta, norm.weight, out, width, norm.eps,
-        delta is not None, triton.next_power_of_2(width),
+        delta is not None, triton.next_power_of_2(width), **options(x.device),
     )  # fmt: skip
     return out
+
+
+def multiply(x: Tensor, linear: Linear) -> Tensor:
+    """`linear` of `x` `[T, inputs]`, by what is quickest."""
+    return few_rows_linear(x, linear) if suits_few_rows(x, linear) else linear(x)
+
+
+def multiply_gated(x: Tensor, linear: Linear) -> Tensor:
+    """What `silu_mul` makes of `linear` of `x` `[T, inputs]`."""
+    return few_rows_linear(x, linear, gated=True) if suits_few_rows(x, linear, gated=True) else silu_mul(linear(x))
 
 
 def rope_store(
@@ -50,7 +62,7 @@ def rope_store(
         rotation.attention_factor, 0.0 if q_norm is None else q_norm.eps, heads, kv_heads,
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
         cache.page_size, dim, triton.next_power_of_2(dim // 2), q_norm is not None and k_norm is not None,
-        cache.spec.int8,
+        cache.spec.int8, **options(qkv.device),
     )  # fmt: skip
     return q
 
@@ -59,5 +71,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of `[T, 2 I]`, gate first, as `[T, I]`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    silu_mul_kernel[tokens, triton.cdiv(width, _SILU_BLOCK)](gate_up, out, width, _SILU_BLOCK)
+    silu_mul_kernel[tokens, triton.cdiv(width, _SILU_BLOCK)](gate_up, out, width, _SILU_BLOCK, **options(out.device))
     return out

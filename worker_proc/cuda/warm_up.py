@@ -2,8 +2,8 @@
 
 A kernel takes a second or more the first time on a machine, and some hundredths when Triton finds it on disk. Which
 there are depends on the model and on what a step looks like: chunks and decodes, how decodes are cut into parts and
-whether they share pages (`TritonAttention.decode_kinds`), how many rows products with codes have
-(`PackedWeight.row_counts`). `bench.gpu.compiles` and tests/unit/test_cuda_compile.py look for steps that need others.
+whether they share pages (`TritonAttention.decode_kinds`), how many rows products have (`few_rows_sizes`,
+`PackedWeight.row_counts`). `bench.gpu.compiles` and tests/unit/test_cuda_compile.py look for steps that need others.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from torch import Tensor
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.few_rows import few_rows_sizes
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.idle_step import idle_step
 from worker_proc.kv_cache import KVCache, KVSpec
@@ -48,6 +49,8 @@ def compile_kernels(
     columns = -(-max(context_len, _CHUNK) // page_size)
     step = partial(idle_step, cache)
     batches = [step(_CHUNK, 1, -(-_CHUNK // page_size)), step(0, 1, 1)]
+    if isinstance(model, CudaDecoder):
+        batches += [step(0, min(rows, max_rows), 1) for rows in few_rows_sizes()[1:]]
     if isinstance(attention, TritonAttention):
         kinds = attention.decode_kinds(max_rows, spec.num_kv_heads, page_size, columns)
         several = isinstance(model, CudaDecoder)  # others are not told of shared pages

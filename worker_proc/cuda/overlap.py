@@ -1,0 +1,37 @@
+"""Kernels whose start overlaps the end of the one before them: programmatic dependent launch, on Hopper and later.
+
+Between two short kernels a GPU idles for a microsecond: the last program must end before the first one of the next
+kernel is placed. A kernel that calls `take_turn` lets the next one be placed as soon as its own last program is, and
+waits itself until the one before it has ended and its results are there to see. Before `take_turn`, it may read
+constants and write nothing. Every kernel that is launched so must call it.
+(CUDA programming guide, "Programmatic Dependent Launch and Synchronization".)
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@lru_cache
+def options(device: torch.device) -> dict[str, bool]:
+    """How a kernel with a constant `OVERLAP` is launched on `device`."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def take_turn(OVERLAP: tl.constexpr) -> None:
+    """Wait for the kernel before, and let the next one come."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fetch(pointers: tl.tensor) -> None:
+    """Bring the lines of 128 bytes at `pointers` to the L2 cache; nobody waits for them."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [pointers], tl.int32, is_pure=False, pack=1)
