@@ -3,7 +3,8 @@
     python -m bench.gpu.compile_kernels --dtype bf16 --dtype fp32
 
 A line per kernel: shared memory in bytes, which matrix instructions it has, whether some of its float32 instructions
-are approximations (divisions, powers), and, where the CUDA toolkit's cuobjdump is installed, registers per thread and
+are approximations (divisions, powers), whether it takes its turn as worker_proc/cuda/overlap.py wants it, writing
+nothing before, and, where the CUDA toolkit's cuobjdump is installed, registers per thread and
 bytes of stack (spills).
 """
 
@@ -112,11 +113,9 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 yield f"{rows} rows of {inputs}, gated={gated}", few_rows.few_rows_kernel, constants
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
-    yield (
-        "draw",
-        sampling.draw_kernel,
-        {"SUMMED": 2048, "BLOCKS": 128, "BLOCK": 8192, "SEARCHED": 4096, "ROOM": 4096, "num_warps": 16},
-    )
+    blocks = {"SUMMED": 2048, "BLOCKS": 128, "ROOM": 4096}
+    yield "gather", sampling.gather_kernel, blocks | {"EACH": 8}
+    yield "draw", sampling.draw_kernel, blocks | {"SEARCHED": 4096, "num_warps": 16}
 
 
 def cuts(constants: dict[str, Any], numbers: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -150,6 +149,13 @@ def _type(name: str, numbers: str) -> str:
     return "fp32" if name in _FLOATS else "i32"
 
 
+def turn(ptx: str) -> str:
+    """Whether a kernel waits for the one before it, once and before it writes anything."""
+    before, *after = ptx.split("griddepcontrol.wait")
+    early = re.search(r"\b(st|red|atom)\.(\w+\.)*global", before)
+    return "-" if not after else "EARLY" if early or len(after) > 1 else "turn"
+
+
 def resources(cubin: bytes) -> str:
     """Registers and stack as cuobjdump reports them, empty where it is not installed."""
     tool = shutil.which("cuobjdump")
@@ -172,7 +178,8 @@ def main(dtypes: tuple[str, ...]) -> None:
             unit = "wgmma" if "wgmma" in made.asm["ptx"] else "mma" if "mma.sync" in made.asm["ptx"] else "-"
             rounded = "approx" if re.search(r"\.approx|div\.full", made.asm["ptx"]) else "-"
             usage = resources(made.asm["cubin"])
-            print(f"{numbers}  {name:<28} shared {made.metadata.shared:>6}  {unit:<5} {rounded:<6} {usage}", flush=True)
+            about = f"shared {made.metadata.shared:>6}  {unit:<5} {rounded:<6} {turn(made.asm['ptx'])}"
+            print(f"{numbers}  {name:<28} {about} {usage}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from tests.helpers_paged import Row, copy_of, fill, make_batch, poison
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.attention import TritonAttention, _block, num_parts, num_splits, store
+from worker_proc.cuda.overlap import MOST_ROWS
 from worker_proc.kv_cache import KVCache, KVSpec
 
 ON_HOST = DEVICE.type == "cpu"  # on a GPU, every case is compiled, and bench/gpu/attention.py checks bfloat16 too
@@ -176,15 +177,15 @@ def test_splits(rows: int, kv_heads: int, longest: int) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 @pytest.mark.parametrize("page_size, columns", [(1, 700), (5, 1), (16, 4), (16, 300), (100, 9)])
 def test_some_decodes_launch_what_all_of_them_would(max_rows: int, kv_heads: int, page_size: int, columns: int) -> None:
-    def joined(rows: int, width: int, shared: bool) -> int:
-        return _block(num_parts(rows, kv_heads, width * page_size, shared)[0])
+    def kind_of(rows: int, width: int, shared: bool) -> tuple[bool, int, bool]:
+        return shared, _block(num_parts(rows, kv_heads, width * page_size, shared)[0]), rows <= MOST_ROWS
 
     kinds = TritonAttention().decode_kinds(max_rows, kv_heads, page_size, columns)
-    found = [(kind.shared, joined(kind.rows, kind.columns, kind.shared)) for kind in kinds]
-    assert len(found) == len(set(found)) <= 8
+    found = [kind_of(kind.rows, kind.columns, kind.shared) for kind in kinds]
+    assert len(found) == len(set(found)) <= 14
     assert all(kind.rows <= max_rows and kind.columns <= columns for kind in kinds)
     assert set(found) >= {
-        (shared, joined(rows, width, shared))
+        kind_of(rows, width, shared)
         for shared in (False, True)
         for rows in range(1 + shared, max_rows + 1)
         for width in {*range(1, columns, max(1, columns // 30)), columns}

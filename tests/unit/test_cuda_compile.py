@@ -18,10 +18,11 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 51
+    assert len(lines) == 52
     assert all("wgmma" in line for line in lines if "prefill" in line), done.stdout
     assert [line for line in lines if "weights of logits" in line and "approx" not in line], done.stdout
     assert all("approx" in line for line in lines if "decode" in line or "prefill" in line), done.stdout
+    assert all(" turn" in line for line in lines), done.stdout
     assert all("wgmma" in line for line in lines if re.search("linear (int|fp)", line)), done.stdout
     assert all("mma" in line for line in lines if "decode" in line or "shared group" in line), done.stdout
 
@@ -46,7 +47,7 @@ def test_serving_launches_no_kernel_that_the_start_has_not(tmp_path: Path) -> No
     lines = done.stdout.splitlines()
     kernels = {word for line in lines if " steps with " in line for word in line.split() if word.endswith("_kernel")}
     written = {name for file in (ROOT / "worker_proc" / "cuda").glob("*.py") for name in defined(file.read_text())}
-    assert kernels == written and len(written) == 14
+    assert kernels == written and len(written) == 15
     assert sum("0 more" in line for line in lines) == sum("steps with" in line for line in lines) == 8
 
 

@@ -16,7 +16,7 @@ from worker_proc.cuda.attention_kernels import (
     shared_kernel,
     store_kernel,
 )
-from worker_proc.cuda.overlap import options
+from worker_proc.cuda.overlap import MOST_ROWS, options
 from worker_proc.kv_cache import KVCache
 
 _BLOCK_N = 64  # cached tokens that a part of a decode has at least
@@ -120,16 +120,17 @@ class TritonAttention:
 
     def decode_kinds(self, max_rows: int, kv_heads: int, page_size: int, columns: int) -> list[DecodeKind]:
         """Decodes that launch, between them, every kernel that up to `max_rows` of them with up to `columns` pages each
-        can need, in chosen sizes as small as possible. What differs is the block in which parts are joined."""
+        can need, in chosen sizes as small as possible. What differs is the block in which parts are joined, and whether
+        kernels overlap."""
         blocks = range(1, min(_MAX_SPLITS, -(-columns * page_size // _BLOCK_N)) + 1)
         widths = sorted({1, columns, *(min(columns, -(-((n - 1) * _BLOCK_N + 1) // page_size)) for n in blocks)})
-        found: dict[tuple[bool, int], DecodeKind] = {}
+        found: dict[tuple[bool, int, bool], DecodeKind] = {}
         for shared in (False, True):
             for rows in range(1 + shared, max_rows + 1):
                 parts = [num_parts(rows, kv_heads, width * page_size, shared)[0] for width in widths]
                 for width, count in zip(widths, parts, strict=True):
-                    found.setdefault((shared, _block(count)), DecodeKind(rows, width, shared))
-                if parts[-1] == (1 + SHARED_LEVELS if shared else 1):  # so it is for more rows
+                    found.setdefault((shared, _block(count), rows <= MOST_ROWS), DecodeKind(rows, width, shared))
+                if rows > MOST_ROWS and parts[-1] == (1 + SHARED_LEVELS if shared else 1):  # so it is for more rows
                     break
         return list(found.values())
 
@@ -151,7 +152,7 @@ def store(k: Tensor, v: Tensor, slot_mapping: Tensor, cache: KVCache, layer: int
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
         cache.page_size, k.shape[2], v.shape[2], _block(k.shape[2]), _block(v.shape[2]), cache.spec.int8,
-        **options(k.device),
+        **options(k.device, len(k)),
     )  # fmt: skip
 
 
@@ -188,19 +189,19 @@ def decode(
         q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v,
         max(_MIN_GROUP, triton.next_power_of_2(group)), *widths, tiles.block_n, window or 0,
         softcap is not None, cache.spec.int8, shared is not None, num_warps=tiles.warps, num_stages=tiles.stages,
-        **options(q.device),
+        **options(q.device, len(q)),
     )  # fmt: skip
     if shared is not None:
         shared_kernel[len(shared.tiles), kv_heads, more](
             q, *held, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, splits, more, parts,
             q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v, TILE_ROWS,
             max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *widths, _BLOCK_N,
-            softcap is not None, cache.spec.int8, **options(q.device),
+            softcap is not None, cache.spec.int8, **options(q.device, len(q)),
         )  # fmt: skip
     combine_kernel[rows, heads](
         partial, sums, out, levels, kv_lens if sinks is None else sinks, splits, more, parts,
         out.stride(0), out.stride(1), dim_v, _block(dim_v), _block(parts), shared is not None, sinks is not None,
-        **options(q.device),
+        **options(q.device, len(q)),
     )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def prefill(
         cache.page_size, group, dim_k, dim_v, tiles.block_m, _block(dim_k), _block(dim_v), tiles.block_n,
         window or 0, softcap is not None, cache.spec.int8, sinks is not None, k_pages.stride() == v_pages.stride(),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        **options(q.device),
+        **options(q.device, len(q)),
     )  # fmt: skip
 
 

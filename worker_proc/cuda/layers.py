@@ -30,7 +30,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
     width = x.shape[1]
     add_rms_norm_kernel[(len(x),)](
         x, x if delta is None else delta, norm.weight, out, width, norm.eps,
-        delta is not None, triton.next_power_of_2(width), **options(x.device),
+        delta is not None, triton.next_power_of_2(width), **options(x.device, len(x)),
     )  # fmt: skip
     return out
 
@@ -62,7 +62,7 @@ def rope_store(
         rotation.attention_factor, 0.0 if q_norm is None else q_norm.eps, heads, kv_heads,
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
         cache.page_size, dim, triton.next_power_of_2(dim // 2), q_norm is not None and k_norm is not None,
-        cache.spec.int8, **options(qkv.device),
+        cache.spec.int8, **options(qkv.device, tokens),
     )  # fmt: skip
     return q
 
@@ -71,5 +71,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of `[T, 2 I]`, gate first, as `[T, I]`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    silu_mul_kernel[tokens, triton.cdiv(width, _SILU_BLOCK)](gate_up, out, width, _SILU_BLOCK, **options(out.device))
+    silu_mul_kernel[tokens, triton.cdiv(width, _SILU_BLOCK)](
+        gate_up, out, width, _SILU_BLOCK, **options(out.device, tokens)
+    )
     return out

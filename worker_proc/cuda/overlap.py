@@ -14,13 +14,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+MOST_ROWS = 16  # beyond, kernels are long enough that nothing is gained, and waiting programs take room from others
+
+
+def options(device: torch.device, rows: int = 1) -> dict[str, bool]:
+    """How a kernel with a constant `OVERLAP` is launched on `device` for so many rows of tokens."""
+    return {"OVERLAP": True, "launch_pdl": True} if rows <= MOST_ROWS and possible(device) else {"OVERLAP": False}
+
 
 @lru_cache
-def options(device: torch.device) -> dict[str, bool]:
-    """How a kernel with a constant `OVERLAP` is launched on `device`."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAP": False}
-    return {"OVERLAP": True, "launch_pdl": True}
+def possible(device: torch.device) -> bool:
+    """Whether the GPU has it."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -6,12 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-from worker_proc.cuda.sampling_kernels import RANGES, draw_kernel, weights_kernel
+from worker_proc.cuda.overlap import options
+from worker_proc.cuda.sampling_kernels import RANGES, draw_kernel, gather_kernel, weights_kernel
 from worker_proc.sampler import NEVER, UNIT
 
 _SUMMED = 2048  # weights of a block that is added up where it is made
-_BLOCK = 8192  # weights that are looked at together where few are laid together
-_SEARCHED = 4096  # and where thresholds are searched for among all of them, which takes more registers
+_GATHERED = 8  # blocks of a program that lays tokens together
+_SEARCHED = 4096  # weights that are looked at together where thresholds are searched for among all of them
 _ROOM = 4096  # tokens that are drawn from in registers
 _WARPS = 16
 
@@ -46,6 +47,7 @@ def make_weights(logits: Tensor, best: Tensor, params: Tensor, index: Tensor) ->
     weights_kernel[rows, blocks](
         logits, best, params, index, made.weights, made.masses, made.ranges,
         vocab, logits.stride(0), params.stride(0), index.stride(0), NEVER, UNIT, summed,
+        **options(device),
     )  # fmt: skip
     return made
 
@@ -57,13 +59,19 @@ def draw(made: Weights, params: Tensor, seeds: Tensor, index: Tensor, tokens: Te
     all slots; `index` int64 `[3, R]` says a row's place in `tokens`, its slot and its position.
     """
     (rows, vocab), blocks, device = made.weights.shape, made.masses.shape[1], tokens.device
-    summed, block, searched, room = (_at_most(size, vocab) for size in (_SUMMED, _BLOCK, _SEARCHED, _ROOM))
+    summed, searched, room = (_at_most(size, vocab) for size in (_SUMMED, _SEARCHED, _ROOM))
     few = torch.empty(rows, room, dtype=torch.float32, device=device)
     names = torch.empty(rows, room, dtype=torch.int32, device=device)
+    wide = triton.next_power_of_2(blocks)
+    gather_kernel[rows, triton.cdiv(blocks, _GATHERED)](
+        made.weights, made.masses, made.ranges, few, names, params, index,
+        vocab, blocks, made.weights.stride(0), params.stride(0), index.stride(0), summed, wide, _GATHERED, room,
+        **options(device),
+    )  # fmt: skip
     draw_kernel[(rows,)](
         made.weights, made.masses, made.ranges, few, names, params, seeds, index, tokens,
         vocab, blocks, made.weights.stride(0), params.stride(0), index.stride(0), UNIT,
-        summed, triton.next_power_of_2(blocks), block, searched, room, num_warps=_WARPS,
+        summed, wide, searched, room, num_warps=_WARPS, **options(device),
     )  # fmt: skip
 
 

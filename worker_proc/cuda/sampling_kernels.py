@@ -6,9 +6,10 @@ their bits, so the threshold is searched for among integers.
 
 Where weights are made, each block of them is counted and added up by ranges of bits. That says in which range a
 threshold is, and which block a draw without filters is in. Tokens from the lowest such range on, nearly always few, are
-laid together in their order, and everything else is done in registers (a radix selection's first digit, then a search
-with three pivots at a time). Where they are many, each pass goes over the row instead, and moves both ends of the
-interval to weights that occur (FlashInfer's sampling searches so, with two pivots).
+laid together in their order, each block's where those of the blocks before it end, and everything else is done in
+registers (a radix selection's first digit, then the others by search with sixteen pivots at a time). Where they are
+many, each pass goes over the row instead, and moves both ends of the interval to weights that occur (FlashInfer's
+sampling searches so, with two pivots).
 
 Weights are whole numbers whose float64 sums are exact in any order, so the tokens kept and drawn are to the last one
 those that `worker_proc/sampler.py` gets by sorting.
@@ -17,6 +18,9 @@ those that `worker_proc/sampler.py` gets by sorting.
 import triton
 import triton.language as tl
 
+from worker_proc.cuda.overlap import take_turn
+
+PIVOTS = tl.constexpr(16)
 RANGES = tl.constexpr(16)  # of 2^24 bits each, from weights of 8 on; the last one ends beyond the largest weight
 _FIRST = tl.constexpr(0x41)
 _BEYOND = tl.constexpr(0x50800001)  # the bits of 2**34, the largest weight, and one
@@ -26,7 +30,7 @@ _BEYOND = tl.constexpr(0x50800001)  # the bits of 2**34, the largest weight, and
 def weights_kernel(
     logits_ptr, best_ptr, params_ptr, index_ptr, weights_ptr, masses_ptr, ranges_ptr,
     vocab, logits_row, params_row, index_row, never, unit,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): block j of row i of `weights` float32 `[R, vocab]`, from row `index[0, i]` of `logits` float32,
     its largest in `best`, and the temperature of slot `index[1, i]`, as `worker_proc.sampler.weights_of` has it; their
@@ -35,6 +39,7 @@ def weights_kernel(
 
     Every operation is rounded as IEEE 754 says, and the exponential from float64, so that the bits are those of torch.
     """
+    take_turn(OVERLAP)
     row = tl.program_id(0)
     source = tl.load(index_ptr + row)
     temperature = tl.load(params_ptr + tl.load(index_ptr + index_row + row)).to(tl.float32)
@@ -70,18 +75,71 @@ def _filters(params_ptr, params_row, slot):
 
 
 @triton.jit(do_not_specialize=["index_ptr", "index_row"])  # see attention_kernels.py
+def gather_kernel(
+    weights_ptr, masses_ptr, ranges_ptr, few_ptr, names_ptr, params_ptr, index_ptr,
+    vocab, blocks, weights_row, params_row, index_row,
+    SUMMED: tl.constexpr, BLOCKS: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): of row i, the tokens of blocks j * EACH .. that may be kept by top_k or top_p, to their places in
+    `few` float32 and `names` int32 `[R, ROOM]`, if there are no more than `ROOM` in the row. See `draw_kernel`."""
+    take_turn(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    top_k, top_p, _ = _filters(params_ptr, params_row, tl.load(index_ptr + index_row + row))
+    by_k, by_p = (top_k > 0) & (top_k < vocab), top_p < 1
+    if by_k | by_p:
+        numbers, which = tl.arange(0, BLOCKS), tl.arange(0, RANGES)
+        masses = tl.load(masses_ptr + row * blocks + numbers, mask=numbers < blocks, other=0.0)
+        enough, left = _first_range(
+            ranges_ptr + row * blocks * 2 * RANGES, numbers, blocks, by_k, top_k, top_p * tl.sum(masses, 0), vocab
+        )  # fmt: skip
+        if left <= ROOM:
+            at = ranges_ptr + (row * blocks + numbers)[:, None] * 2 * RANGES + which[None, :]
+            wanted = (numbers < blocks)[:, None] & (which >= enough)[None, :]
+            counts = tl.sum(tl.load(at, mask=wanted, other=0.0), 1).to(tl.int32)
+            if enough < 0:  # all that there are
+                counts = tl.minimum(tl.maximum(vocab - numbers * SUMMED, 0), SUMMED)
+            places = row * ROOM + tl.cumsum(counts, 0) - counts
+            for number in range(tl.program_id(1) * EACH, tl.program_id(1) * EACH + EACH):
+                if tl.sum(tl.where(numbers == number, counts, 0), 0) > 0:
+                    inside = number * SUMMED + tl.arange(0, SUMMED)
+                    weights = tl.load(weights_ptr + row * weights_row + inside, mask=inside < vocab, other=0.0)
+                    ranges = (weights.to(tl.int32, bitcast=True) >> 24) - _FIRST
+                    kept = (inside < vocab) & (((ranges >= enough) & (ranges < RANGES)) | (enough + 0 * ranges < 0))
+                    place = tl.sum(tl.where(numbers == number, places, 0), 0) + tl.cumsum(kept.to(tl.int32), 0) - 1
+                    tl.store(few_ptr + place, weights, mask=kept)
+                    tl.store(names_ptr + place, inside, mask=kept)
+
+
+@triton.jit
+def _first_range(ranges_ptr, numbers, blocks, by_k, top_k, mass, vocab):
+    """The range in which the threshold of a row's first filter is, `top_k` tokens or so much `mass`, -1 where it is
+    below all; and how many tokens are in it and those above."""
+    which = tl.arange(0, RANGES)
+    at, real = ranges_ptr + numbers[:, None] * 2 * RANGES + which[None, :], (numbers < blocks)[:, None]
+    counts = _from(tl.sum(tl.load(at, mask=real, other=0.0), 0))
+    if by_k:
+        enough = tl.max(tl.where(counts >= top_k, which, -1), 0)
+    else:
+        sums = _from(tl.sum(tl.load(at + RANGES, mask=real, other=0.0), 0))
+        enough = tl.max(tl.where(sums >= mass, which, -1), 0)
+    left = tl.sum(tl.where(which == enough, counts, 0.0), 0)
+    return enough, tl.where(enough < 0, vocab, left).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["index_ptr", "index_row"])  # see attention_kernels.py
 def draw_kernel(
     weights_ptr, masses_ptr, ranges_ptr, few_ptr, names_ptr, params_ptr, seeds_ptr, index_ptr, tokens_ptr,
     vocab, blocks, weights_row, params_row, index_row, unit,
-    SUMMED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr, ROOM: tl.constexpr,
+    SUMMED: tl.constexpr, BLOCKS: tl.constexpr, SEARCHED: tl.constexpr, ROOM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program i draws for row i of `weights` float32 `[R, vocab]`, whose `masses` and `ranges` of blocks of `SUMMED`
     are those of `weights_kernel`; there are `blocks`, at most `BLOCKS`.
 
     `index` int64 `[3, R]` has the row's place in `tokens` (int64), its slot and its position. `params` float64
     `[4, slots]` are temperature, top_k, top_p, min_p; `seeds` int64 `[slots]`; `unit` is the largest weight. `few`
-    float32 and `names` int32 `[R, ROOM]` are room for tokens that may be kept.
+    float32 and `names` int32 `[R, ROOM]` are those of `gather_kernel`.
     """
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + index_row + row)
     top_k, top_p, min_p = _filters(params_ptr, params_row, slot)
@@ -100,24 +158,15 @@ def draw_kernel(
     share = bits.to(tl.float64) * 1.1102230246251565e-16
 
     if by_k | by_p:
-        which = tl.arange(0, RANGES)
-        at = ranges_ptr + (row * blocks + numbers)[:, None] * 2 * RANGES + which[None, :]
-        counts = _from(tl.sum(tl.load(at, mask=(numbers < blocks)[:, None], other=0.0), 0))
-        if by_k:
-            enough = tl.max(tl.where(counts >= top_k, which, -1), 0)  # the range of the first threshold
-        else:
-            sums = _from(tl.sum(tl.load(at + RANGES, mask=(numbers < blocks)[:, None], other=0.0), 0))
-            enough = tl.max(tl.where(sums >= top_p * everything, which, -1), 0)
+        enough, left = _first_range(
+            ranges_ptr + row * blocks * 2 * RANGES, numbers, blocks, by_k, top_k, top_p * everything, vocab
+        )  # fmt: skip
         least = tl.where(enough < 0, 0, (enough + _FIRST) << 24)
         next_range = (enough + 1 + _FIRST) << 24
-        left = tl.sum(tl.where(which == enough, counts, 0.0), 0)
-        left = tl.where(enough < 0, vocab, left)
         if left <= ROOM:
-            few_ptr += row * ROOM
-            names_ptr += row * ROOM
             found = _draw_few(
-                weights_ptr, few_ptr, names_ptr, vocab, least, next_range, by_k, by_p, top_k, top_p, everything,
-                tl.where(min_p > 0, smallest, 0), share, BLOCK, ROOM,
+                few_ptr + row * ROOM, names_ptr + row * ROOM, left, least, next_range, by_k, by_p, top_k, top_p,
+                everything, tl.where(min_p > 0, smallest, 0), share, ROOM,
             )  # fmt: skip
         else:
             edge = least
@@ -154,23 +203,11 @@ def _from(parts):
 
 @triton.jit
 def _draw_few(
-    weights_ptr, few_ptr, names_ptr, vocab, least, next_range, by_k, by_p, top_k, top_p, everything, smallest, share,
-    BLOCK: tl.constexpr, ROOM: tl.constexpr,
+    few_ptr, names_ptr, held, least, next_range, by_k, by_p, top_k, top_p, everything, smallest, share,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn, where at most `ROOM` have bits from `least` on, and the first filter's threshold is below
-    `next_range`."""
-    at = tl.arange(0, BLOCK)
-    held = 0
-    for start in range(0, vocab, BLOCK):
-        weights = tl.load(weights_ptr + start + at, mask=start + at < vocab, other=0.0)
-        kept = (weights.to(tl.int32, bitcast=True) >= least) & (start + at < vocab)
-        count = tl.sum(kept.to(tl.int32), 0)
-        if count > 0:
-            place = held + tl.cumsum(kept.to(tl.int32), 0) - 1
-            tl.store(few_ptr + place, weights, mask=kept & (place < ROOM))
-            tl.store(names_ptr + place, start + at, mask=kept & (place < ROOM))
-        held += count
-    tl.debug_barrier()  # threads read what others wrote
+    """The token drawn from the `held` ones of a row, which have bits from `least` on, where the first filter's
+    threshold is below `next_range`."""
     places = tl.arange(0, ROOM)
     weights = tl.load(few_ptr + places, mask=places < held, other=0.0).to(tl.float64)
     bits = tl.load(few_ptr + places, mask=places < held, other=-1.0).to(tl.int32, bitcast=True)
@@ -187,23 +224,19 @@ def _draw_few(
     weights = tl.where(bits >= edge, weights, 0.0)
     target = share * tl.sum(weights, 0)
     place = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
-    return tl.load(names_ptr + tl.minimum(place, tl.minimum(held, ROOM) - 1))
+    return tl.load(names_ptr + tl.minimum(place, held - 1))
 
 
 @triton.jit
 def _search_few(bits, values, low, high, wanted):
     """The largest threshold from which on `values` add up to `wanted`: `low` is small enough, `high` too large."""
+    steps = tl.arange(0, PIVOTS)
     while high - low > 1:
-        width = high - low
-        p1, p2, p3 = low + (width + 3) // 4, low + (width + 1) // 2, high - width // 4
-        if tl.sum(tl.where(bits >= p3, values, 0.0), 0) >= wanted:
-            low = p3
-        elif tl.sum(tl.where(bits >= p2, values, 0.0), 0) >= wanted:
-            low, high = p2, p3
-        elif tl.sum(tl.where(bits >= p1, values, 0.0), 0) >= wanted:
-            low, high = p1, p2
-        else:
-            high = p1
+        step = (high - low + PIVOTS - 1) // PIVOTS
+        pivots = low + steps * step
+        sums = tl.sum(tl.where(bits[None, :] >= pivots[:, None], values[None, :], 0.0), 1)
+        low += step * tl.max(tl.where((sums >= wanted) & (pivots < high), steps, 0), 0)
+        high = tl.minimum(high, low + step)
     return low
 
 

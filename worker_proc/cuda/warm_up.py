@@ -16,6 +16,7 @@ from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.few_rows import few_rows_sizes
+from worker_proc.cuda.overlap import MOST_ROWS
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.idle_step import idle_step
 from worker_proc.kv_cache import KVCache, KVSpec
@@ -25,6 +26,7 @@ from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import Linear
 
 _CHUNK = 2  # tokens: the shortest
+_LONGER = MOST_ROWS + 1  # too many to overlap
 
 
 @torch.inference_mode()
@@ -48,7 +50,8 @@ def compile_kernels(
     cache = KVCache(spec, 1, page_size, device)
     columns = -(-max(context_len, _CHUNK) // page_size)
     step = partial(idle_step, cache)
-    batches = [step(_CHUNK, 1, -(-_CHUNK // page_size)), step(0, 1, 1)]
+    chunks = [_CHUNK] + [_LONGER] * (max_tokens > _LONGER)
+    batches = [*(step(chunk, 1, -(-chunk // page_size)) for chunk in chunks), step(0, 1, 1)]
     if isinstance(model, CudaDecoder):
         batches += [step(0, min(rows, max_rows), 1) for rows in few_rows_sizes()[1:]]
     if isinstance(attention, TritonAttention):
