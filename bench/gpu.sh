@@ -53,7 +53,7 @@ needed "clusters" zmq llguidance uvloop jinja2 tokenizers transformers tqdm
 part 100 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider -n 8 --dist worksteal \
     tests/unit/test_cuda_attention.py tests/unit/test_shared_pages.py tests/unit/test_cuda_decoder.py \
     tests/unit/test_cuda_draws.py tests/unit/test_cuda_sampling.py tests/unit/test_host_pages.py \
-    tests/unit/test_cuda_linear.py -k "not (test_cuda_linear and (torch.float or any_shape))"
+    tests/unit/test_cuda_few_rows.py tests/unit/test_cuda_linear.py -k "not (test_cuda_linear and (torch.float or any_shape))"
 part 75 "parity in bfloat16" "$python" -m bench.gpu.parity
 part 30 "attention: Triton, shared pages, int8" "$python" -m bench.gpu.attention --backend triton
 part 50 "quantized weights" "$python" -m bench.gpu.quantized

@@ -1,5 +1,7 @@
 """Steady decode through the worker's own ModelRunner, one step ahead of its tokens, under a profiler."""
 
+import time
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -14,6 +16,7 @@ from worker_proc.parallel import TensorParallel
 
 STEPS = 20
 _WARM_UP = 10
+_CLOCKED = 100
 
 
 class SteadyDecode:
@@ -68,6 +71,16 @@ class SteadyDecode:
             self._run(plans[-STEPS:], waiting)
             torch.cuda.synchronize()
         return export(profiler)
+
+    def step_time(self, rows: int, draw: DrawParams) -> float:
+        """Seconds of such a step, of which a profiler knows nothing: it slows down the host, which launches."""
+        plans = self.plans(rows, draw, _WARM_UP + _CLOCKED)
+        waiting = self._run(plans[:-_CLOCKED], None)
+        started = time.perf_counter()
+        waiting = self._run(plans[-_CLOCKED:], waiting)
+        assert waiting is not None
+        waiting.finish()
+        return (time.perf_counter() - started) / _CLOCKED
 
     def _run(self, plans: list[StepPlan], waiting: LaunchedStep | None) -> LaunchedStep | None:
         for plan in plans:

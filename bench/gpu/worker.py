@@ -101,13 +101,16 @@ def steady(graphed: GraphedDecoder, cache: KVCache, batches: list[int]) -> bool:
         for name, draw in DRAWS.items():
             if name != "greedy" and rows not in TABLES:
                 continue
-            trace = decodes.profile(rows, draw)
-            fine = not trace.waits and trace.idle < MOST_IDLE
+            taken, trace = decodes.step_time(rows, draw) * 1e6, decodes.profile(rows, draw)
+            busy = trace.span / STEPS * (1 - trace.idle)
+            idle = max(0.0, 1 - busy / taken)
+            fine = not trace.waits and idle < MOST_IDLE
             good &= fine
             waits = f"WAITS: {', '.join(sorted(set(trace.waits)))}" if trace.waits else "no wait between launches"
             print(
-                f"  steps of {rows:>4}, {name:<6}: {trace.span / STEPS:8.0f} us, idle {trace.idle:5.1%}, gaps "
-                f"{trace.gaps:5.1%}, {waits}, {trace.tokens_waited_for} of {STEPS} waited for their last tokens"
+                f"  steps of {rows:>4}, {name:<6}: {taken:8.0f} us, idle {idle:5.1%} ({trace.span / STEPS:.0f} and "
+                f"{trace.idle:.1%} under the profiler), gaps {trace.gaps:5.1%}, {waits}, {trace.tokens_waited_for} of "
+                f"{STEPS} waited for their last tokens"
                 f"{'' if fine else '  NOT STEADY'}",
                 flush=True,
             )

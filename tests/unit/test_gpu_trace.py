@@ -71,7 +71,7 @@ def test_a_trace_without_kernels_is_no_proof() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="bench/gpu.sh runs it")
-def test_plans_of_steady_decode_run(tmp_path: Path) -> None:
+def test_plans_of_steady_decode_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(make_checkpoint("llama", tmp_path, num_hidden_layers=1))
     cache = KVCache(model.kv_spec, 9 * 4, 4)
     for pages in (*cache.k, *cache.v):
@@ -82,3 +82,6 @@ def test_plans_of_steady_decode_run(tmp_path: Path) -> None:
     for rows, draw in ((9, DrawParams(temperature=0.0)), (3, DrawParams(0.8, top_p=0.9))):
         launched = decodes._run(decodes.plans(rows, draw, 2), None)
         assert launched is not None and len(launched.finish().tokens) == rows
+    monkeypatch.setattr("bench.gpu.steady._WARM_UP", 1)
+    monkeypatch.setattr("bench.gpu.steady._CLOCKED", 2)
+    assert decodes.step_time(3, DrawParams(temperature=0.0)) > 0
