@@ -10,11 +10,9 @@ units take the first operand from there. The second one is the batch, of 16 rows
 import triton
 import triton.language as tl
 
-from worker_proc.cuda.overlap import fetch, take_turn
 from worker_proc.cuda.widening import beside, quarters
 
 TILE = tl.constexpr(128)
-_AHEAD = tl.constexpr(4)  # lines of 128 bytes of a row of codes that are asked for before the kernel before has ended
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "each"])  # see attention_kernels.py
@@ -22,7 +20,8 @@ def quantized_linear_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr,
     rows, inputs, outputs, tiles, each, x_row, codes_row,
     BITS: tl.constexpr, FLOAT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (j, i, s): rows j * BLOCK_M .. of `x` `[rows, inputs]` times outputs i * BLOCK_N .., over part s of the
     inputs, `each` of `tiles` tiles of `TILE`, to `out[s]` `[rows, outputs]`.
@@ -39,12 +38,6 @@ def quantized_linear_kernel(
     real_m, real_n = m < rows, n < outputs
     codes_at = codes_ptr + n.to(tl.int64)[:, None] * codes_row + tl.arange(0, WORDS)[None, :]
     x_rows = x_ptr + m.to(tl.int64)[None, :] * x_row
-    if OVERLAP:
-        # as many as a program has of a split matrix, or the first of many
-        places = tl.minimum(part * each * WORDS + tl.arange(0, _AHEAD) * 32, codes_row - 1)
-        ahead = codes_ptr + n.to(tl.int64)[:, None] * codes_row + places[None, :]
-        fetch(tl.where(real_n[:, None], ahead, codes_ptr))
-    take_turn(OVERLAP)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in range(part * each, tl.minimum(part * each + each, tiles)):
         k = tile * TILE
@@ -118,11 +111,9 @@ def _less(
 def widen_kernel(
     codes_ptr, scales_ptr, zeros_ptr, out_ptr, inputs, outputs, codes_row,
     BITS: tl.constexpr, FLOAT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i): tile t of outputs i * BLOCK_N .. as numbers, to `out` `[outputs, inputs]`; see
     `quantized_linear_kernel`."""
-    take_turn(OVERLAP)
     WORDS: tl.constexpr = TILE * BITS // 32
     tile = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -156,12 +147,10 @@ def _store_quarter(
 
 @triton.jit(do_not_specialize=["splits", "rows"])  # see attention_kernels.py
 def sum_parts_kernel(
-    parts_ptr, bias_ptr, out_ptr, splits, rows, outputs, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    parts_ptr, bias_ptr, out_ptr, splits, rows, outputs, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Program (j, i): block i of row j of `out` `[rows, outputs]` is the sum of `parts` float32 `[splits, rows,
     outputs]`, in their order, and the bias."""
-    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = n < outputs

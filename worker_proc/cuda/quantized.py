@@ -9,7 +9,6 @@ from torch import Tensor
 
 from worker_proc.cuda.attention import is_roomy
 from worker_proc.cuda.linear_kernels import TILE, quantized_linear_kernel, sum_parts_kernel, widen_kernel
-from worker_proc.cuda.overlap import MOST_ROWS, options
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows, empty_order, keep_order
 from worker_proc.quantization.scheme import GROUP_MULTIPLE, Scheme
@@ -139,7 +138,7 @@ class PackedWeight:
                 found.setdefault(("widened",), rows)
                 break
             cut = self._cut(rows)
-            found.setdefault((cut.block_m, cut.block_n, cut.warps, cut.stages, cut.splits > 1, rows <= MOST_ROWS), rows)
+            found.setdefault((cut.block_m, cut.block_n, cut.warps, cut.stages, cut.splits > 1), rows)
         return list(found.values())
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -174,11 +173,11 @@ class PackedWeight:
             rows, self.inputs, outputs, tiles, cut.each, x.stride(0), self.codes.stride(0),
             self.scheme.bits, self.scheme.floating, self.group,
             self.zeros is not None, bias is not None and not split, self.inputs % _TILE == 0,
-            cut.block_m, cut.block_n, num_warps=cut.warps, num_stages=cut.stages, **options(x.device, rows),
+            cut.block_m, cut.block_n, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         if split:
             sum_parts_kernel[rows, triton.cdiv(outputs, _SUM_BLOCK)](
-                to, added, out, cut.splits, rows, outputs, bias is not None, _SUM_BLOCK, **options(x.device, rows)
+                to, added, out, cut.splits, rows, outputs, bias is not None, _SUM_BLOCK
             )
         return out
 
@@ -190,7 +189,6 @@ class PackedWeight:
             self.codes, self.scales, self.scales if self.zeros is None else self.zeros, out,
             self.inputs, outputs, self.codes.stride(0),
             self.scheme.bits, self.scheme.floating, self.group, self.zeros is not None, _WIDEN_BLOCK,
-            **options(out.device, _MANY),
         )  # fmt: skip
         return out
 
