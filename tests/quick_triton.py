@@ -21,6 +21,7 @@ def quicken() -> None:
         _know_shapes()
         _know_operands()
         _call_directly()
+        _trust_itself()
 
 
 def _patch_once() -> None:
@@ -99,6 +100,7 @@ def _know_shapes() -> None:
         self.__dict__.update(known, handle=handle, type=type)
 
     tl.block_type.__init__, tl.tensor.__init__ = block, tensor
+    tl.block_type.to_ir = lambda self, builder: self  # which was made anew
 
 
 def _know_operands() -> None:
@@ -139,3 +141,13 @@ def _call_directly() -> None:
         scope.set_attr(obj, name, call)
 
     interpreter._patch_attr = patch_attr
+
+
+def _trust_itself() -> None:
+    """It looked at the size of all numbers that it had computed, and for constants in all that it was given."""
+    interpreter.TensorHandle.__post_init__ = lambda self: None
+    unwrap, plain = (
+        tl.core._unwrap_if_constexpr,
+        {int, bool, float, str, tl.tensor, tl.dtype, tl.pointer_type, tl.block_type},
+    )
+    tl.core._unwrap_if_constexpr = lambda o: o if o.__class__ in plain else unwrap(o)
