@@ -8,6 +8,8 @@ PY := .venv/bin/python
 TEST_FLAGS := --durations 15 --soak 2000 --hypothesis-seed 0
 SET_UP := pyproject.toml constraints.txt scripts/set_up.sh
 
+unexport PYTHONDONTWRITEBYTECODE  # else each process of each cluster compiles all modules again
+
 .PHONY: demo test lint clean
 
 demo: .venv/installed

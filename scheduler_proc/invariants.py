@@ -24,9 +24,10 @@ def check(scheduler: Scheduler) -> None:
     _check_promises(scheduler, live)
 
 
-def _require(ok: bool, what: str) -> None:
+def _require(ok: bool, what: str, *values: object) -> None:
+    """`what` with `values` in its braces; it is put together only when it is needed."""
     if not ok:
-        raise InvariantViolation(what)
+        raise InvariantViolation(what.format(*values))
 
 
 def _check_pages(scheduler: Scheduler, live: list[Request]) -> None:
@@ -43,11 +44,9 @@ def _check_pages(scheduler: Scheduler, live: list[Request]) -> None:
     _require(len(set(free)) == len(free), "a page is in the free list twice")
     free_set = set(free)
     for page in range(pool.num_pages):
-        _require(
-            pool.references(page) == owners[page],
-            f"page {page} has {owners[page]} owners, its reference count says {pool.references(page)}",
-        )
-        _require((page in free_set) == (owners[page] == 0), f"page {page}: free list and owners disagree")
+        references, count = pool.references(page), owners[page]
+        _require(references == count, "page {} has {} owners, its reference count says {}", page, count, references)
+        _require((page in free_set) == (count == 0), "page {}: free list and owners disagree", page)
     evictable = sum(len(n.pages) for n in on_device if n.locks == 0)
     held = len(set(owners) - set(in_tree))
     _require(
@@ -69,11 +68,9 @@ def _check_host(scheduler: Scheduler) -> None:
     free = tier.pool.free_pages()
     _require(len(set(free)) == len(free), "a host page is in the free list twice")
     for page in range(tier.pool.num_pages):
-        references = tier.pool.references(page)
-        _require(
-            references == owners[page] <= 1,
-            f"host page {page} has {owners[page]} owners, its reference count says {references}",
-        )
+        references, count = tier.pool.references(page), owners[page]
+        right = references == count <= 1
+        _require(right, "host page {} has {} owners, its reference count says {}", page, count, references)
     _require(set(free).isdisjoint(owners), "a host page is free and owned")
     _require(len(free) + len(owners) == tier.pool.num_pages, "free + used host pages are not the total")
     for node in hosted:
@@ -103,9 +100,10 @@ def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
             node.parent is not None and node.parent.children.get(node.key[:page_bytes]) is node,
             "a node is not where its first page says",
         )
-        _require(node.locks == locks[id(node)], f"a node has {node.locks} locks, requests hold {locks[id(node)]}")
+        held = locks[id(node)]
+        _require(node.locks == held, "a node has {} locks, requests hold {}", node.locks, held)
         above = sum(not child.on_host for child in node.children.values())
-        _require(node.live == above, f"{above} children of a node are on the device, it says {node.live}")
+        _require(node.live == above, "{} children of a node are on the device, it says {}", above, node.live)
         if not node.locks and not (node.children if node.on_host else node.live):
             _require(node in leaves[node.on_host], "an unlocked leaf cannot be found for eviction")
 
@@ -124,22 +122,22 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
             sampled[id(request)] += 1 + count
             guesses[id(request)] += count
     for request in live:
-        name = f"request {request.rid}"
-        _require(request.status is not Status.WAITING, f"{name} waits and holds a slot")
+        rid = request.rid
+        _require(request.status is not Status.WAITING, "request {} waits and holds a slot", rid)
         going = request.status in (Status.PREFILLING, Status.DECODING)
-        _require(going or request.steps_in_flight > 0, f"{name} is {request.status.name} but holds a slot")
-        _require(request.steps_in_flight == in_steps[id(request)], f"{name}: steps in flight")
-        _require(request.pending == sampled[id(request)], f"{name}: pending tokens")
-        _require(request.guesses == guesses[id(request)], f"{name}: guesses in flight")
-        _require(0 <= request.cached_len <= request.device_len, f"{name}: cached_len out of range")
-        _require(request.cached_len <= len(request.pages) * size, f"{name}: pages do not hold what is computed")
-        _require(request.shared_pages <= len(request.pages), f"{name}: shared pages")
-        _require(request.generated <= request.max_tokens, f"{name}: more tokens than asked for")
+        _require(going or request.steps_in_flight > 0, "request {} is {} but holds a slot", rid, request.status.name)
+        _require(request.steps_in_flight == in_steps[id(request)], "request {}: steps in flight", rid)
+        _require(request.pending == sampled[id(request)], "request {}: pending tokens", rid)
+        _require(request.guesses == guesses[id(request)], "request {}: guesses in flight", rid)
+        _require(0 <= request.cached_len <= request.device_len, "request {}: cached_len out of range", rid)
+        _require(request.cached_len <= len(request.pages) * size, "request {}: pages do not hold what is computed", rid)
+        _require(request.shared_pages <= len(request.pages), "request {}: shared pages", rid)
+        _require(request.generated <= request.max_tokens, "request {}: more tokens than asked for", rid)
     for rid, request in scheduler.requests.items():
-        _require(request.rid == rid and not request.ended, f"request {rid} is answered but still listed")
+        _require(request.rid == rid and not request.ended, "request {} is answered but still listed", rid)
         waiting = request.status is Status.WAITING
-        _require((request.slot < 0) == waiting, f"request {rid}: slot and status disagree")
-        _require(not waiting or not request.pages, f"request {rid} waits and holds pages")
+        _require((request.slot < 0) == waiting, "request {}: slot and status disagree", rid)
+        _require(not waiting or not request.pages, "request {} waits and holds pages", rid)
 
 
 def _check_promises(scheduler: Scheduler, live: list[Request]) -> None:

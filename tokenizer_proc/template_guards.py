@@ -7,7 +7,8 @@ because a list of the same list twice doubles with each round.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jinja2 import nodes
@@ -33,19 +34,32 @@ def size_of(value: Any, most: int = MAX_SIZE) -> int:
     """Characters that a value has when it is written out, roughly; counting ends beyond `most`."""
     if isinstance(value, str):
         return len(value)
-    waiting, size = [value], 0
+    waiting, size = [(value, 1)], 0
     while waiting and size <= most:
-        item = waiting.pop()
-        size += ITEM_SIZE
+        item, times = waiting.pop()
+        count = ITEM_SIZE
+        inner: Collection[Any] | None = None
         if isinstance(item, str | bytes):
-            size += len(item)
+            count += len(item)
         elif isinstance(item, Mapping):
-            waiting += [*item.keys(), *item.values()]
+            inner = [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple | set | frozenset):
-            waiting += item
+            inner = item
         elif isinstance(item, int):
-            size += item.bit_length() // 3
+            count += item.bit_length() // 3
+        size += times * count
+        if inner:
+            waiting += _counted(inner, times)
     return size
+
+
+def _counted(items: Collection[Any], times: int) -> list[tuple[Any, int]]:
+    """Each with how often it is there: what doubles by holding the same list twice is looked at once."""
+    once = {id(item): item for item in items}
+    if len(once) == len(items):
+        return [(item, times) for item in items]
+    counts = Counter(map(id, items))
+    return [(item, times * counts[number]) for number, item in once.items()]
 
 
 def check_size(size: int, what: str) -> int:

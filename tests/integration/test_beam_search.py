@@ -1,5 +1,7 @@
 """Beam search on a real cluster, token for token against transformers."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -23,6 +25,20 @@ def llama(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("m") / "llama")
 
 
+@pytest.fixture(scope="module")
+def cluster(llama):
+    """For tests that can do with any cluster of one rank."""
+    with running(llama, *FLOAT32, "--page-size", "16") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def connection(cluster):
+    with cluster.connect() as connection:
+        yield connection
+    cluster.check_idle()
+
+
 def beams(most, ends, penalty, early):
     return SamplingParams(
         max_tokens=most, ignore_eos=True, stop_token_ids=ints(*ends), use_beam_search=True, length_penalty=penalty,
@@ -44,25 +60,33 @@ def transformers_beams(path, prompt, n, most, ends, penalty, early):
     return sequences
 
 
-@pytest.mark.parametrize(("tp", "page_size"), [("1", "1"), ("1", "16"), ("2", "4")])
-def test_beams_are_those_of_transformers(llama, tp, page_size):
+@pytest.mark.parametrize(("tp", "page_size"), [("1", "1"), ("2", "4")])
+def test_beams_are_those_of_transformers_with_pages_of(llama, tp, page_size):
     with (
         running(llama, *FLOAT32, "--tp", tp, "--page-size", page_size) as cluster,
         cluster.connect() as connection,
     ):
-        requests = [(PROMPT[i:], beams(*rest), {"n": n, "stream": bool(i % 2)}) for i, (n, *rest) in enumerate(CASES)]
-        crowd = [(PROMPT, params(temperature=0.9, seed=seed, max_tokens=30), {}) for seed in range(3)]
-        answers = ask_all(connection, [*requests, *crowd])
-        ended = set()
-        for i, (case, choices) in enumerate(zip(CASES, answers, strict=False)):
-            assert [choice.token_ids for choice in choices] == transformers_beams(llama, PROMPT[i:], *case)
-            for choice in choices:
-                last = choice.token_ids[-1]
-                assert choice.end == ((Finish.STOP, last) if last in case[2] else (Finish.LENGTH, None))
-                ended.add(choice.end[0])
-        assert ended == {Finish.STOP, Finish.LENGTH}
-        one = ask(connection, PROMPT, beams(12, (), 1.0, False))
-        assert one.token_ids == ask(connection, PROMPT, params(max_tokens=12)).token_ids
+        check_beams(llama, connection)
+
+
+def test_beams_are_those_of_transformers(llama, connection):
+    check_beams(llama, connection)
+
+
+def check_beams(llama, connection):
+    requests = [(PROMPT[i:], beams(*rest), {"n": n, "stream": bool(i % 2)}) for i, (n, *rest) in enumerate(CASES)]
+    crowd = [(PROMPT, params(temperature=0.9, seed=seed, max_tokens=30), {}) for seed in range(3)]
+    answers = ask_all(connection, [*requests, *crowd])
+    ended = set()
+    for i, (case, choices) in enumerate(zip(CASES, answers, strict=False)):
+        assert [choice.token_ids for choice in choices] == transformers_beams(llama, PROMPT[i:], *case)
+        for choice in choices:
+            last = choice.token_ids[-1]
+            assert choice.end == ((Finish.STOP, last) if last in case[2] else (Finish.LENGTH, None))
+            ended.add(choice.end[0])
+    assert ended == {Finish.STOP, Finish.LENGTH}
+    one = ask(connection, PROMPT, beams(12, (), 1.0, False))
+    assert one.token_ids == ask(connection, PROMPT, params(max_tokens=12)).token_ids
 
 
 def test_a_fork_copies_only_the_page_that_is_written(llama):
@@ -90,44 +114,45 @@ def test_beams_in_a_pool_too_small_for_all(llama):
         assert [choice.token_ids for choice in choices] == transformers_beams(llama, PROMPT[i:], *case)
 
 
-def test_a_search_ends_when_it_must(llama):
-    with running(llama, *FLOAT32) as cluster, cluster.connect() as connection:
+def test_a_search_ends_when_it_must(cluster, connection):
+    with busy_then(connection):
         rid = connection.submit(PROMPT, beams(120, (), 1.0, False), n=4)
-        cluster_is_busy(connection)
-        connection.abort(rid)
-        ends = []
-        while connection.live:
-            ends += [(row.rid, row.choice, row.finish) for row in connection.poll(30)]
-        assert sorted(ends) == [(rid, choice, Finish.ABORT) for choice in range(4)]
-        cluster.check_idle()
-        error = ask(connection, PROMPT, beams(120, (), 1.0, False), n=4, deadline_ms=60)
-        assert isinstance(error, RequestError) and error.code == ErrorCode.DEADLINE
-        with cluster.connect() as other:
-            other.submit(PROMPT, beams(120, (), 1.0, False), n=4)
-            cluster_is_busy(other)
-        # between two steps of a search the scheduler is idle: the tokenizer knows better
-        wait_until(lambda: connection.stats()["tokenizer.live_requests"] == 0, 30)
-        cluster.check_idle()
+    connection.abort(rid)
+    ends = []
+    while connection.live:
+        ends += [(row.rid, row.choice, row.finish) for row in connection.poll(30)]
+    assert sorted(ends) == [(rid, choice, Finish.ABORT) for choice in range(4)]
+    cluster.check_idle()
+    error = ask(connection, PROMPT, beams(120, (), 1.0, False), n=4, deadline_ms=60)
+    assert isinstance(error, RequestError) and error.code == ErrorCode.DEADLINE
+    with cluster.connect() as other, busy_then(other):
+        other.submit(PROMPT, beams(120, (), 1.0, False), n=4)
+    # between two steps of a search the scheduler is idle: the tokenizer knows better
+    wait_until(lambda: connection.stats()["tokenizer.live_requests"] == 0, 30)
+    cluster.check_idle()
 
 
-def cluster_is_busy(connection):
-    while not connection.stats()["scheduler.output_tokens"] >= 8:
+@contextmanager
+def busy_then(connection):
+    """What is submitted has some tokens at the end."""
+    before = connection.stats()["scheduler.output_tokens"]
+    yield
+    while connection.stats()["scheduler.output_tokens"] < before + 8:
         pass
 
 
-def test_what_does_not_go_together_is_refused_by_name(llama):
+def test_what_does_not_go_together_is_refused_by_name(connection):
     wrong = [
         {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"seed": 1}, {"stop": ("x",)},
         {"repetition_penalty": 1.1}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {1: 1.0}},
         {"min_tokens": 2}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"grammar": Grammar("json_object")},
     ]  # fmt: skip
-    with running(llama, *FLOAT32) as cluster, cluster.connect() as connection:
-        for values in wrong:
-            error = ask(connection, PROMPT, SamplingParams(use_beam_search=True, **values), n=2)
-            assert isinstance(error, RequestError) and error.field == f"params.{next(iter(values))}"
-        for values in ({"length_penalty": 2.0}, {"early_stopping": True}):
-            error = ask(connection, PROMPT, SamplingParams(**values))
-            assert isinstance(error, RequestError) and error.field == f"params.{next(iter(values))}"
-        many = beams(5, range(VOCAB_SIZE // 2), 1.0, False)
-        error = ask(connection, PROMPT, many, n=2)
-        assert isinstance(error, RequestError) and (error.field, error.limit) == ("n", 1)
+    for values in wrong:
+        error = ask(connection, PROMPT, SamplingParams(use_beam_search=True, **values), n=2)
+        assert isinstance(error, RequestError) and error.field == f"params.{next(iter(values))}"
+    for values in ({"length_penalty": 2.0}, {"early_stopping": True}):
+        error = ask(connection, PROMPT, SamplingParams(**values))
+        assert isinstance(error, RequestError) and error.field == f"params.{next(iter(values))}"
+    many = beams(5, range(VOCAB_SIZE // 2), 1.0, False)
+    error = ask(connection, PROMPT, many, n=2)
+    assert isinstance(error, RequestError) and (error.field, error.limit) == ("n", 1)

@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 
@@ -17,12 +17,27 @@ from tests.integration.cluster import running, wait_until
 
 FLOAT32 = ("--dtype", "float32", "--kv-tokens", "8192")
 PROMPT = [random.Random(3).randrange(3, 300) for _ in range(100)]
+COLD, SALTED = ([token + more for token in PROMPT] for more in (1, 2))  # for a test of what is cached each
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("m") / "llama")
+
+
+@pytest.fixture(scope="module")
+def by_page_size(llama):
+    """Clusters for tests that want a page size alone, and leave them idle."""
+    with ExitStack() as stack:
+        found = {}
+
+        def cluster(page_size):
+            if page_size not in found:
+                found[page_size] = stack.enter_context(running(llama, *FLOAT32, "--page-size", page_size))
+            return found[page_size]
+
+        yield cluster
 
 
 def sampled(seed, max_tokens=12):
@@ -68,11 +83,8 @@ def frozen(cluster, name="worker-0"):
 
 
 @pytest.mark.parametrize("page_size", ["1", "16"])
-def test_choices_are_what_separate_requests_with_the_next_seeds_get(llama, page_size):
-    with (
-        running(llama, *FLOAT32, "--tp", "1", "--page-size", page_size) as cluster,
-        cluster.connect() as connection,
-    ):
+def test_choices_are_what_separate_requests_with_the_next_seeds_get(by_page_size, page_size):
+    with by_page_size(page_size).connect() as connection:
         for seed, stream in ((11, True), (2**63 - 2, False)):
             seeds = [(seed + i) % 2**63 for i in range(4)]
             rids = {connection.submit(PROMPT, sampled(s), cache_salt="alone"): 1 for s in seeds}
@@ -83,12 +95,13 @@ def test_choices_are_what_separate_requests_with_the_next_seeds_get(llama, page_
             assert [choice.token_ids for choice in choices] == expected
             assert [choice.prompt_tokens for choice in choices] == [100] * 4
             assert all(choice.finish is Finish.LENGTH for choice in choices)
+    by_page_size(page_size).check_idle()
 
 
 def ask_at_once(cluster, connection, params, n):
     """The answers of a request whose choices are all with the scheduler before the first step's result is."""
     with frozen(cluster):
-        rid = connection.submit(PROMPT, params, n=n)
+        rid = connection.submit(COLD, params, n=n)
         wait_until(lambda: live_in_scheduler(connection) == n, 30)
     return collect(connection, {rid: n})[rid]
 
@@ -100,27 +113,36 @@ def live_in_scheduler(connection):
 
 @pytest.mark.parametrize("in_flight", ["1", "2"])
 @pytest.mark.parametrize(("page_size", "shared"), [("1", 99), ("4", 99), ("16", 96)])
-def test_the_first_choice_computes_the_prompt_and_the_others_share_it(llama, page_size, shared, in_flight):
+def test_the_first_choice_computes_the_prompt_and_the_others_share_it(
+    llama, by_page_size, page_size, shared, in_flight
+):
     """While it runs, whole pages of the prompt are shared; once it has ended, all of it to the token."""
     flags = ("--page-size", page_size, "--steps-in-flight", in_flight)
-    with running(llama, *FLOAT32, *flags) as cluster, cluster.connect() as connection:
+    default = in_flight == "2"
+    with (
+        nullcontext(by_page_size(page_size)) if default else running(llama, *FLOAT32, *flags) as cluster,
+        cluster.connect() as connection,
+    ):
         first = ask_at_once(cluster, connection, sampled(5), n=4)
         assert [choice.cached_tokens for choice in first] == [0, shared, shared, shared]
-        again = ask(connection, PROMPT, sampled(50), n=4)
+        again = ask(connection, COLD, sampled(50), n=4)
         assert [choice.cached_tokens for choice in again] == [99] * 4
+        cluster.check_idle()
 
 
-def test_a_salt_separates_what_is_cached(llama):
-    with running(llama, *FLOAT32, "--page-size", "16") as cluster, cluster.connect() as connection:
+def test_a_salt_separates_what_is_cached(by_page_size):
+    with by_page_size("16").connect() as connection:
         cached = [
-            ask(connection, PROMPT, ONE_TOKEN, cache_salt=salt)[0].cached_tokens
+            ask(connection, SALTED, ONE_TOKEN, cache_salt=salt)[0].cached_tokens
             for salt in ("", "a", "b", "a", "", "A", "b")
         ]
         assert cached == [0, 0, 0, 99, 99, 0, 99]
+    by_page_size("16").check_idle()
 
 
-def test_a_deadline_ends_its_request_and_the_others_go_on(llama):
-    with running(llama, *FLOAT32) as cluster, cluster.connect() as connection:
+def test_a_deadline_ends_its_request_and_the_others_go_on(by_page_size):
+    cluster = by_page_size("16")
+    with cluster.connect() as connection:
         other = connection.submit(PROMPT, sampled(1, max_tokens=60), n=2)
         with frozen(cluster):
             doomed = connection.submit(PROMPT, sampled(2, max_tokens=60), n=3, deadline_ms=80)
@@ -147,8 +169,10 @@ def test_higher_priority_goes_first(llama):
         assert ended == [first, *sorted(others, key=lambda rid: -rids[rid])] != list(rids)
 
 
-def test_an_abort_in_the_middle_ends_all_choices_and_frees_their_pages(llama):
-    with running(llama, *FLOAT32, "--page-size", "1") as cluster, cluster.connect() as connection:
+def test_an_abort_in_the_middle_ends_all_choices_and_frees_their_pages(by_page_size):
+    cluster = by_page_size("1")
+    with cluster.connect() as connection:
+        aborted = connection.stats()["scheduler.aborted"]
         with frozen(cluster):  # the first choices are in steps that have not returned, the others wait
             rid = connection.submit(PROMPT, sampled(1, max_tokens=150), n=4)
             wait_until(lambda: live_in_scheduler(connection) == 4, 30)
@@ -162,15 +186,15 @@ def test_an_abort_in_the_middle_ends_all_choices_and_frees_their_pages(llama):
         answers = collect(connection, {rid: 4}, rows=begun)[rid]
         assert {answer.finish for answer in answers} <= {Finish.ABORT, Finish.LENGTH}
         values = cluster.check_idle()
-        assert values["tokenizer.live_choices"] == 0 and values["scheduler.aborted"] >= 4
+        assert values["tokenizer.live_choices"] == 0 and values["scheduler.aborted"] >= aborted + 4
 
 
-def test_a_client_that_goes_away_frees_all_its_choices(llama):
-    with running(llama, *FLOAT32) as cluster:
-        with cluster.connect() as connection:
-            connection.submit(PROMPT, sampled(1, max_tokens=150), n=8)
-            assert connection.poll(10)
-        cluster.check_idle()
+def test_a_client_that_goes_away_frees_all_its_choices(by_page_size):
+    cluster = by_page_size("16")
+    with cluster.connect() as connection:
+        connection.submit(PROMPT, sampled(1, max_tokens=150), n=8)
+        wait_until(lambda: connection.poll(10), 30)  # a sign of life may come first
+    cluster.check_idle()
 
 
 def test_bad_values_are_refused_by_name_and_the_queue_limit_counts_choices(llama):
@@ -193,22 +217,23 @@ def test_bad_values_are_refused_by_name_and_the_queue_limit_counts_choices(llama
         assert len(collect(connection, {whole: 6})[whole]) == 6
 
 
-def test_the_client_shows_all_choices(llama):
+def test_the_client_shows_all_choices(by_page_size):
     ids = ",".join(map(str, PROMPT))
-    with running(llama, *FLOAT32, "--page-size", "4") as cluster:
-        with cluster.connect() as connection:
-            expected = [choice.token_ids for choice in ask(connection, PROMPT, sampled(9), n=3)]
-        flags = ["--temperature", "0.9", "--top-p", "0.95", "--seed", "9", "--max-tokens", "12", "--ignore-eos"]
-        done = cluster.client("--token-ids", ids, *flags, "--n", "3", "--json", "--cache-salt", "x")
-        assert done.returncode == 0, done.stderr
-        result = json.loads(done.stdout)
-        assert result["token_ids"] == expected[0] and result["cached_tokens"] == 0
-        assert [(c["index"], c["token_ids"], c["finish_reason"]) for c in result["choices"]] == [
-            (i, tokens, "length") for i, tokens in enumerate(expected)
-        ]
-        plain = cluster.client("--token-ids", ids, *flags, "--n", "3")
-        assert plain.returncode == 0, plain.stderr
-        for choice in result["choices"]:
-            assert f"--- {choice['index'] + 1}/3\n{choice['text']}\n" in plain.stdout
-        late = cluster.client("--token-ids", ids, *flags, "--deadline-ms", "1", "--max-tokens", "150")
-        assert late.returncode == 1 and "not finished 1 ms after it arrived" in late.stderr
+    cluster = by_page_size("4")
+    with cluster.connect() as connection:
+        expected = [choice.token_ids for choice in ask(connection, PROMPT, sampled(9), n=3)]
+    flags = ["--temperature", "0.9", "--top-p", "0.95", "--seed", "9", "--max-tokens", "12", "--ignore-eos"]
+    done = cluster.client("--token-ids", ids, *flags, "--n", "3", "--json", "--cache-salt", "x")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["token_ids"] == expected[0] and result["cached_tokens"] == 0
+    assert [(c["index"], c["token_ids"], c["finish_reason"]) for c in result["choices"]] == [
+        (i, tokens, "length") for i, tokens in enumerate(expected)
+    ]
+    plain = cluster.client("--token-ids", ids, *flags, "--n", "3")
+    assert plain.returncode == 0, plain.stderr
+    for choice in result["choices"]:
+        assert f"--- {choice['index'] + 1}/3\n{choice['text']}\n" in plain.stdout
+    late = cluster.client("--token-ids", ids, *flags, "--deadline-ms", "1", "--max-tokens", "150")
+    assert late.returncode == 1 and "not finished 1 ms after it arrived" in late.stderr
+    cluster.check_idle()

@@ -14,7 +14,7 @@ import pytest
 
 from rhizome import LLM, AsyncLLM, ClusterError, GenerationError, SamplingParams
 from tests.helpers_models import make_checkpoint
-from tests.integration.cluster import ROOT, left_in_shared_memory, running, wait_until
+from tests.integration.cluster import ROOT, left_in_shared_memory, wait_until
 
 DEMO = ROOT / "demo_model"
 PROMPTS = ["Return a copy of the string", "Raise ValueError if", "The with statement is used to"]
@@ -50,17 +50,22 @@ def test_outputs_are_those_of_the_client_and_nothing_is_left():
 
         concurrent = asyncio.run(beside())
         assert LLM.connect(run_dir).generate(PROMPTS[0], PARAMS)[0].outputs == outputs[0].outputs
-    check_gone(found, run_dir)
-    assert not left_in_shared_memory(shared_memory)
-    flags = ("--temperature", "0.8", "--seed", "3", "--max-tokens", "24", "--ignore-eos", "--json")
-    with running(DEMO, "--tp", "2", "--dtype", "float32") as cluster:
         for prompt, output, text, again in zip(PROMPTS, outputs, streamed, concurrent, strict=True):
-            answer = json.loads(cluster.client(prompt, *flags).stdout)
+            answer = client(run_dir, prompt)
             (own,) = output.outputs
             assert (own.text, own.token_ids, own.finish_reason) == (answer["text"], answer["token_ids"], "length")
             assert output.prompt_tokens == answer["prompt_tokens"] and text == own.text
             assert again.outputs == output.outputs
-        assert json.loads(cluster.client("hi", "--chat", *flags).stdout)["token_ids"] == chat.outputs[0].token_ids
+        assert client(run_dir, "hi", "--chat")["token_ids"] == chat.outputs[0].token_ids
+    check_gone(found, run_dir)
+    assert not left_in_shared_memory(shared_memory)
+
+
+def client(run_dir, prompt, *flags):
+    """What client.py prints, with the parameters of PARAMS."""
+    command = [sys.executable, str(ROOT / "client.py"), prompt, *flags, "--run-dir", str(run_dir), "--json"]
+    command += ["--temperature", "0.8", "--seed", "3", "--max-tokens", "24", "--ignore-eos"]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
 
 
 SCRIPT = """

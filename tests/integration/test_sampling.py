@@ -18,6 +18,20 @@ def llama(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("m") / "llama")
 
 
+@pytest.fixture(scope="module")
+def cluster(llama):
+    """For tests that can do with any cluster of one rank."""
+    with running(llama, *FLOAT32, "--page-size", "4") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def connection(cluster):
+    with cluster.connect() as connection:
+        yield connection
+    cluster.check_idle()
+
+
 def params(**values):
     return SamplingParams(**({"temperature": 0.0, "max_tokens": 10, "ignore_eos": True} | values))
 
@@ -80,23 +94,30 @@ def check_entries(entries, expected, tokens, top):
             assert alternative.logprob == pytest.approx(float(row[alternative.token_id]), abs=1e-4)
 
 
-@pytest.mark.parametrize("tp", ["1", "2"])
-def test_logprobs_are_those_of_transformers(llama, tp):
-    with running(llama, *FLOAT32, "--tp", tp, "--page-size", "4") as cluster, cluster.connect() as connection:
-        for stream in (True, False):
-            wanted = params(temperature=0.9, seed=3, logprobs=5, prompt_logprobs=2, repetition_penalty=1.3)
-            got = ask(connection, PROMPT, wanted, stream=stream)
-            expected = expected_logprobs(llama, PROMPT + got.token_ids)
-            check_entries(got.logprobs, expected[len(PROMPT) - 1 : -1], got.token_ids, 5)
-            assert got.prompt_logprobs[0] is None and len(got.prompt_logprobs) == len(PROMPT)
-            check_entries(got.prompt_logprobs[1:], expected[: len(PROMPT) - 1], PROMPT[1:], 2)
-            assert got.cached == 0, "every prompt token had to be computed"
-        plain = ask(connection, PROMPT, params())
-        assert plain.cached == len(PROMPT) - 1, "a request with prompt_logprobs publishes"
-        assert plain.logprobs == [] and plain.prompt_logprobs is None
-        zero = ask(connection, PROMPT, params(logprobs=0))
-        assert all(entry.top == () and entry.rank == 1 for entry in zero.logprobs)
-        assert b"".join(entry.token for entry in zero.logprobs).decode(errors="replace") == zero.text
+def test_logprobs_are_those_of_transformers(llama, connection):
+    check_logprobs(llama, connection)
+
+
+def test_logprobs_of_two_ranks_are_those_of_transformers(llama):
+    with running(llama, *FLOAT32, "--tp", "2", "--page-size", "4") as cluster, cluster.connect() as connection:
+        check_logprobs(llama, connection)
+
+
+def check_logprobs(llama, connection):
+    for stream in (True, False):
+        wanted = params(temperature=0.9, seed=3, logprobs=5, prompt_logprobs=2, repetition_penalty=1.3)
+        got = ask(connection, PROMPT, wanted, stream=stream)
+        expected = expected_logprobs(llama, PROMPT + got.token_ids)
+        check_entries(got.logprobs, expected[len(PROMPT) - 1 : -1], got.token_ids, 5)
+        assert got.prompt_logprobs[0] is None and len(got.prompt_logprobs) == len(PROMPT)
+        check_entries(got.prompt_logprobs[1:], expected[: len(PROMPT) - 1], PROMPT[1:], 2)
+        assert got.cached == 0, "every prompt token had to be computed"
+    plain = ask(connection, PROMPT, params())
+    assert plain.cached == len(PROMPT) - 1, "a request with prompt_logprobs publishes"
+    assert plain.logprobs == [] and plain.prompt_logprobs is None
+    zero = ask(connection, PROMPT, params(logprobs=0))
+    assert all(entry.top == () and entry.rank == 1 for entry in zero.logprobs)
+    assert b"".join(entry.token for entry in zero.logprobs).decode(errors="replace") == zero.text
 
 
 def test_prompt_logprobs_in_chunks_beside_others_and_of_one_token(llama):
@@ -111,7 +132,7 @@ def test_prompt_logprobs_in_chunks_beside_others_and_of_one_token(llama):
         assert answers[0][0].token_ids == answers[1][0].token_ids
 
 
-def test_penalties_under_pressure_are_those_of_a_solo_run(llama):
+def test_penalties_under_pressure_are_those_of_a_solo_run(llama, connection):
     wanted = [
         params(max_tokens=40, repetition_penalty=1.2),
         params(max_tokens=40, frequency_penalty=0.7),
@@ -121,12 +142,11 @@ def test_penalties_under_pressure_are_those_of_a_solo_run(llama):
         params(max_tokens=40),
     ]
     prompts = [PROMPT[i : i + 20] for i in range(len(wanted))]
-    with running(llama, *FLOAT32, "--page-size", "4") as cluster, cluster.connect() as connection:
-        alone = [ask(connection, prompt, p) for prompt, p in zip(prompts, wanted, strict=True)]
+    alone = [ask(connection, prompt, p) for prompt, p in zip(prompts, wanted, strict=True)]
     tiny = ("--page-size", "4", "--kv-tokens", "160", "--admission", "ratio")
-    with running(llama, *FLOAT32, *tiny) as cluster, cluster.connect() as connection:
-        crowd = ask_all(connection, [(prompt, p, {"n": 1}) for prompt, p in zip(prompts, wanted, strict=True)] * 3)
-        assert connection.stats()["scheduler.preempted"] > 0
+    with running(llama, *FLOAT32, *tiny) as small, small.connect() as there:
+        crowd = ask_all(there, [(prompt, p, {"n": 1}) for prompt, p in zip(prompts, wanted, strict=True)] * 3)
+        assert there.stats()["scheduler.preempted"] > 0
     for i, (got,) in enumerate(crowd):
         assert got.token_ids == alone[i % 6].token_ids
         assert [e.token_id for e in got.logprobs] == [e.token_id for e in alone[i % 6].logprobs]
@@ -135,38 +155,34 @@ def test_penalties_under_pressure_are_those_of_a_solo_run(llama):
     assert 9 not in alone[3].token_ids
 
 
-def test_what_ended_an_answer(llama):
-    with running(llama, *FLOAT32) as cluster, cluster.connect() as connection:
-        free = ask(connection, PROMPT, params(max_tokens=24, repetition_penalty=1.5))
-        stop = free.token_ids[6]
-        assert stop not in free.token_ids[:6]
-        by_id = ask(connection, PROMPT, params(repetition_penalty=1.5, stop_token_ids=ints(stop), logprobs=1))
-        assert by_id.end == (Finish.STOP, stop) and by_id.token_ids == free.token_ids[:7]
-        assert [entry.token_id for entry in by_id.logprobs] == by_id.token_ids
-        later = ask(connection, PROMPT, params(repetition_penalty=1.5, stop_token_ids=ints(stop), min_tokens=8))
-        assert stop not in later.token_ids[:8] and len(later.token_ids) > 8
-        assert ask(connection, PROMPT, params()).end == (Finish.LENGTH, None)
-        string = free.text[2:6]
-        stopped = ask(connection, PROMPT, params(max_tokens=24, repetition_penalty=1.5, stop=(string,), logprobs=0))
-        assert stopped.end == (Finish.STOP, string)
-        assert (
-            [entry.token_id for entry in stopped.logprobs]
-            == stopped.token_ids
-            == free.token_ids[: len(stopped.token_ids)]
-        )
-        assert len(stopped.token_ids) < 24
-        mine = ask(connection, PROMPT, SamplingParams(temperature=0.0, max_tokens=50, logit_bias={2: 100.0}))
-        assert mine.end[1] is None
+def test_what_ended_an_answer(connection):
+    free = ask(connection, PROMPT, params(max_tokens=24, repetition_penalty=1.5))
+    stop = free.token_ids[6]
+    assert stop not in free.token_ids[:6]
+    by_id = ask(connection, PROMPT, params(repetition_penalty=1.5, stop_token_ids=ints(stop), logprobs=1))
+    assert by_id.end == (Finish.STOP, stop) and by_id.token_ids == free.token_ids[:7]
+    assert [entry.token_id for entry in by_id.logprobs] == by_id.token_ids
+    later = ask(connection, PROMPT, params(repetition_penalty=1.5, stop_token_ids=ints(stop), min_tokens=8))
+    assert stop not in later.token_ids[:8] and len(later.token_ids) > 8
+    assert ask(connection, PROMPT, params()).end == (Finish.LENGTH, None)
+    string = free.text[2:6]
+    stopped = ask(connection, PROMPT, params(max_tokens=24, repetition_penalty=1.5, stop=(string,), logprobs=0))
+    assert stopped.end == (Finish.STOP, string)
+    assert (
+        [entry.token_id for entry in stopped.logprobs] == stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    )
+    assert len(stopped.token_ids) < 24
+    mine = ask(connection, PROMPT, SamplingParams(temperature=0.0, max_tokens=50, logit_bias={2: 100.0}))
+    assert mine.end[1] is None
 
 
-def test_bad_combinations_are_refused_by_name(llama):
-    with running(llama, *FLOAT32) as cluster, cluster.connect() as connection:
-        for field, wanted in (
-            ("min_tokens", params(min_tokens=11)),
-            ("logit_bias[0]", params(logit_bias={VOCAB_SIZE: 1.0})),
-            ("logprobs", params(logprobs=21)),
-            ("repetition_penalty", params(repetition_penalty=0.0)),
-            ("frequency_penalty", params(frequency_penalty=2.5)),
-        ):
-            error = ask(connection, PROMPT, wanted)
-            assert isinstance(error, RequestError) and error.field == f"params.{field}", error
+def test_bad_combinations_are_refused_by_name(connection):
+    for field, wanted in (
+        ("min_tokens", params(min_tokens=11)),
+        ("logit_bias[0]", params(logit_bias={VOCAB_SIZE: 1.0})),
+        ("logprobs", params(logprobs=21)),
+        ("repetition_penalty", params(repetition_penalty=0.0)),
+        ("frequency_penalty", params(frequency_penalty=2.5)),
+    ):
+        error = ask(connection, PROMPT, wanted)
+        assert isinstance(error, RequestError) and error.field == f"params.{field}", error

@@ -46,7 +46,7 @@ PROMPT = "def main():"
 @pytest.fixture(scope="module")
 def shared():
     """For those that can do with any cluster, and leave it idle."""
-    with running(DEMO, *FLOAT32) as cluster:
+    with running(DEMO, *FLOAT32, "--chunk-tokens", "4") as cluster:
         yield cluster
 
 
@@ -77,20 +77,24 @@ def check(answers):
 
 def test_answers_validate_at_any_seed_and_depth_of_the_pipeline(connection):
     """With `n` > 1, chunked prefill, greedy and drawn; one or two steps in flight give the same tokens."""
-    seen = []
-    for in_flight in ("1", "2"):
-        flags = ("--steps-in-flight", in_flight, "--chunk-tokens", "4", *FLOAT32)
-        with running(DEMO, *flags) as cluster, cluster.connect() as there:
-            rids = {there.submit(PROMPT * 8, sampled(seed, SCHEMA), n=3): 3 for seed in range(6)}
-            greedy = SamplingParams(temperature=0.0, max_tokens=300, grammar=SCHEMA)
-            rids[there.submit(PROMPT, greedy)] = 1
-            plain = {there.submit(PROMPT, sampled(seed, max_tokens=60)): 1 for seed in range(2)}
-            answers = collect(there, rids | plain)
-            assert check([answer for rid in rids for answer in answers[rid]]) >= 15
-            seen.append([[answer.token_ids for answer in answers[rid]] for rid in rids | plain])
-    assert seen[0] == seen[1]
+    flags = ("--steps-in-flight", "1", "--chunk-tokens", "4", *FLOAT32)
+    with running(DEMO, *flags) as cluster, cluster.connect() as there:
+        one = tokens_beside_neighbours(there)
+    two = tokens_beside_neighbours(connection)
+    assert one == two
     alone = [ask(connection, PROMPT, sampled(seed, max_tokens=60))[0].token_ids for seed in range(2)]
-    assert [tokens for (tokens,) in seen[0][-2:]] == alone, "neighbours draw what they would draw without grammars"
+    assert [tokens for (tokens,) in two[-2:]] == alone, "neighbours draw what they would draw without grammars"
+
+
+def tokens_beside_neighbours(connection):
+    """Of valid answers, and at last of two without a grammar."""
+    rids = {connection.submit(PROMPT * 8, sampled(seed, SCHEMA), n=3): 3 for seed in range(6)}
+    greedy = SamplingParams(temperature=0.0, max_tokens=300, grammar=SCHEMA)
+    rids[connection.submit(PROMPT, greedy)] = 1
+    plain = {connection.submit(PROMPT, sampled(seed, max_tokens=60)): 1 for seed in range(2)}
+    answers = collect(connection, rids | plain)
+    assert check([answer for rid in rids for answer in answers[rid]]) >= 15
+    return [[answer.token_ids for answer in answers[rid]] for rid in rids | plain]
 
 
 def test_kinds_ends_and_refusals(connection):
@@ -132,18 +136,22 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(connection):
     assert connection.stats()["scheduler.failed"] >= failed + 1
 
 
-def test_preemption_changes_nothing():
-    expected = None
-    for kv_tokens in ("16384", "416"):
-        flags = ("--dtype", "float32", "--kv-tokens", kv_tokens, "--page-size", "4", "--context-len", "256")
-        with running(DEMO, *flags) as cluster, cluster.connect() as connection:
-            rids = {connection.submit(PROMPT, sampled(seed, SCHEMA, 120)): 1 for seed in range(12)}
-            answers = collect(connection, rids)
-            tokens = [answers[rid][0].token_ids for rid in rids]
-            preempted = connection.stats()["scheduler.preempted"]
-        expected = expected or tokens
-        assert tokens == expected and check([answers[rid][0] for rid in rids]) >= 4
-    assert preempted > 0
+def test_preemption_changes_nothing(connection):
+    flags = ("--dtype", "float32", "--kv-tokens", "416", "--page-size", "4", "--context-len", "256")
+    with running(DEMO, *flags) as cluster, cluster.connect() as there:
+        tight, preempted = tokens_of_a_crowd(there)
+    roomy, none = tokens_of_a_crowd(connection)
+    assert tight == roomy
+    assert preempted > 0 == none
+
+
+def tokens_of_a_crowd(connection):
+    """And how often one of it was preempted."""
+    before = connection.stats()["scheduler.preempted"]
+    rids = {connection.submit(PROMPT, sampled(seed, SCHEMA, 120)): 1 for seed in range(12)}
+    answers = collect(connection, rids)
+    assert check([answers[rid][0] for rid in rids]) >= 4
+    return [answers[rid][0].token_ids for rid in rids], connection.stats()["scheduler.preempted"] - before
 
 
 def test_with_penalties_logprobs_and_min_tokens(connection):

@@ -90,7 +90,8 @@ def wanted(rows: QuantizedRows, x: Tensor) -> Tensor:
         factor = np.where(counts, np.float32(127) / np.where(counts, largest, 1), 0).astype(np.float32)
         unit = np.where(counts, largest / np.float32(127), 0).astype(np.float32)
         fixed = np.rint(part * factor).astype(np.int64)
-        sums = (fixed @ codes[:, begin : begin + step].T).astype(np.longdouble)
+        # whole numbers far below 2**53: exact in float64, whose products are not a loop
+        sums = (fixed.astype(float) @ codes[:, begin : begin + step].T.astype(float)).astype(np.longdouble)
         zeros = middle if rows.zeros is None else rows.zeros[:, begin // size].numpy()
         scale = scales[:, begin // size].numpy()
         if rows.factors is not None:  # and what is to be subtracted, not a zero

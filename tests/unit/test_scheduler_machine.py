@@ -208,13 +208,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 12))
     def work(self, times):
         """Whole steps, so that requests come far."""
-        for _ in range(times):
+        for number in range(times):
+            if number:
+                check(self.scheduler)  # after the last one, too: see `sound`
             self.plan()
             if self.plans:
                 self.execute()
             if self.results:
                 self.commit()
-            check(self.scheduler)
 
     @rule()
     def plan(self):

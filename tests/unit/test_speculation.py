@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -26,6 +27,7 @@ class Noisy(Vocabulary):
 
     noise: float = 0.0
 
+    @cache  # noqa: B019 - of the same vocabulary, costs of three kinds ask with and without guesses
     def answer(self, request: int, position: int) -> int:
         rng = random.Random(f"{request} {position}")
         if rng.random() < self.noise:
@@ -37,7 +39,7 @@ def run(vocabulary: Vocabulary, cost: LinearCost, requests: int = 4, **config: o
     """Seconds until all have ended, all answers, and what was counted."""
     recipe = Recipe("random", requests, Lengths("fixed", 60), Lengths("fixed", 300), concurrency=requests)
     workload = generate(recipe)
-    kv = KVManager(1000, 16)
+    kv = KVManager(30 * requests, 16)  # more than they fill: every page is looked at by the checks
     scheduler = Scheduler(SchedulerConfig(**config), kv, 1000)  # type: ignore[arg-type]
     traffic = Traffic(workload, vocabulary)
     simulation = Simulation(scheduler, traffic, vocabulary, cost, OVERHEADS, check_every=5)

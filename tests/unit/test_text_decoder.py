@@ -32,6 +32,7 @@ def decode(decoder: TextDecoder, tokens: list[int]) -> str:
     return "".join([decoder.push(token) for token in tokens]) + decoder.flush()
 
 
+@cache
 def token_lists(kind: str) -> st.SearchStrategy[list[int]]:
     """Any ids, some unknown, with runs of one-byte tokens and of added tokens often enough to meet."""
     vocab = tokenizer_of(kind).get_vocab(with_added_tokens=True)
