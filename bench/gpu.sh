@@ -50,13 +50,13 @@ needed "the unit tests" pytest pytest_timeout xdist hypothesis tokenizers transf
 needed "profiles of the worker and of compilation" llguidance
 needed "clusters" zmq llguidance uvloop jinja2 tokenizers transformers tqdm
 # eight processes compile side by side; of products with codes, those in bfloat16 and whole models
-part 100 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider -n 8 --dist worksteal \
+part 125 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider -n 8 --dist worksteal \
     tests/unit/test_cuda_attention.py tests/unit/test_shared_pages.py tests/unit/test_cuda_decoder.py \
     tests/unit/test_cuda_draws.py tests/unit/test_cuda_sampling.py tests/unit/test_host_pages.py \
     tests/unit/test_cuda_few_rows.py tests/unit/test_cuda_linear.py -k "not (test_cuda_linear and (torch.float or any_shape))"
-part 75 "parity in bfloat16" "$python" -m bench.gpu.parity
-part 30 "attention: Triton, shared pages, int8" "$python" -m bench.gpu.attention --backend triton
-part 50 "quantized weights" "$python" -m bench.gpu.quantized
+part 80 "parity in bfloat16" "$python" -m bench.gpu.parity
+part 25 "attention: Triton, shared pages, int8" "$python" -m bench.gpu.attention --backend triton
+part 60 "quantized weights" "$python" -m bench.gpu.quantized
 part 15 "sampling" "$python" -m bench.gpu.sampling
 part 25 "no compilation while serving" "$python" -m bench.gpu.compiles
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flashinfer") is None)'; then
@@ -65,10 +65,10 @@ if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("
 else
     echo "== attention: FlashInfer is not installed"
 fi
-part 60 "worker beside the machine's limits, profiles" "$python" -m bench.gpu.worker
+part 55 "worker beside the machine's limits, profiles" "$python" -m bench.gpu.worker
 model="$out/model"
 part 15 "checkpoint" "$python" -m bench.gpu.checkpoint --shape qwen3-0.6b --out "$model"
-part 60 "cluster: offline benchmark" "$python" -m bench.gpu.offline --model "$model" --repeats 3
+part 50 "cluster: offline benchmark" "$python" -m bench.gpu.offline --model "$model" --repeats 3
 part 45 "cluster beside a bare loop" "$python" -m bench.hidden --model "$model" --batch 1 --batch 256 --repeats 1
 if command -v compute-sanitizer >/dev/null; then
     # errors that CUDA's functions return are torch's to handle, which asks for what may not be there
@@ -76,8 +76,8 @@ if command -v compute-sanitizer >/dev/null; then
     part 35 "compute-sanitizer: decoder" $sanitizer "$python" -m bench.gpu.parity --small
     # every tensor has memory of its own, whose end can be seen; graphs need torch's allocator
     own="env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $sanitizer"
-    part 20 "compute-sanitizer: attention, shared pages" $own "$python" -m bench.gpu.attention --backend triton --small
-    part 40 "compute-sanitizer: sampling" $own "$python" -m bench.gpu.sampling --small
+    part 15 "compute-sanitizer: attention, shared pages" $own "$python" -m bench.gpu.attention --backend triton --small
+    part 25 "compute-sanitizer: sampling" $own "$python" -m bench.gpu.sampling --small
     part 18 "compute-sanitizer: quantized weights" $own "$python" -m bench.gpu.quantized --small
 else
     echo "== compute-sanitizer: not installed"
