@@ -7,10 +7,7 @@ them, in one CUDA graph over as many matrices as do not fit the caches, best fir
 layer_kernels.py; "in turn" nothing overlaps. The floor is reading the weights at the copy bandwidth of the same run.
 """
 
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +17,8 @@ import torch
 from bench.gpu.limits import measure, seconds
 from bench.gpu.quantized import graph
 from bench.gpu.shapes import random_matrix
-from worker_proc.cuda import few_rows, layers, overlap
+from bench.gpu.tune import compile_side_by_side
+from worker_proc.cuda import overlap
 from worker_proc.cuda.few_rows import MOST, Cut, few_rows_linear
 from worker_proc.cuda.layers import add_rms_norm, silu_mul
 from worker_proc.models.layers import Linear, RMSNorm
@@ -86,17 +84,15 @@ def products(model: str) -> dict[str, Product]:
 
 def in_turn(run: Callable[[], object]) -> float:
     """Seconds of `run` with kernels that wait for each other."""
-    for module in (few_rows, layers):
-        module.options = lambda device: {"OVERLAP": False}  # type: ignore[attr-defined, assignment]
+    possible = overlap.possible
+    overlap.possible = lambda device: False  # type: ignore[assignment]
     try:
         return seconds(graph(run), 5)
     finally:
-        for module in (few_rows, layers):
-            module.options = overlap.options  # type: ignore[attr-defined]
+        overlap.possible = possible
 
 
 def compile_cut(rows: int, product: Product, cut: Cut) -> None:
-    """So that Triton has it on disk."""
     small = Product(16 * cut.block_n * (2 if product.gated else 1), product.inputs, product.normed, product.gated)
     small.load(rows, 1).few(cut)
 
@@ -113,11 +109,9 @@ def compare(title: str, product: Product, rows: int, bandwidth: float) -> None:
         found.append((seconds(graph(partial(loaded.few, cut)), 5), str(cut)))
     found.sort()
     print(f"{title} {product.outputs} x {product.inputs}, {rows} rows, floor {size / bandwidth * 1e6:.1f} us:")
-    for taken, what in [
-        *found[:SHOWN],
-        *[f for f in found[SHOWN:] if f[1].startswith("kernels") or f[1].endswith("in turn")],
-    ]:
-        print(f"    {taken / count * 1e6:7.2f} us  {what}", flush=True)
+    for place, (taken, what) in enumerate(found):
+        if place < SHOWN or what.startswith("kernels") or what.endswith("in turn"):
+            print(f"    {taken / count * 1e6:7.2f} us  {what}", flush=True)
 
 
 @click.command()
@@ -129,10 +123,7 @@ def main(models: tuple[str, ...], all_rows: tuple[int, ...]) -> None:
         (rows, product.gated, cut): partial(compile_cut, rows, product, cut)
         for model in models for product in products(model).values() for rows in all_rows for cut in product.cuts(rows)
     }  # fmt: skip
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
-        for done in [pool.submit(task) for task in wanted.values()]:
-            done.result()
+    compile_side_by_side(list(wanted.values()))
     limits = measure()
     print(f"{torch.cuda.get_device_name()}: {limits.bandwidth / 1e12:.2f} TB/s")
     for model in models:

@@ -133,6 +133,15 @@ def compile_attention(kind: str, tiles: attention.Tiles, int8: bool) -> None:
         print(kind, tiles, str(error)[:80])
 
 
+def compile_side_by_side(tasks: list[Callable[[], None]]) -> None:
+    """So that Triton has kernels on disk. What does not compile is told of, and fails once more when it is timed."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
+        for done in [pool.submit(task) for task in tasks]:
+            if done.exception() is not None:
+                print(str(done.exception())[:100])
+
+
 def best(title: str, found: list[Timed]) -> None:
     print(title)
     for _, line in found[:8]:
@@ -151,11 +160,7 @@ def main(only: str | None) -> None:
     for kind, tiles in (("prefill", prefills()), ("decode", decodes())):
         if kind in wanted:
             tasks += [partial(compile_attention, kind, t, int8) for t in tiles for int8 in (False, True)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
-        for done in [pool.submit(task) for task in tasks]:
-            if done.exception() is not None:
-                print(str(done.exception())[:100])
+    compile_side_by_side(tasks)
     limits = measure()
     print(
         f"{torch.cuda.get_device_name()}: {limits.bandwidth / 1e12:.2f} TB/s, {limits.matrix_rate / 1e12:.0f} TFLOP/s"
