@@ -146,8 +146,6 @@ def _call_directly() -> None:
 def _trust_itself() -> None:
     """It looked at the size of all numbers that it had computed, and for constants in all that it was given."""
     interpreter.TensorHandle.__post_init__ = lambda self: None
-    unwrap, plain = (
-        tl.core._unwrap_if_constexpr,
-        {int, bool, float, str, tl.tensor, tl.dtype, tl.pointer_type, tl.block_type},
-    )
+    unwrap = tl.core._unwrap_if_constexpr
+    plain = {int, bool, float, str, tl.tensor, tl.dtype, tl.pointer_type, tl.block_type}
     tl.core._unwrap_if_constexpr = lambda o: o if o.__class__ in plain else unwrap(o)

@@ -4,8 +4,7 @@
 
 A line per kernel: shared memory in bytes, which matrix instructions it has, whether some of its float32 instructions
 are approximations (divisions, powers), whether it takes its turn as worker_proc/cuda/overlap.py wants it, writing
-nothing before, and, where the CUDA toolkit's cuobjdump is installed, registers per thread and
-bytes of stack (spills).
+nothing before, and, where the CUDA toolkit's cuobjdump is installed, registers per thread and bytes of stack (spills).
 """
 
 import re
@@ -28,7 +27,7 @@ from worker_proc.cuda import layer_kernels as layers
 from worker_proc.cuda import linear_kernels as linear
 from worker_proc.cuda import sampling_kernels as sampling
 from worker_proc.cuda.attention import decode_tiles, prefill_tiles
-from worker_proc.cuda.few_rows import Cut
+from worker_proc.cuda.few_rows import SIZES, Cut
 from worker_proc.kv_cache import KVCache, KVSpec
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -104,13 +103,13 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"BITS": bits, "FLOAT": False, "GROUP": 0, "ZEROS": False, "BLOCK_N": 64}
         yield f"widen int{bits}", linear.widen_kernel, constants
     yield "linear, parts", linear.sum_parts_kernel, {"BIAS": False, "BLOCK": 1024}
-    for gated in (False, True):
-        for rows, inputs in product((1,) if gated else (1, 2, 4), (1024, 4096)):
-            if numbers != "fp32":  # whose products are cuBLAS's
-                cut = Cut.of(rows, inputs, gated)
-                constants = {"BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "num_warps": 1, "ROWS": rows}
-                constants |= {"BIAS": False, "GATED": gated, "EVEN": True}
-                yield f"{rows} rows of {inputs}, gated={gated}", few_rows.few_rows_kernel, constants
+    if numbers != "fp32":  # whose products are cuBLAS's
+        kinds = [(1, True), *((rows, False) for rows in SIZES)]
+        for (rows, gated), inputs in product(kinds, (1024, 4096)):
+            cut = Cut.of(rows, inputs, gated)
+            constants = {"BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "num_warps": 1, "ROWS": rows}
+            constants |= {"BIAS": False, "GATED": gated, "EVEN": True}
+            yield f"{rows} rows of {inputs}, gated={gated}", few_rows.few_rows_kernel, constants
     yield "silu_mul", layers.silu_mul_kernel, {"BLOCK": 1024}
     yield "weights of logits", sampling.weights_kernel, {"BLOCK": 2048}
     blocks = {"SUMMED": 2048, "BLOCKS": 128, "ROOM": 4096}

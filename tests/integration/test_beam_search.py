@@ -32,13 +32,6 @@ def cluster(llama):
         yield cluster
 
 
-@pytest.fixture
-def connection(cluster):
-    with cluster.connect() as connection:
-        yield connection
-    cluster.check_idle()
-
-
 def beams(most, ends, penalty, early):
     return SamplingParams(
         max_tokens=most, ignore_eos=True, stop_token_ids=ints(*ends), use_beam_search=True, length_penalty=penalty,

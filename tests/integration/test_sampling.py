@@ -25,13 +25,6 @@ def cluster(llama):
         yield cluster
 
 
-@pytest.fixture
-def connection(cluster):
-    with cluster.connect() as connection:
-        yield connection
-    cluster.check_idle()
-
-
 def params(**values):
     return SamplingParams(**({"temperature": 0.0, "max_tokens": 10, "ignore_eos": True} | values))
 

@@ -44,18 +44,10 @@ PROMPT = "def main():"
 
 
 @pytest.fixture(scope="module")
-def shared():
+def cluster():
     """For those that can do with any cluster, and leave it idle."""
     with running(DEMO, *FLOAT32, "--chunk-tokens", "4") as cluster:
         yield cluster
-
-
-@pytest.fixture
-def connection(shared):
-    with shared.connect() as connection:
-        yield connection
-    shared.check_idle()
-    shared.remember()
 
 
 def sampled(seed, grammar=None, max_tokens=300, **more):
@@ -165,17 +157,17 @@ def test_with_penalties_logprobs_and_min_tokens(connection):
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler"])
-def test_answers_go_on_after_a_loss(shared, connection, victim):
+def test_answers_go_on_after_a_loss(cluster, connection, victim):
     params = [sampled(seed, SCHEMA) for seed in range(4)]
     expected = [ask(connection, PROMPT, p)[0].token_ids for p in params]
     rids = {connection.submit(PROMPT, p): 1 for p in params}
     begun = connection.poll(10)
-    pid = shared.pid(victim)
+    pid = cluster.pid(victim)
     os.kill(pid, signal.SIGKILL)
     answers = collect(connection, rids, rows=begun)
     assert [answers[rid][0].token_ids for rid in rids] == expected
     assert check([answers[rid][0] for rid in rids]) >= 2
-    wait_until(lambda: shared.info["pids"].get(victim, pid) != pid, 60, lambda: shared.log)
+    wait_until(lambda: cluster.info["pids"].get(victim, pid) != pid, 60, lambda: cluster.log)
 
 
 def test_a_rank_dies_in_the_middle_of_answers():

@@ -184,24 +184,25 @@ def decode(
     skipped, levels = (kv_lens, kv_lens) if shared is None else (shared.skipped, shared.levels)
     widths = (_block(dim_k), _block(dim_v))
     strides = (k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), page_table.stride(0))
+    turn = options(q.device, rows)
     decode_kernel[rows, kv_heads, splits](
         q, *held, partial, sums, page_table, kv_lens, skipped, scale, softcap or 1.0, splits, parts,
         q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v,
         max(_MIN_GROUP, triton.next_power_of_2(group)), *widths, tiles.block_n, window or 0,
         softcap is not None, cache.spec.int8, shared is not None, num_warps=tiles.warps, num_stages=tiles.stages,
-        **options(q.device, len(q)),
+        **turn,
     )  # fmt: skip
     if shared is not None:
         shared_kernel[len(shared.tiles), kv_heads, more](
             q, *held, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, splits, more, parts,
             q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v, TILE_ROWS,
             max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *widths, _BLOCK_N,
-            softcap is not None, cache.spec.int8, **options(q.device, len(q)),
+            softcap is not None, cache.spec.int8, **turn,
         )  # fmt: skip
     combine_kernel[rows, heads](
         partial, sums, out, levels, kv_lens if sinks is None else sinks, splits, more, parts,
         out.stride(0), out.stride(1), dim_v, _block(dim_v), _block(parts), shared is not None, sinks is not None,
-        **options(q.device, len(q)),
+        **turn,
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from worker_proc.cuda.few_rows_kernels import few_rows_kernel
 from worker_proc.cuda.overlap import options
 from worker_proc.models.layers import Linear
 
-MOST = 4  # rows
+SIZES = (1, 2, 4)  # rows that there are kernels for: others take the next larger one
+MOST = SIZES[-1]
 _TILE = 4096  # weights that a program has under way, where it has all inputs of some outputs
 _PART = 2048  # where it has not, or where four rows need the registers
 _LONGEST = 1024  # inputs of a part; twice as many of several rows
@@ -40,11 +41,6 @@ def suits_few_rows(x: Tensor, linear: Linear, *, gated: bool = False) -> bool:
     if not isinstance(weight, Tensor) or weight.dtype == torch.float32 or not x.is_contiguous():
         return False
     return len(x) == 1 or (1 < len(x) <= MOST and not gated and weight.numel() <= _SMALL)
-
-
-def few_rows_sizes() -> list[int]:
-    """Numbers of rows whose products launch, between them, all kernels that fewer rows than that need."""
-    return [1, 2, MOST]
 
 
 def few_rows_linear(x: Tensor, linear: Linear, *, gated: bool = False, cut: Cut | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 A kernel takes a second or more the first time on a machine, and some hundredths when Triton finds it on disk. Which
 there are depends on the model and on what a step looks like: chunks and decodes, how decodes are cut into parts and
-whether they share pages (`TritonAttention.decode_kinds`), how many rows products have (`few_rows_sizes`,
+whether they share pages (`TritonAttention.decode_kinds`), how many rows products have (`few_rows.SIZES`,
 `PackedWeight.row_counts`). `bench.gpu.compiles` and tests/unit/test_cuda_compile.py look for steps that need others.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder
-from worker_proc.cuda.few_rows import few_rows_sizes
+from worker_proc.cuda.few_rows import SIZES
 from worker_proc.cuda.overlap import MOST_ROWS
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.idle_step import idle_step
@@ -53,7 +53,7 @@ def compile_kernels(
     chunks = [_CHUNK] + [_LONGER] * (max_tokens > _LONGER)
     batches = [*(step(chunk, 1, -(-chunk // page_size)) for chunk in chunks), step(0, 1, 1)]
     if isinstance(model, CudaDecoder):
-        batches += [step(0, min(rows, max_rows), 1) for rows in few_rows_sizes()[1:]]
+        batches += [step(0, rows, 1) for rows in sorted({min(rows, max_rows) for rows in SIZES} - {1})]
     if isinstance(attention, TritonAttention):
         kinds = attention.decode_kinds(max_rows, spec.num_kv_heads, page_size, columns)
         several = isinstance(model, CudaDecoder)  # others are not told of shared pages
