@@ -15,6 +15,7 @@ import click
 import torch
 
 from bench.limits import limits, seconds
+from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
@@ -37,10 +38,15 @@ _MEMORY = 2**29  # bytes of weights per shape
 
 
 def matrices(
-    native: NativeLibrary, outputs: int, inputs: int, paired: bool, scheme: Scheme | None = None
+    native: NativeLibrary,
+    outputs: int,
+    inputs: int,
+    paired: bool,
+    scheme: Scheme | None = None,
+    compress: bool = False,
 ) -> list[PackedMatrix]:
-    """Equal ones of random weights, in codes where there is a scheme."""
-    form = MatrixForm(outputs, inputs, scheme, paired=paired)
+    """Equal ones of random weights, in codes where there is a scheme, else in 12 bits with `compress`."""
+    form = MatrixForm(outputs, inputs, scheme, compress, paired=paired)
     copies = max(1, _MEMORY // form.room())
     memory = HugePages(copies * form.room())
     weight = torch.randn(outputs, inputs).to(torch.bfloat16)
@@ -53,6 +59,8 @@ def matrices(
             fill(matrix, up, Pairing.UP)
         else:
             fill(matrix, weight, Pairing.NONE)
+        if isinstance(matrix, CompressedMatrix):
+            matrix.seal()
         made.append(matrix)
     return made
 
@@ -92,6 +100,7 @@ def fill(matrix: PackedMatrix, weight: torch.Tensor, pairing: Pairing) -> None:
     default=None,
     help="Weights in codes; rows in int8, too, where it ends in a8.",
 )
+@click.option("--compressed", is_flag=True, help="Weights in bfloat16 take 12 bits.")
 @click.option("--group-size", type=int, default=None, help="Inputs with one scale.  [default: all]")
 @click.option("--zeros", is_flag=True, help="Each group has its zero.")
 @click.option(
@@ -106,6 +115,7 @@ def main(
     rows: str,
     shapes: str,
     quantization: str | None,
+    compressed: bool,
     group_size: int | None,
     zeros: bool,
     scales: str,
@@ -120,11 +130,11 @@ def main(
     native = load_library(level)
     native.set_threads(threads)
     most = limits(native)
-    print(f"{level}, {threads} threads, {scheme or 'bfloat16'}: {most}")
+    print(f"{level}, {threads} threads, {scheme or 'bfloat16'}{' in 12 bits' if compressed else ''}: {most}")
     print("shape     rows        ms    GB/s  GFLOP/s  of the floor")
     for name in shapes.split(","):
         outputs, inputs, paired = _SHAPES[name]
-        stack = matrices(native, outputs, inputs, paired, scheme)
+        stack = matrices(native, outputs, inputs, paired, scheme, compressed)
         for count in map(int, rows.split(",")):
             if name == "head" and count > 256:
                 continue

@@ -40,8 +40,8 @@ class ModelConfig:
     """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank.
 
     `cpu_kernels` "auto" takes the best native kernels that the CPU runs, "torch" none, other names just those. With
-    `weight_compression` "on" they hold bfloat16 weights in 12 bits without loss, "auto" does so with AMX and AVX512
-    where they are far more than fits in caches.
+    `weight_compression` "on" they hold bfloat16 weights in 12 bits without loss, "auto" does so with AVX2 and
+    what comes after it, where they are far more than fits in caches.
     `cuda_graphs` replays steps on GPUs; `gpu_attention` "auto" is Triton.
     `quantization` "auto" takes weights as they are stored, other names bring plain weights into fewer bits while they
     are read; `quantization_group_size` inputs have a scale in common with int4 and w4a8.

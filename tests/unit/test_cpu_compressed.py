@@ -103,9 +103,10 @@ def test_later_rows_that_are_not_like_the_first_ones(level: Level, others: int) 
 
 def test_levels_compress_alike() -> None:
     weight = with_odd_ones(normal(100, 96, seed=5), 0.005, 5)
-    first, *others = (compressed(level, weight, [33]) for level in LEVELS)
-    for other in others:
-        assert torch.equal(first.memory, other.memory)
+    first, *others = (compressed(level, weight, [33]) for level in COMPRESSING)
+    for other in others:  # the places of bytes may differ
+        assert torch.equal(first.memory.sort().values, other.memory.sort().values)
+        assert torch.equal(bits(first.unpack(torch.arange(100))), bits(other.unpack(torch.arange(100))))
 
 
 def test_the_codes_are_for_zero_and_what_is_frequent() -> None:

@@ -214,6 +214,17 @@ def test_a_small_model_is_not_compressed_unless_it_is_wanted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_large_model_is_compressed_where_that_is_fast(
+    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_proc.cpu.weights._COMPRESSED_FROM", 0)
+    weights = load_native(make_checkpoint("qwen3", tmp_path), level).weights
+    fast = load_library(level).compresses_well
+    assert fast == (level in COMPRESSING and cpu_features().machine == "x86_64")
+    assert {isinstance(layer.down, CompressedMatrix) for layer in weights.layers} == {fast}
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_greedy_tokens_are_the_largest_logits(level: Level, tmp_path: Path) -> None:
     native = load_native(make_checkpoint("llama-gqa-untied", tmp_path), level)
     tokens = native.greedy(probe_batch(VOCAB_SIZE), KVCache(native.kv_spec, PAGES, PAGE_SIZE))

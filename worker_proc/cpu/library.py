@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),
     "rhizome_compress": (_LONG, [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _LONG]),
     "rhizome_compresses": (_INT, []),
+    "rhizome_compresses_well": (_INT, []),
     "rhizome_exact": (_INT, [_INT]),
     "rhizome_knows": (_INT, [_INT]),
     "rhizome_integers": (_INT, []),
@@ -70,6 +71,11 @@ class NativeLibrary:
     def compresses(self) -> bool:
         """Whether products with weights in 12 bits are known (`worker_proc.cpu.compressed`)."""
         return bool(self.functions.rhizome_compresses())
+
+    @property
+    def compresses_well(self) -> bool:
+        """Whether they are fast, as far as is known."""
+        return bool(self.functions.rhizome_compresses_well())
 
     @property
     def integers(self) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from worker_proc.cpu.compressed import CompressedMatrix
-from worker_proc.cpu.features import Level
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.matrices import MatrixForm
@@ -23,8 +22,6 @@ from worker_proc.quantization.source import WeightSource
 
 log = logging.getLogger(__name__)
 _COMPRESSED_FROM = 2**27  # bytes of weights of a rank: fewer may stay in a cache, where reading them costs little
-# With AVX2, one or two rows gain a fifth at most, and 4 to 8 lose as much. On Arm, it was never measured.
-_SLOW_TO_COMPRESS: tuple[Level, ...] = ("armbf16", "generic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +200,7 @@ class PackedWeightPlan:
 
 def compresses(native: NativeLibrary, compression: str, plain_bytes: int) -> bool:
     """Whether weights of `plain_bytes` in all take 12 bits; `compression` as in `ModelConfig.weight_compression`."""
-    pays = plain_bytes >= _COMPRESSED_FROM and native.level not in _SLOW_TO_COMPRESS
+    pays = plain_bytes >= _COMPRESSED_FROM and native.compresses_well
     return native.compresses and (compression == "on" or (compression == "auto" and pays))
 
 

@@ -83,8 +83,8 @@ class Deflater {
           const auto at = [](const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); };
           const __m256i first = at(weights + 16 * part), second = at(weights + 32 + 16 * part);
           const __m256i last_byte = _mm256_set1_epi16(255);
-          const __m256i low = _mm256_blendv_epi8(_mm256_slli_epi16(second, 8), first, last_byte);
-          const __m256i high = _mm256_blendv_epi8(first, _mm256_srli_epi16(second, 8), last_byte);
+          const __m256i low = _mm256_packus_epi16(_mm256_and_si256(first, last_byte), _mm256_and_si256(second, last_byte));
+          const __m256i high = _mm256_packus_epi16(_mm256_srli_epi16(first, 8), _mm256_srli_epi16(second, 8));
           __m256i codes = _mm256_setzero_si256(), known = codes;
           for (int code = 0; code < 16; ++code) {
             const __m256i coded = _mm256_set1_epi8(static_cast<char>(weights_.high_bytes[code]));
@@ -134,7 +134,7 @@ class Deflater {
   // Of two rows, by turns as in a pack, those whose bit is set.
   void add_exceptions(int64_t block, int place, const bf16* weights, uint64_t missing) const {
     for (; missing != 0; missing &= missing - 1) {
-      const int at = __builtin_ctzll(missing), from = at / 2 + (1 - at % 2) * 32;
+      const int from = PackPlace::weight_of(__builtin_ctzll(missing));
       exceptions_.add(block, place + from, weights[from]);
     }
   }
@@ -184,6 +184,15 @@ RHIZOME_EXPORT int64_t rhizome_compress(const rhizome::PackedMatrix* weights, co
 
 // Whether products with compressed weights are known.
 RHIZOME_EXPORT int rhizome_compresses() { return rhizome::kInflates; }
+
+// Whether they are fast. On Arm, that was never measured.
+RHIZOME_EXPORT int rhizome_compresses_well() {
+#if defined(__ARM_NEON)
+  return 0;
+#else
+  return rhizome::kInflates;
+#endif
+}
 
 // All blocks of a compressed matrix to `packed`, as rhizome_pack would have packed them.
 RHIZOME_EXPORT void rhizome_inflate(const rhizome::PackedMatrix* weights, rhizome::bf16* packed) {

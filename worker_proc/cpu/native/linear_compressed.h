@@ -7,7 +7,8 @@
 //
 // A block of 32 inputs by 32 outputs is eight packs of 192 bytes for 128 weights, four rows of 32 of its two tiles each: 64
 // bytes with two codes each, then 128 low bytes. Two rows lie in 64 bytes by turns, so that one is put together by masks and
-// the other by shifts; the lower codes are those of the first two rows.
+// the other by shifts; the lower codes are those of the first two rows. With AVX2 alone it is eight bytes of them by turns,
+// which bytes taken by turns from two vectors put together.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +31,21 @@ inline constexpr int64_t kCompressedBlock = kBlockPacks * kPackBytes;  // bytes
 struct PackPlace {
   int code_byte, code_shift, low_byte;
   PackPlace(int row, int column) {
-    code_byte = 2 * column + 1 - row % 2, code_shift = row / 2 * 4, low_byte = 64 + row / 2 * 64 + 2 * column + row % 2;
+    code_shift = row / 2 * 4, low_byte = 64 + row / 2 * 64;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    code_byte = column / 8 * 16 + row % 2 * 8 + column % 8, low_byte += code_byte;
+#else
+    code_byte = 2 * column + 1 - row % 2, low_byte += 2 * column + row % 2;
+#endif
+  }
+
+  // The number, in two rows, of the weight whose code is in this byte.
+  static int weight_of(int code_byte) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    return code_byte / 8 % 2 * 32 + code_byte / 16 * 8 + code_byte % 8;
+#else
+    return code_byte / 2 + (1 - code_byte % 2) * 32;
+#endif
   }
 };
 
@@ -136,19 +151,26 @@ class Inflater {
   // A pack to its four rows.
   void inflate(const uint8_t* from, bf16* to) const {
     for (int part = 0; part < 2; ++part) {  // half of a row
-      const __m256i both = at(from + 32 * part), last_byte = _mm256_set1_epi16(255);
+      const __m256i codes = at(from + 32 * part);
       for (int half = 0; half < 2; ++half) {
-        const __m256i codes = _mm256_and_si256(half == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
-        const __m256i low = at(from + 64 + 64 * half + 32 * part), high = _mm256_shuffle_epi8(high_bytes_, codes);
-        bf16* const row = to + 64 * half + 16 * part;
-        put(row, _mm256_blendv_epi8(high, low, last_byte));
-        put(row + 32, _mm256_or_si256(_mm256_slli_epi16(high, 8), _mm256_srli_epi16(low, 8)));
+        __m256i two[2];
+        rows(codes, from + 32 * part, half, two);
+        put(to + 64 * half + 16 * part, two[0]);
+        put(to + 64 * half + 16 * part + 32, two[1]);
       }
     }
   }
 
- private:
+  // 16 weights of each of the first or the second two rows; `from` is where their codes lie.
+  void rows(__m256i codes, const uint8_t* from, int half, __m256i two[2]) const {
+    const __m256i here = _mm256_and_si256(half == 0 ? codes : _mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+    const __m256i low = at(from + 64 + 64 * half), high = _mm256_shuffle_epi8(high_bytes_, here);
+    two[0] = _mm256_unpacklo_epi8(low, high), two[1] = _mm256_unpackhi_epi8(low, high);
+  }
+
   static __m256i at(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+
+ private:
   static void put(bf16* to, __m256i row) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), row); }
 
   const __m256i high_bytes_;  // by code, twice

@@ -65,14 +65,12 @@ struct SimdRows {
   bool adding;
 };
 
-// The first and the second number of pairs in bfloat16.
+// The first numbers of pairs in bfloat16. The second ones are what a mask leaves.
 inline floats first_of(words both) { return (floats)(both << 16); }
-inline floats second_of(words both) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  return (floats)_mm256_slli_epi32(_mm256_srli_epi32((__m256i)both, 16), 16);  // a mask would take a register of 16
-#else
-  return (floats)(both & 0xffff0000u);
-#endif
+inline words second_mask() {
+  words upper = words{} + 0xffff0000u;
+  hold(upper);  // in a register
+  return upper;
 }
 
 constexpr int kSimdTurns = 8;  // calls of `ahead` per block of inputs
@@ -94,7 +92,7 @@ class PlainPiece {
       constexpr int kOfTile = kTile / kLanes;
       const bf16* const pair = at_ + input / 2 * 2 * kTile + v / kOfTile * kTileElements + v % kOfTile * 2 * kLanes;
       const words both = *reinterpret_cast<const words*>(pair);
-      return input % 2 == 0 ? first_of(both) : second_of(both);
+      return input % 2 == 0 ? first_of(both) : (floats)(both & upper_);
     }
 
     const bf16* pair() const { return at_; }
@@ -103,6 +101,7 @@ class PlainPiece {
 
    private:
     const bf16* at_;
+    const words upper_ = second_mask();
   };
 
   template <int kTiles>
@@ -114,7 +113,30 @@ class PlainPiece {
   const bf16* weights_;
 };
 
-// kTiles times 16 outputs for kRows rows. Loops over rows are unrolled by order, as in `DotSums`.
+// One block of inputs: total[row][v] += x @ the outputs from v * kLanes on. Loops over rows are unrolled by order, as in `DotSums`.
+template <int kRows, int kVectors, class Numbers>
+__attribute__((always_inline)) inline void simd_block(floats (&total)[kRows][kVectors], const float* x, int64_t x_stride,
+                                                      Numbers& weights, LinesAhead& ahead) {
+  for (int run = 0; run < 32; run += Numbers::kRun, weights.next_run()) {
+#pragma GCC unroll 4
+    for (int pair = 0; pair < Numbers::kRun / 2; ++pair, x += 2) {
+      if (pair % (kTile / kSimdTurns) == 0) ahead();
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        floats numbers[kVectors];
+        for (int v = 0; v < kVectors; ++v) numbers[v] = weights(2 * pair + i, v);
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row)
+          for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride + i];
+#if defined(__aarch64__)
+        asm volatile("" : : : "memory");  // g++ 12 loads what comes next too soon otherwise, and lacks registers for sums
+#endif
+      }
+    }
+  }
+}
+
+// kTiles times 16 outputs for kRows rows.
 template <int kRows, int kTiles, class Numbers>
 __attribute__((noinline)) void simd_tiles(const SimdRows& rows, Numbers weights, int64_t steps, LinesAhead& outside) {
   constexpr int kVectors = kTiles * kTile / kLanes;
@@ -138,25 +160,7 @@ __attribute__((noinline)) void simd_tiles(const SimdRows& rows, Numbers weights,
       }
   }
 #endif
-  for (; steps > 0; --steps, weights.next_block()) {
-    for (int run = 0; run < 32; run += Numbers::kRun, weights.next_run()) {
-#pragma GCC unroll 4
-      for (int pair = 0; pair < Numbers::kRun / 2; ++pair, x += 2) {
-        if (pair % (kTile / kSimdTurns) == 0) ahead();
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; ++i) {
-          floats numbers[kVectors];
-          for (int v = 0; v < kVectors; ++v) numbers[v] = weights(2 * pair + i, v);
-#pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row)
-            for (int v = 0; v < kVectors; ++v) total[row][v] += numbers[v] * x[row * x_stride + i];
-#if defined(__aarch64__)
-          asm volatile("" : : : "memory");  // g++ 12 loads what comes next too soon otherwise, and lacks registers for sums
-#endif
-        }
-      }
-    }
-  }
+  for (; steps > 0; --steps, x += 32, weights.next_block()) simd_block(total, x, x_stride, weights, ahead);
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
     for (int v = 0; v < kVectors; ++v) store(rows.sums + row * kPanel + v * kLanes, total[row][v]);

@@ -20,7 +20,7 @@ class MmlaPiece {
         ahead_(piece_ahead(weights, following, steps_, steps_ * kMmlaTurns * 2 * mmla_passes(rows))) {
     alignas(64) static thread_local bf16 room[kSteps * 2 * kTileElements];
     if (weights.format != Format::kBFloat16) {
-      make_plain(weights, piece.panel * blocks(weights.inputs) + piece.step, steps_, room);
+      make_plain(weights, piece.panel * blocks(weights.inputs) + piece.step, steps_, room, [] {});
       weights_ = room;
     }
     if (turned_) {

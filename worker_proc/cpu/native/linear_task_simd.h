@@ -1,6 +1,7 @@
 // The products of a task in ordinary vector registers, without dot products of bfloat16.
 #pragma once
 
+#include "linear_inflated_simd.h"
 #include "linear_plain.h"
 #include "linear_quantized_simd.h"
 #include "linear_simd.h"
@@ -16,13 +17,12 @@ class SimdPiece {
   // `following` is the block with which the thread goes on after this piece.
   SimdPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(weights), block_(piece.panel * blocks(weights.inputs) + piece.step), steps_(piece.now),
-        ahead_(piece_ahead(weights, following, steps_, steps_ * kSimdTurns * simd_runs(static_cast<int>(rows)))) {
+        ahead_(piece_ahead(weights, following, steps_, steps_ * turns(weights, rows))) {
     if (weights.format == Format::kBFloat16) {
       plain_ = weights_at(weights, piece.panel, piece.step);
-    } else if (!has_codes(weights.format) || !widened_in_passing(weights.format, rows)) {
-      alignas(64) static thread_local bf16 plain[kSteps * 2 * kTileElements];
-      make_plain(weights, block_, steps_, plain);
-      plain_ = plain;
+    } else if (!in_passing(weights.format, rows)) {
+      make_plain(weights, block_, steps_, room(), ahead_);
+      plain_ = room();
     }
   }
 
@@ -47,11 +47,36 @@ class SimdPiece {
     for (int done = 0, now; done < count; done += now) {
       now = simd_pass_rows(count - done);
       const SimdRows some{rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding};
-      if (plain_ == nullptr)
-        code_pass(weights_, block_ + begin, now, some, steps, ahead_);
-      else
+      if (plain_ != nullptr)
         simd_pass(now, some, PlainPiece(plain_ + begin * 2 * kTileElements), steps, ahead_);
+#if defined(RHIZOME_INFLATES_IN_PASSING)
+      else if (weights_.format == Format::kCompressed)
+        inflated_pass(now, some, weights_, block_, steps, room(), ahead_);
+#endif
+      else
+        code_pass(weights_, block_ + begin, now, some, steps, ahead_);
     }
+  }
+
+  // Whether weights become numbers while so many rows go by, rather than before.
+  static bool in_passing(Format format, int64_t rows) {
+    if (format != Format::kCompressed) return widened_in_passing(format, rows);
+#if defined(RHIZOME_INFLATES_IN_PASSING)
+    return rows <= kInflatedRows;
+#else
+    return false;
+#endif
+  }
+
+  // Calls of `ahead` per block.
+  static int64_t turns(const PackedMatrix& weights, int64_t rows) {
+    const bool before = weights.format == Format::kCompressed && !in_passing(weights.format, rows);
+    return kSimdTurns * simd_runs(static_cast<int>(rows)) + (before ? kInflateTurns : 0);
+  }
+
+  static bf16* room() {
+    alignas(64) static thread_local bf16 plain[kSteps * 2 * kTileElements];
+    return plain;
   }
 
   static void add_scaled(const float* sums, const float* scales, int count, float* to, bool adding) {
