@@ -220,7 +220,7 @@ def test_a_large_model_is_compressed_where_that_is_fast(
     monkeypatch.setattr("worker_proc.cpu.weights._COMPRESSED_FROM", 0)
     weights = load_native(make_checkpoint("qwen3", tmp_path), level).weights
     fast = load_library(level).compresses_well
-    assert fast == (level in COMPRESSING and cpu_features().machine == "x86_64")
+    assert fast == (level in COMPRESSING and level != "armbf16" and cpu_features().machine == "x86_64")
     assert {isinstance(layer.down, CompressedMatrix) for layer in weights.layers} == {fast}
 
 
