@@ -2,14 +2,19 @@
 
     python -m bench.processes --model DIR --concurrency 1,8,32
 
-A closed loop over HTTP, as in bench/compare.py. Times are of the processes' own clocks (user and system), switches are
-those that the system made against their will: another process took the core.
+First while nobody asks for anything, then in a closed loop over HTTP, as in bench/compare.py. Times are of the
+processes' own clocks (user and system). A process that waits wakes up again; one that is taken off the core, by another
+process, did not wait.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,13 +23,36 @@ import psutil
 from bench.clusters import ROOT, machine, started
 
 
-def usage(processes: dict[str, psutil.Process]) -> dict[str, tuple[float, int]]:
-    """CPU seconds and involuntary context switches of each process so far."""
-    found = {}
-    for name, process in processes.items():
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process has used so far: CPU seconds, and how often its threads waited or were taken off a core."""
+
+    cpu_s: float
+    waits: Counter[str]  # by thread
+    taken: Counter[str]
+
+    @staticmethod
+    def of(process: psutil.Process) -> "Usage":
         times = process.cpu_times()
-        found[name] = (times.user + times.system, process.num_ctx_switches().involuntary)
-    return found
+        used = Usage(times.user + times.system, Counter(), Counter())
+        for status in Path(f"/proc/{process.pid}/task").glob("*/status"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                text = status.read_text()
+                for kind, counts in (("voluntary", used.waits), ("nonvoluntary", used.taken)):
+                    counts[status.parent.name] = int(text.split(f"\n{kind}_ctxt_switches:")[1].split()[0])
+        return used
+
+    def since(self, before: "Usage") -> tuple[float, int, int]:
+        """CPU seconds, waits and times taken, of threads that are still there."""
+        return (
+            self.cpu_s - before.cpu_s,
+            sum(count - before.waits[thread] for thread, count in self.waits.items()),
+            sum(count - before.taken[thread] for thread, count in self.taken.items()),
+        )
+
+
+def usage(processes: dict[str, psutil.Process]) -> dict[str, Usage]:
+    return {name: Usage.of(process) for name, process in processes.items()}
 
 
 def load(url: str, concurrency: int, requests: int, input_len: int, output_len: int) -> tuple[float, float]:
@@ -48,9 +76,10 @@ def load(url: str, concurrency: int, requests: int, input_len: int, output_len: 
 @click.option("--concurrency", "sizes", default="1,8,32")
 @click.option("--input-len", default=128)
 @click.option("--output-len", default=128)
+@click.option("--idle-s", default=20.0, help="How long nobody asks for anything.")
 @click.option("--flag", "flags", multiple=True, help="A further argument of launch.py.")
-def main(model: str | None, sizes: str, input_len: int, output_len: int, flags: tuple[str, ...]) -> None:
-    """Print a table for each concurrency."""
+def main(model: str | None, sizes: str, input_len: int, output_len: int, idle_s: float, flags: tuple[str, ...]) -> None:
+    """Print a table of the idle cluster and one for each concurrency."""
     chosen = ["--model", model] if model is not None else []
     with started(*chosen, "--port", "0", *flags) as info:
         pids: dict[str, Any] = info["pids"]
@@ -58,6 +87,13 @@ def main(model: str | None, sizes: str, input_len: int, output_len: int, flags: 
         url = info["addresses"]["http"]
         load(url, 2, 4, input_len, 8)
         click.echo(f"{machine()}; in {input_len} out {output_len}")
+        before, began = usage(processes), time.monotonic()
+        time.sleep(idle_s)
+        took, after = time.monotonic() - began, usage(processes)
+        click.echo("\nidle\n\n| process | share of a core | wake-ups, per s |\n|---|---|---|")
+        for name in processes:
+            spent, waits, _ = after[name].since(before[name])
+            click.echo(f"| {name} | {spent / took:.1%} | {waits / took:.0f} |")
         for size in map(int, sizes.split(",")):
             requests = max(3, size)
             before = usage(processes)
@@ -65,13 +101,14 @@ def main(model: str | None, sizes: str, input_len: int, output_len: int, flags: 
             after = usage(processes)
             tokens = requests * output_len
             click.echo(f"\nconcurrency {size}: {tokens / took:.0f} output tokens/s with the client's start\n")
-            click.echo(
-                "| process | CPU ms per output token | share of a core | taken off the core, per s |\n|---|---|---|---|"
-            )
+            click.echo("| process | CPU ms per output token | share of a core | wake-ups, per s | taken off, per s |")
+            click.echo("|---|---|---|---|---|")
             for name in processes:
-                spent, taken = (b - a for a, b in zip(before[name], after[name], strict=True))
-                click.echo(f"| {name} | {spent * 1e3 / tokens:.3f} | {spent / took:.1%} | {taken / took:.0f} |")
-            click.echo(f"| client of the benchmark | {client * 1e3 / tokens:.3f} | {client / took:.1%} | |")
+                spent, waits, taken = after[name].since(before[name])
+                click.echo(
+                    f"| {name} | {spent * 1e3 / tokens:.3f} | {spent / took:.1%} | {waits / took:.0f} | {taken / took:.0f} |"
+                )
+            click.echo(f"| client of the benchmark | {client * 1e3 / tokens:.3f} | {client / took:.1%} | | |")
 
 
 if __name__ == "__main__":

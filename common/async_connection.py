@@ -162,6 +162,7 @@ class AsyncConnection:
         self._numbers = count()
         self._unsent: deque[bytes] = deque()
         self._lost: ConnectionLost | None = None
+        self._ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._linger_ms = 500
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -207,6 +208,10 @@ class AsyncConnection:
     def lost(self) -> ConnectionLost | None:
         """Why the connection can no longer be used, or None."""
         return self._lost
+
+    async def ended(self) -> None:
+        """Returns when the connection can no longer be used."""
+        await self._ended.wait()
 
     @property
     def live(self) -> int:
@@ -419,6 +424,7 @@ class AsyncConnection:
         if self._lost is not None:
             return
         self._lost = error
+        self._ended.set()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)

@@ -115,8 +115,13 @@ class Child:
         now = time.monotonic()
         if now >= self._pulse_due:
             self.tell(Pulse(self.name, 0, False, self.refused.total))
-            self._pulse_due = now + self.pulse_s
+            self._pulse_due = now + self.until_pulse(now)
         return self._pulse_due - now
+
+    def until_pulse(self, now: float) -> float:
+        """Seconds from `time.monotonic() == now` on. All processes pulse at the same times, so that the launcher wakes
+        up once for all of them."""
+        return self.pulse_s - now % self.pulse_s
 
     def close(self) -> None:
         self.context.destroy(linger=500)

@@ -42,8 +42,7 @@ class Backend:
                     on_info(self.info)
                     self.connection = connection
                     self.changed.set()
-                    while connection.lost is None:
-                        await asyncio.sleep(RETRY_S / 5)
+                    await connection.ended()
                     log.info("the cluster is lost: %s", connection.lost)  # the launcher says what died
             except (ConnectionLost, RequestFailed) as error:
                 log.warning("the cluster cannot be reached: %s", error)

@@ -35,11 +35,28 @@ from gateway_proc.service import Service
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+DATE_S = 1.0  # how often answers' date changes
 KEEP_ALIVE_S = 65  # longer than the clients' own, so that they close first
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, without its handling of signals: the launcher decides."""
+    """uvicorn's, without its handling of signals: the launcher decides. While nobody asks for anything it wakes up once
+    a second, for the date, rather than ten times: each wake-up takes a core from the model."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        """End `serve`."""
+        self.should_exit = True
+        self._leaving.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self._leaving.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -126,7 +143,7 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
     def stop() -> None:
         loop.remove_reader(child.wake_fd)
         backend.stop()
-        server.should_exit = True
+        server.leave()
 
     loop.add_reader(child.wake_fd, stop)
     port = listener.getsockname()[1]

@@ -8,6 +8,7 @@ Prompts are tokenized in a few threads beside the event loop, which therefore ne
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -22,6 +23,7 @@ import zmq
 
 from common.async_reader import AsyncReader
 from common.child import Child, child_options, run_child
+from common.codec import Message
 from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import AT_ONCE, MORE, Inbox, Outbox, open_socket
 from common.stamps import Lost, Stamper
@@ -43,7 +45,6 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 TOKENIZING_THREADS = 4  # a long prompt keeps one busy, and short ones pass it by
 COMPILING_THREADS = 2  # for grammars
 FLUSH_S = 0.02  # how often backlogs are tried again
-LOOK_S = 0.1  # how often it is seen whether there are any: each wake-up takes a core from the model
 BEAT_S = 0.5
 STOP_S = 0.5  # how long the last answers may take at the end
 
@@ -132,11 +133,19 @@ async def _serve(
             frontend.refused.by_cause["malformed"] += 1
 
     clients = AsyncReader(router, from_client, parts=True)
+    slow_clients, news = asyncio.Event(), asyncio.Event()  # timers alone would take a core from the model more often
 
     def send(owner: Owner, frame: bytes) -> Sent:
         sent = _send_now(router, owner, frame)
         clients.look()
+        if sent is Sent.FULL:
+            slow_clients.set()
         return sent
+
+    def pass_on(outbox: Outbox, msg: Message) -> None:
+        outbox.send(msg)
+        if outbox.backlog:
+            news.set()
 
     frontend = Frontend(
         limits=limits,
@@ -145,8 +154,8 @@ async def _serve(
         eos_token_ids=go.eos_token_ids,
         ledger=Ledger(lambda: secrets.randbits(63), stories.ended),
         clients=Clients(send),
-        send_scheduler=lambda msg: links.scheduler.send(msg),
-        send_detokenizer=lambda msg: links.detokenizer.send(msg),
+        send_scheduler=lambda msg: pass_on(links.scheduler, msg),
+        send_detokenizer=lambda msg: pass_on(links.detokenizer, msg),
         clock=time.monotonic_ns,
         pool=pool,
         info=_info(child, go, limits, encoder),
@@ -155,10 +164,11 @@ async def _serve(
     frontend.refused = child.refused
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(child.wake_fd, stop.set)
+    asyncio.get_running_loop().add_reader(child.control.fileno(), news.set)
     loops = [
         asyncio.create_task(clients.run()),
-        asyncio.create_task(_keep_links(child, go, links, frontend)),
-        asyncio.create_task(_tick(frontend)),
+        asyncio.create_task(_keep_links(child, go, links, frontend, news)),
+        asyncio.create_task(_tick(frontend, slow_clients)),
     ]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*loops, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -170,8 +180,9 @@ async def _serve(
         await asyncio.get_running_loop().run_in_executor(None, traces.close)
 
 
-async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) -> None:
-    """Speak with detokenizer and scheduler, term by term; tell the launcher that this loop lives, and hear its news."""
+async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend, news: asyncio.Event) -> None:
+    """Speak with detokenizer and scheduler, term by term; tell the launcher that this loop lives, and hear its news.
+    `news` is set when there are some, or something to be sent again."""
 
     def from_detokenizer(frame: bytes) -> None:
         msg = links.inbox.parse(frame)
@@ -186,16 +197,17 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend) ->
         term = go.term
         answers = AsyncReader(links.inbox.socket, from_detokenizer)
         receiving = asyncio.create_task(answers.run())
+        receiving.add_done_callback(lambda _: news.set())
         try:
             while go.term == term:
                 frontend.restarts, frontend.refused_elsewhere = go.restarts, go.refused
                 if go.draining:
                     frontend.drain()
-                await asyncio.wait([receiving], timeout=FLUSH_S if links.backlog or go.draining else LOOK_S)
+                until_pulse = child.pulse()
+                await _set(news, FLUSH_S if links.backlog or go.draining else until_pulse)
                 if receiving.done():
                     receiving.result()
                 links.flush()
-                child.pulse()
                 if frontend.drained and not drained:
                     child.tell(Drained(child.name))
                     drained = True
@@ -237,13 +249,31 @@ async def _last_answers(frontend: Frontend, receiving: "asyncio.Task[None]") -> 
             return
 
 
-async def _tick(frontend: Frontend) -> None:
-    next_beat = time.monotonic() + BEAT_S
+def _next_beat() -> float:
+    """At the time of a pulse, if these are as frequent."""
+    now = time.monotonic()
+    return now + BEAT_S - now % BEAT_S
+
+
+async def _set(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits until the event is set, so long at most, and clears it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    event.clear()
+
+
+async def _tick(frontend: Frontend, slow_clients: asyncio.Event) -> None:
+    """Beats, and what could not be sent at once to `slow_clients`."""
+    next_beat = _next_beat()
     while True:
-        await asyncio.sleep(FLUSH_S if frontend.has_backlog else LOOK_S)
+        if frontend.has_backlog:
+            await asyncio.sleep(FLUSH_S)
+        else:
+            await _set(slow_clients, next_beat - time.monotonic())
         frontend.flush()
         if time.monotonic() >= next_beat:
-            next_beat = time.monotonic() + BEAT_S
+            next_beat = _next_beat()
             frontend.beat()
 
 

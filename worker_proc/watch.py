@@ -56,7 +56,7 @@ class Watch:
 
     def _run(self) -> None:
         socket = self._child.open_control("watch")
-        while not self._end.wait(self._child.pulse_s):
+        while not self._end.wait(self._child.until_pulse(time.monotonic())):
             try:
                 socket.send(encode(self.pulse()), zmq.NOBLOCK)
             except zmq.Again:

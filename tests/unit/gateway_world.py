@@ -161,7 +161,7 @@ def serve(path: Path, answer: Answer, test: Callable[[str, FakeFrontend], None])
                 try:
                     await asyncio.to_thread(test, f"http://{host}:{port}", cluster)
                 finally:
-                    server.should_exit = True
+                    server.leave()
                     await serving
 
     asyncio.run(run())
