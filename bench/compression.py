@@ -1,0 +1,73 @@
+"""What weights in 12 bits gain and cost: whole steps with plain and with compressed weights, in turn in one process.
+
+    python -m bench.compression --model qwen3-0.6b-rand
+
+Steps of both models alternate, so that what else happens on the machine meets them alike.
+"""
+
+import statistics
+import time
+from pathlib import Path
+
+import click
+import torch
+
+from bench.clusters import machine
+from bench.cpu_steps import PAGE_SIZE, make_step
+from worker_proc.attention.reference import ReferenceAttention
+from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.features import LEVELS, Level, cpu_features
+from worker_proc.cpu.library import load_library, num_cpus
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.registry import load_model
+from worker_proc.parallel import TensorParallel
+
+
+def measure(models: list[CpuDecoder], rows: int, new: int, total: int, repeats: int) -> list[float]:
+    """Median seconds of a step of `rows` requests that compute `new` of their `total` tokens, by model."""
+    batch, pages = make_step(rows, new, total, 0)
+    cache = KVCache(models[0].kv_spec, pages, PAGE_SIZE)
+    for memory in (*cache.k, *cache.v):
+        memory.normal_()
+    took: list[list[float]] = [[] for _ in models]
+    for _ in range(repeats + 1):
+        for model, times in zip(models, took, strict=True):
+            began = time.perf_counter()
+            model.greedy(batch, cache)
+            times.append(time.perf_counter() - began)
+    return [statistics.median(times[1:]) for times in took]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", "path", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--level", type=click.Choice(LEVELS), default=cpu_features().levels()[0])
+@click.option("--threads", type=int, default=num_cpus())
+@click.option("--decodes", default="1,2,4,8,16,32", help="Requests that decode, with 192 tokens each.")
+@click.option("--prompts", default="128", help="Lengths of a prompt.")
+@click.option("--repeats", default=30, help="Of decodes; a quarter of them for prompts.")
+def main(path: Path, level: Level, threads: int, decodes: str, prompts: str, repeats: int) -> None:
+    """Print a table."""
+    native = load_library(level)
+    native.set_threads(threads)
+    models = []
+    for compression in ("off", "on"):
+        model = load_model(
+            path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(),
+            native=native, quantization=None, compression=compression,
+        )  # fmt: skip
+        if not isinstance(model, CpuDecoder):
+            raise click.ClickException("the native kernels do not compute this model")
+        models.append(model)
+    click.echo(f"{machine()}, {level}, {threads} threads; medians in ms")
+    click.echo("\n| step | 16 bits | 12 bits | |\n|---|---|---|---|")
+    cases = [(f"decode {rows} x 192", int(rows), 1, 192, repeats) for rows in decodes.split(",") if rows]
+    cases += [
+        (f"prefill 1 x {length}", 1, int(length), int(length), repeats // 4) for length in prompts.split(",") if length
+    ]
+    for name, *case in cases:
+        plain, compressed = measure(models, *case)
+        click.echo(f"| {name} | {plain * 1e3:.1f} | {compressed * 1e3:.1f} | {compressed / plain - 1:+.0%} |")
+
+
+if __name__ == "__main__":
+    main()
