@@ -172,6 +172,7 @@ async def _serve(
     ]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*loops, stopped], return_when=asyncio.FIRST_COMPLETED)
+    asyncio.get_running_loop().remove_reader(child.control.fileno())  # nobody takes what comes any more
     frontend.shut_down()
     for task in done - {stopped}:
         task.result()  # a loop never ends by itself: this raises what ended it
