@@ -8,10 +8,12 @@ namespace rhizome {
 
 inline constexpr int kInflateTurns = 4;  // calls of `ahead` per block
 
-#if defined(__AVX2__) || defined(__ARM_NEON)
-// `count` blocks from `block` on, of weights in 12 bits, in the layout of linear.h.
+// `count` blocks from `block` on, of weights that are not stored as bfloat16, in the layout of linear.h. `ahead` is called
+// meanwhile if they are in 12 bits.
 template <class Ahead>
-inline void inflate_blocks(const PackedMatrix& weights, int64_t block, int64_t count, bf16* out, Ahead&& ahead) {
+inline void make_plain(const PackedMatrix& weights, int64_t block, int64_t count, bf16* out, [[maybe_unused]] Ahead&& ahead) {
+  if (has_codes(weights.format)) return widen_codes(weights, block, count, out);
+#if defined(__AVX2__) || defined(__ARM_NEON)
   const uint8_t* from = compressed_block(weights, block);
   const Inflater inflater(weights);
   bf16* to = out;
@@ -20,15 +22,6 @@ inline void inflate_blocks(const PackedMatrix& weights, int64_t block, int64_t c
     inflater.inflate(from, to);
   }
   put_exceptions(weights, block, block + count, out);
-}
-#endif
-
-// `count` blocks from `block` on, of weights that are not stored as bfloat16, in the layout of linear.h.
-template <class Ahead>
-inline void make_plain(const PackedMatrix& weights, int64_t block, int64_t count, bf16* out, [[maybe_unused]] Ahead&& ahead) {
-  if (has_codes(weights.format)) return widen_codes(weights, block, count, out);
-#if defined(__AVX2__) || defined(__ARM_NEON)
-  inflate_blocks(weights, block, count, out, ahead);
 #endif
 }
 
