@@ -10,25 +10,18 @@ import time
 from pathlib import Path
 
 import click
-import torch
 
 from bench.clusters import machine
-from bench.cpu_steps import PAGE_SIZE, make_step
-from worker_proc.attention.reference import ReferenceAttention
+from bench.cpu_steps import filled_cache, load_decoder, make_step
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
 from worker_proc.cpu.library import load_library, num_cpus
-from worker_proc.kv_cache import KVCache
-from worker_proc.models.registry import load_model
-from worker_proc.parallel import TensorParallel
 
 
 def measure(models: list[CpuDecoder], rows: int, new: int, total: int, repeats: int) -> list[float]:
     """Median seconds of a step of `rows` requests that compute `new` of their `total` tokens, by model."""
     batch, pages = make_step(rows, new, total, 0)
-    cache = KVCache(models[0].kv_spec, pages, PAGE_SIZE)
-    for memory in (*cache.k, *cache.v):
-        memory.normal_()
+    cache = filled_cache(models[0], pages)
     took: list[list[float]] = [[] for _ in models]
     for _ in range(repeats + 1):
         for model, times in zip(models, took, strict=True):
@@ -49,21 +42,11 @@ def main(path: Path, level: Level, threads: int, decodes: str, prompts: str, rep
     """Print a table."""
     native = load_library(level)
     native.set_threads(threads)
-    models = []
-    for compression in ("off", "on"):
-        model = load_model(
-            path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(),
-            native=native, quantization=None, compression=compression,
-        )  # fmt: skip
-        if not isinstance(model, CpuDecoder):
-            raise click.ClickException("the native kernels do not compute this model")
-        models.append(model)
+    models = [load_decoder(path, native, compression=compression) for compression in ("off", "on")]
     click.echo(f"{machine()}, {level}, {threads} threads; medians in ms")
     click.echo("\n| step | 16 bits | 12 bits | |\n|---|---|---|---|")
-    cases = [(f"decode {rows} x 192", int(rows), 1, 192, repeats) for rows in decodes.split(",") if rows]
-    cases += [
-        (f"prefill 1 x {length}", 1, int(length), int(length), repeats // 4) for length in prompts.split(",") if length
-    ]
+    cases = [(f"decode {rows} x 192", rows, 1, 192, repeats) for rows in map(int, decodes.split(","))]
+    cases += [(f"prefill 1 x {new}", 1, new, new, repeats // 4) for new in map(int, prompts.split(","))]
     for name, *case in cases:
         plain, compressed = measure(models, *case)
         click.echo(f"| {name} | {plain * 1e3:.1f} | {compressed * 1e3:.1f} | {compressed / plain - 1:+.0%} |")

@@ -22,12 +22,12 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
-from worker_proc.cpu.library import load_library, num_cpus
+from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
 from worker_proc.cpu.linear import PackedMatrix
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
-from worker_proc.quantization.scheme import load_time_scheme
+from worker_proc.quantization.scheme import Scheme, load_time_scheme
 
 PAGE_SIZE = 16
 # name: rows, new tokens per row, tokens per row in all, of them in common
@@ -42,6 +42,27 @@ _CASES = {
     "prefill 2 x 1024": (2, 1024, 1024, 0),
     "prefill 4 x 64 after 512": (4, 64, 576, 512),
 }
+
+
+def load_decoder(
+    path: Path, native: NativeLibrary, scheme: Scheme | None = None, compression: str = "auto"
+) -> CpuDecoder:
+    """A model that the native kernels compute; raises ClickException for others."""
+    model = load_model(
+        path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), native=native,
+        quantization=scheme, compression=compression,
+    )  # fmt: skip
+    if not isinstance(model, CpuDecoder):
+        raise click.ClickException("the native kernels do not compute this model")
+    return model
+
+
+def filled_cache(model: CpuDecoder, pages: int) -> KVCache:
+    """With random keys and values."""
+    cache = KVCache(model.kv_spec, pages, PAGE_SIZE)
+    for memory in (*cache.k, *cache.v):
+        memory.normal_()
+    return cache
 
 
 def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatch, int]:
@@ -124,20 +145,13 @@ def main(
     """Print a table for each case."""
     native = load_library(level)
     native.set_threads(threads)
-    model = load_model(
-        path, dtype=torch.bfloat16, device="cpu", tp=TensorParallel(), attention=ReferenceAttention(), native=native,
-        quantization=load_time_scheme(quantization, None), compression=weight_compression,
-    )  # fmt: skip
-    if not isinstance(model, CpuDecoder):
-        raise click.ClickException("the native kernels do not compute this model")
+    model = load_decoder(path, native, load_time_scheme(quantization, None), weight_compression)
     click.echo(f"{machine()}, {level}, {threads} threads")
     for name, case in _CASES.items():
         if not name.startswith(tuple(cases.split(","))):
             continue
         batch, pages = make_step(*case)
-        cache = KVCache(model.kv_spec, pages, PAGE_SIZE)
-        for memory in (*cache.k, *cache.v):
-            memory.normal_()
+        cache = filled_cache(model, pages)
         most = limits(native)
         parts, whole = measure(model, batch, cache, repeats)
         least = floors(model, *case, most)

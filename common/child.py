@@ -121,10 +121,15 @@ class Child:
     def until_pulse(self, now: float) -> float:
         """Seconds from `time.monotonic() == now` on. All processes pulse at the same times, so that the launcher wakes
         up once for all of them."""
-        return self.pulse_s - now % self.pulse_s
+        return until_next(self.pulse_s, now)
 
     def close(self) -> None:
         self.context.destroy(linger=500)
+
+
+def until_next(interval_s: float, now: float) -> float:
+    """Seconds from `time.monotonic() == now` to the next multiple of an interval: the same time for all processes."""
+    return interval_s - now % interval_s
 
 
 def control_identity(name: str, pid: int) -> bytes:

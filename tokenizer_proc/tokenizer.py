@@ -22,7 +22,7 @@ import uvloop
 import zmq
 
 from common.async_reader import AsyncReader
-from common.child import Child, child_options, run_child
+from common.child import Child, child_options, run_child, until_next
 from common.codec import Message
 from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import AT_ONCE, MORE, Inbox, Outbox, open_socket
@@ -253,7 +253,7 @@ async def _last_answers(frontend: Frontend, receiving: "asyncio.Task[None]") -> 
 def _next_beat() -> float:
     """At the time of a pulse, if these are as frequent."""
     now = time.monotonic()
-    return now + BEAT_S - now % BEAT_S
+    return now + until_next(BEAT_S, now)
 
 
 async def _set(event: asyncio.Event, timeout_s: float) -> None:

@@ -1,8 +1,7 @@
 // Weights in 12 bits with AVX2, for so few rows that they are put together in registers.
 #pragma once
 
-#include "linear_compressed.h"
-#include "linear_simd.h"
+#include "linear_plain.h"
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 #define RHIZOME_INFLATES_IN_PASSING
@@ -20,20 +19,15 @@ __attribute__((noinline)) void inflated_rows(const SimdRows& rows, const PackedM
   LinesAhead ahead = outside;  // in registers
   const float* x = rows.x;
   const int64_t x_stride = rows.x_stride;
-  floats total[kRows][kVectors] = {};
-  if (rows.adding) {
-#pragma GCC unroll 2
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kVectors; ++v) total[row][v] = load(rows.sums + row * kPanel + v * kLanes);
-  }
+  floats total[kRows][kVectors];
+  begin_sums(rows, total);
   const words upper = second_mask();
   const Inflater inflater(weights);
   const uint8_t* from = compressed_block(weights, block);
   const uint32_t* exceptions = weights.exception_starts + block;
   for (int64_t step = 0; step < steps; ++step, ++exceptions, from += kCompressedBlock) {
     if (exceptions[0] != exceptions[1]) {
-      for (int pack = 0; pack < kBlockPacks; ++pack) inflater.inflate(from + pack * kPackBytes, plain + pack * kPackWeights);
-      put_exceptions(weights, block + step, block + step + 1, plain);
+      make_plain(weights, block + step, 1, plain, [] {});
       PlainPiece::Numbers<2> numbers(plain);
       simd_block(total, x, x_stride, numbers, ahead);
       x += 32;
@@ -60,9 +54,7 @@ __attribute__((noinline)) void inflated_rows(const SimdRows& rows, const PackedM
       }
     }
   }
-#pragma GCC unroll 2
-  for (int row = 0; row < kRows; ++row)
-    for (int v = 0; v < kVectors; ++v) store(rows.sums + row * kPanel + v * kLanes, total[row][v]);
+  store_sums(total, rows);
   outside = ahead;
 }
 
@@ -75,6 +67,12 @@ inline void inflated_pass(int count, const SimdRows& rows, const PackedMatrix& w
     inflated_rows<2>(rows, weights, block, steps, plain, ahead);
 }
 
+}  // namespace rhizome
+
+#else
+
+namespace rhizome {
+inline constexpr int kInflatedRows = 0;
 }  // namespace rhizome
 
 #endif

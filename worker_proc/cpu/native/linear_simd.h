@@ -113,6 +113,25 @@ class PlainPiece {
   const bf16* weights_;
 };
 
+// Zero, or what is to be added to.
+template <int kRows, int kVectors>
+__attribute__((always_inline)) inline void begin_sums(const SimdRows& rows, floats (&total)[kRows][kVectors]) {
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < kVectors; ++v) total[row][v] = floats{};
+  if (!rows.adding) return;
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < kVectors; ++v) total[row][v] = load(rows.sums + row * kPanel + v * kLanes);
+}
+
+template <int kRows, int kVectors>
+__attribute__((always_inline)) inline void store_sums(const floats (&total)[kRows][kVectors], const SimdRows& rows) {
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < kVectors; ++v) store(rows.sums + row * kPanel + v * kLanes, total[row][v]);
+}
+
 // One block of inputs: total[row][v] += x @ the outputs from v * kLanes on. Loops over rows are unrolled by order, as in `DotSums`.
 template <int kRows, int kVectors, class Numbers>
 __attribute__((always_inline)) inline void simd_block(floats (&total)[kRows][kVectors], const float* x, int64_t x_stride,
@@ -143,12 +162,8 @@ __attribute__((noinline)) void simd_tiles(const SimdRows& rows, Numbers weights,
   LinesAhead ahead = outside;  // in registers
   const float* x = rows.x;
   const int64_t x_stride = rows.x_stride;
-  floats total[kRows][kVectors] = {};
-  if (rows.adding) {
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kVectors; ++v) total[row][v] = load(rows.sums + row * kPanel + v * kLanes);
-  }
+  floats total[kRows][kVectors];
+  begin_sums(rows, total);
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
   if constexpr (kRows == kSixRows && std::is_same_v<Numbers, PlainPiece::Numbers<1>>) {
     const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
@@ -161,9 +176,7 @@ __attribute__((noinline)) void simd_tiles(const SimdRows& rows, Numbers weights,
   }
 #endif
   for (; steps > 0; --steps, x += 32, weights.next_block()) simd_block(total, x, x_stride, weights, ahead);
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-    for (int v = 0; v < kVectors; ++v) store(rows.sums + row * kPanel + v * kLanes, total[row][v]);
+  store_sums(total, rows);
   outside = ahead;
 }
 

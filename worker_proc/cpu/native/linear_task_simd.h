@@ -60,12 +60,7 @@ class SimdPiece {
 
   // Whether weights become numbers while so many rows go by, rather than before.
   static bool in_passing(Format format, int64_t rows) {
-    if (format != Format::kCompressed) return widened_in_passing(format, rows);
-#if defined(RHIZOME_INFLATES_IN_PASSING)
-    return rows <= kInflatedRows;
-#else
-    return false;
-#endif
+    return format == Format::kCompressed ? rows <= kInflatedRows : widened_in_passing(format, rows);
   }
 
   // Calls of `ahead` per block.
