@@ -109,7 +109,8 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """`max_running` requests at once, `max_batch_tokens` per step, at most `chunk_tokens` of prefill beside running
-    decodes, fewer where a step would take more than `chunk_slowdown` times as long (0 is off) and little waits,
+    decodes, fewer where a step would take more than `chunk_slowdown` times as long (0 is off), little waits and prompts
+    still keep up with answers,
     `max_waiting` requests in the queue, `steps_in_flight` plans sent before the first one's tokens are back.
 
     `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds

@@ -6,6 +6,11 @@ bound on that time). How long a step may be depends on what it delays and what w
 number of those who decode grows, because a long step is felt by all of them. So a burst of prompts starts in large
 chunks, and the more answers are under way, the less each arrival is felt.
 
+Chunks that are too small for what comes make prompts queue until fewer decode: first tokens come late and the weights
+are read for fewer tokens, so nothing is gained. Where as many requests start as finish, each token of an answer goes
+with as many prompt tokens as an answer has on average; a step takes somewhat more than that for its decodes, even
+where `slowdown` says less.
+
 Where nobody decodes, prompts that wait together would all get their first tokens at the end of one long step. A step
 takes the next prompt whole, and more only while its fixed time (reading the weights) is still a large part of it:
 beyond that, prompts one after the other take as long in all, and all but the last have their first tokens sooner.
@@ -17,7 +22,8 @@ LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
 UNKNOWN_TOKENS = 256  # at most, while too few steps with prompts have been timed
 LEAST_ALONE = 64  # tokens without decodes: fewer use the hardware badly, whatever was learned
 _FIXED_SHARE = 0.1  # of a step's time, up to which more prompts in it save time
-_CROWD = 1.4  # power of the number of decodes: more means less ITL p99 in bursts, and less output (docs/benchmarks.md)
+_CROWD = 1.6  # power of the number of decodes: more means less ITL p99 in bursts, and less output (docs/benchmarks.md)
+_HEADROOM = 1.5  # over the rate at which prompt tokens come where as many requests start as finish
 _NEAR = 0.9  # weight of what earlier requests had to compute, per admission
 
 
@@ -32,10 +38,15 @@ class ChunkBudget:
         self._slowdown = slowdown
         self._target_s = target_s
         self._typical = 0.0  # tokens that a request has to compute when it is admitted
+        self._answer = 0.0  # tokens that a request has generated when it finishes
 
     def admitted(self, tokens: int) -> None:
         """A request has started, of whose prompt so many tokens are not cached."""
         self._typical = _NEAR * self._typical + (1 - _NEAR) * tokens if self._typical else float(tokens)
+
+    def finished(self, tokens: int) -> None:
+        """A request has got all of its tokens, so many."""
+        self._answer = _NEAR * self._answer + (1 - _NEAR) * tokens if self._answer else float(tokens)
 
     def most(self, decodes: StepShape) -> int | None:
         """What `tokens` will not exceed, whatever waits; None is no limit."""
@@ -59,7 +70,8 @@ class ChunkBudget:
         if share is None:
             return min(most, UNKNOWN_TOKENS)
         backlog = prefilling + waiting * self._typical
-        return min(most, max(LEAST_TOKENS, int(share + backlog / decodes.tokens**_CROWD)))
+        keep_up = _HEADROOM * decodes.tokens * self._typical / self._answer if self._answer else 0.0
+        return min(most, max(LEAST_TOKENS, int(max(share, keep_up) + backlog / decodes.tokens**_CROWD)))
 
     def _alone(self) -> int | None:
         """Without decodes, the tokens after which the fixed time of a step is a small part of it."""

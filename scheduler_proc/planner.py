@@ -47,7 +47,7 @@ class Planner:
         self._kv = kv
         self._waiting = waiting
         self._residents = residents
-        self._chunks = ChunkBudget(step_time, config.chunk_tokens, config.chunk_slowdown, config.itl_target_ms / 1e3)
+        self.chunks = ChunkBudget(step_time, config.chunk_tokens, config.chunk_slowdown, config.itl_target_ms / 1e3)
         self._speculation = speculation
         self._measures = measures
         self._quarantine = quarantine
@@ -68,11 +68,11 @@ class Planner:
         if self._quarantine:
             self._admit_suspect(step, now)
         elif not preempted:
-            self._admit(step, _least(room, self._chunks.most(decodes)), now)
+            self._admit(step, _least(room, self.chunks.most(decodes)), now)
         left = sum(r.extend_len for r in self._residents.prefilling)
         order = self._waiting.chunk_order(list(self._residents.prefilling))
         whole = order[0].extend_len if order and not self._waiting.concurrent_prefills else 0
-        budget = _least(room, self._chunks.tokens(decodes, left, len(self._waiting), whole))
+        budget = _least(room, self.chunks.tokens(decodes, left, len(self._waiting), whole))
         for request in order:
             if budget <= 0:
                 break
@@ -172,7 +172,7 @@ class Planner:
             self._measures.counts["cached_tokens"] += request.cached_prompt
             if match is not None:
                 self._measures.counts["host_cached_tokens"] += match.from_host
-        self._chunks.admitted(request.extend_len)
+        self.chunks.admitted(request.extend_len)
         step.enter(request)
         self._speculation.follow(request)
         return True

@@ -268,6 +268,7 @@ class Scheduler:
         if reason is not Finish.NONE:
             self._end(request, Event.FINISH)
             self._service.finished(now)
+            self.planner.chunks.finished(len(request.tokens) - request.prompt_len)
             self.measures.counts["finished"] += 1
         elif self.quarantine.acquit(request) and self.quarantine and request.status is Status.DECODING:
             request.on(Event.PREEMPT)  # it makes room for the next suspect
