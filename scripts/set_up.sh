@@ -30,7 +30,7 @@ if grep -qi 'include-system-site-packages = true' .venv/pyvenv.cfg; then
     .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> "$pins"
 fi
 install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c "$pins" "$@" || {
+    .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c "$pins" "$@" || {
         echo "Installing failed; $pins holds $(grep '^torch==' "$pins"), pyproject.toml what Rhizome works with." >&2
         exit 1
     }
@@ -38,3 +38,10 @@ install() {
 # PyTorch first and by itself, so that nothing else decides which one it is.
 install setuptools torch
 install --no-build-isolation -e ".$extras"
+
+# Compiled here is what the processes import: the rest of PyTorch and transformers would take a minute more. Where
+# PYTHONDONTWRITEBYTECODE is set, as in many containers, every start would compile it again.
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '
+import client, gateway_proc.main, launch, scheduler_proc.event_loop, tokenizer_proc.detokenizer, tokenizer_proc.tokenizer
+import tokenizer_proc.tokenizer_files, worker_proc.main, worker_proc.startup, worker_proc.watch
+'

@@ -153,9 +153,12 @@ class _Stopped(Exception):
 
 def serve(child: Child, rank: int, store: str, num_pages: int | None) -> None:
     """Load the model, say so, and execute plans until the child shall stop."""
+    gc.disable()  # imports make no garbage, and looking for it takes up to an eighth of their time
     from worker_proc.startup import load_worker  # imports torch: only now, when the launcher's death is watched for
     from worker_proc.watch import Watch
 
+    gc.freeze()
+    gc.enable()
     report_due = 0.0
 
     def progress(done: int, total: int) -> None:
