@@ -291,6 +291,7 @@ def test_one_signal_lets_running_and_waiting_requests_finish(llama, number):
         cluster.wait_ready()
         with cluster.connect() as connection, cluster.connect() as late:
             rids = [connection.submit([5, 6, i], SamplingParams(max_tokens=60, **GREEDY)) for i in range(32)]
+            connection.stats()  # answered after them: they have been taken in
             cluster.process.send_signal(number)
             wait_until(lambda: refuses(late), 10)
             answers = collect(connection, rids)
