@@ -22,8 +22,8 @@ LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
 UNKNOWN_TOKENS = 256  # at most, while too few steps with prompts have been timed
 LEAST_ALONE = 64  # tokens without decodes: fewer use the hardware badly, whatever was learned
 _FIXED_SHARE = 0.1  # of a step's time, up to which more prompts in it save time
-_CROWD = 1.6  # power of the number of decodes: more means less ITL p99 in bursts, and less output (docs/benchmarks.md)
-_HEADROOM = 1.5  # over the rate at which prompt tokens come where as many requests start as finish
+CROWD = 1.6  # power of the number of decodes: more means less ITL p99 in bursts, and less output (docs/benchmarks.md)
+HEADROOM = 1.5  # over the rate at which prompt tokens come where as many requests start as finish
 _NEAR = 0.9  # weight of what earlier requests had to compute, per admission
 
 
@@ -70,8 +70,8 @@ class ChunkBudget:
         if share is None:
             return min(most, UNKNOWN_TOKENS)
         backlog = prefilling + waiting * self._typical
-        keep_up = _HEADROOM * decodes.tokens * self._typical / self._answer if self._answer else 0.0
-        return min(most, max(LEAST_TOKENS, int(max(share, keep_up) + backlog / decodes.tokens**_CROWD)))
+        keep_up = HEADROOM * decodes.tokens * self._typical / self._answer if self._answer else 0.0
+        return min(most, max(LEAST_TOKENS, int(max(share, keep_up) + backlog / decodes.tokens**CROWD)))
 
     def _alone(self) -> int | None:
         """Without decodes, the tokens after which the fixed time of a step is a small part of it."""
