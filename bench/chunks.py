@@ -11,7 +11,7 @@ import click
 
 from scheduler_proc import chunk_budget
 from scheduler_proc.cost_model import CostModel, LinearCost, ModelShape, Overheads, Roofline
-from scheduler_proc.sim_report import SimulationReport
+from scheduler_proc.sim_report import Report
 from scheduler_proc.simulator import configure, simulate
 from scheduler_proc.workload import Lengths, Recipe, Vocabulary, generate
 
@@ -57,16 +57,16 @@ def name_of(work: Recipe) -> str:
     return "in {}, out {}, {}".format(*lengths, come)
 
 
-def serve(work: Recipe, cost: CostModel, rules: tuple[float, float]) -> SimulationReport:
+def serve(work: Recipe, cost: CostModel, rules: tuple[float, float]) -> Report:
     """Serve the workload by these rules."""
-    before = chunk_budget.HEADROOM, chunk_budget.CROWD
+    own = chunk_budget.HEADROOM, chunk_budget.CROWD
     chunk_budget.HEADROOM, chunk_budget.CROWD = rules
     try:
         traffic = generate(work)
         setup = configure({"kv_tokens": 400_000}, traffic.longest, cost, OVERHEADS)
-        return simulate(setup, traffic, Vocabulary(seed=work.seed))
+        return simulate(setup, traffic, Vocabulary(seed=work.seed)).report
     finally:
-        chunk_budget.HEADROOM, chunk_budget.CROWD = before
+        chunk_budget.HEADROOM, chunk_budget.CROWD = own
 
 
 def table(machine: Machine, rules: dict[str, tuple[float, float]]) -> Iterable[str]:
@@ -77,7 +77,7 @@ def table(machine: Machine, rules: dict[str, tuple[float, float]]) -> Iterable[s
     yield "|---|---|---|---|---|---|---|"
     for work in workloads:
         for name, pair in rules.items():
-            report = serve(work, cost, pair).report
+            report = serve(work, cost, pair)
             times = (report.ttft_s.p50, report.ttft_s.p99, report.itl_s.p50, report.itl_s.p99)
             columns = [f"{report.output_tokens_per_s:.1f}", *(f"{1e3 * x:,.0f}" for x in times)]
             yield f"| {name_of(work)} | {name} | {' | '.join(columns)} |"

@@ -129,7 +129,7 @@ scheduler_options = _made_into(
         "--chunk-slowdown",
         type=float,
         default=1.5,
-        help="Fewer, where a step would take so many times as long, as few as keep up with what comes; 0 is off.",
+        help="Fewer, where a step would take so many times as long, but enough to keep up with what comes; 0 is off.",
     ),
     click.option(
         "--itl-target-ms", type=float, default=0.0, help="Size chunks for this inter-token latency; 0 is off."

@@ -24,7 +24,7 @@ LEAST_ALONE = 64  # tokens without decodes: fewer use the hardware badly, whatev
 _FIXED_SHARE = 0.1  # of a step's time, up to which more prompts in it save time
 CROWD = 1.6  # power of the number of decodes: more means less ITL p99 in bursts, and less output (docs/benchmarks.md)
 HEADROOM = 1.5  # over the rate at which prompt tokens come where as many requests start as finish
-_NEAR = 0.9  # weight of what earlier requests had to compute, per admission
+_NEAR = 0.9  # weight of what earlier requests had, per later one
 
 
 class ChunkBudget:
@@ -42,11 +42,11 @@ class ChunkBudget:
 
     def admitted(self, tokens: int) -> None:
         """A request has started, of whose prompt so many tokens are not cached."""
-        self._typical = _NEAR * self._typical + (1 - _NEAR) * tokens if self._typical else float(tokens)
+        self._typical = _mean(self._typical, tokens)
 
     def finished(self, tokens: int) -> None:
         """A request has got all of its tokens, so many."""
-        self._answer = _NEAR * self._answer + (1 - _NEAR) * tokens if self._answer else float(tokens)
+        self._answer = _mean(self._answer, tokens)
 
     def most(self, decodes: StepShape) -> int | None:
         """What `tokens` will not exceed, whatever waits; None is no limit."""
@@ -79,3 +79,8 @@ class ChunkBudget:
             return None
         known = self._step_time.tokens_beside_fixed(_FIXED_SHARE)
         return max(LEAST_ALONE, UNKNOWN_TOKENS if known is None else known)
+
+
+def _mean(of_earlier: float, tokens: int) -> float:
+    """With one request more; 0 while there are none."""
+    return _NEAR * of_earlier + (1 - _NEAR) * tokens if of_earlier else float(tokens)

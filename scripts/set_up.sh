@@ -43,5 +43,5 @@ install --no-build-isolation -e ".$extras"
 # PYTHONDONTWRITEBYTECODE is set, as in many containers, every start would compile it again.
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '
 import client, gateway_proc.main, launch, scheduler_proc.event_loop, tokenizer_proc.detokenizer, tokenizer_proc.tokenizer
-import tokenizer_proc.tokenizer_files, worker_proc.main, worker_proc.startup, worker_proc.watch
+import worker_proc.main, worker_proc.startup, worker_proc.watch
 '
