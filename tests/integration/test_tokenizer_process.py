@@ -66,14 +66,19 @@ class Peer:
 
     def receive(self, expected: type[M]) -> M:
         """The next message (beats are passed over), which must be of this type."""
+        msg = self.receive_any(beats=expected is Beat)
+        assert isinstance(msg, expected), msg
+        return msg
+
+    def receive_any(self, *, beats: bool = False) -> Message:
+        """The next message, beats among them or not."""
         deadline = time.monotonic() + PATIENCE_MS / 1000
         while True:
             left_ms = max(0, int(1000 * (deadline - time.monotonic())))
-            assert self.socket.poll(left_ms), f"no {expected.__name__} came"
+            assert self.socket.poll(left_ms), "nothing came"
             frame = self.socket.recv()
             msg = decode(unstamped(frame) if self.socket.type == zmq.PULL else frame, set(message_types()))
-            if not isinstance(msg, Beat) or expected is Beat:
-                assert isinstance(msg, expected), msg
+            if beats or not isinstance(msg, Beat):
                 return msg
 
 
@@ -379,15 +384,10 @@ def test_an_endless_template_holds_up_no_other_request(short_dir: Path) -> None:
         client.send(request(2))
         rid = cluster.scheduler.receive(AddRequest).rid
         cluster.step((rid, ids_of(" fox"), Finish.LENGTH))
-        answers = [decode(client.socket.recv(), {TextBatch, RequestError}) for _ in range(2) if wait(client)]
+        answers = [client.receive_any() for _ in range(2)]
         texts = [m.texts for m in answers if isinstance(m, TextBatch)]
         errors = [(m.rid, "runs too long" in m.problem) for m in answers if isinstance(m, RequestError)]
         assert texts == [(" fox",)] and errors == [(1, True)]
-
-
-def wait(peer: Peer) -> bool:
-    assert peer.socket.poll(PATIENCE_MS)
-    return True
 
 
 def test_a_client_over_loopback_tcp(short_dir: Path) -> None:
