@@ -87,8 +87,9 @@ def _collect(connection: Connection, positions: dict[int, int]) -> Iterator[_See
             positions[row.rid] += 1
             if row.finish is not Finish.NONE:
                 del positions[row.rid]
-    if last is not None:
-        yield last
+        if not positions and last is not None:
+            yield last  # to which a request may be added as to any other
+            last = None
 
 
 class Calibration:

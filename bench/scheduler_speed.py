@@ -61,7 +61,7 @@ def steady_decode(policy: str, waiting: int) -> tuple[float, float]:
         add(scheduler, rid, [rid, *range(rid % PAGE + 100)])
     for rid in range(256, 256 + waiting):
         add(scheduler, rid, [rid, *range(100)])
-    while scheduler.slots.count(None) or any(r is not None and r.extend_len > 1 for r in scheduler.slots):
+    while sum(request is not None and request.extend_len == 1 for request in scheduler.slots) < 256:
         step(scheduler)
     sizes: list[int] = []
     milliseconds = timed(lambda: sizes.append(step(scheduler)), 300)

@@ -67,13 +67,14 @@ class Bench:
     decode_steps: int = 40
 
     @contextmanager
-    def cluster(self) -> Iterator[Connection]:
-        c = self.config
+    def cluster(self, **changed: Any) -> Iterator[Connection]:
+        """One that has been warmed up; `changed` are fields of its SchedulerConfig."""
+        c = dataclasses.replace(self.config, **changed)
         options = {
             "model": self.model, "threads": self.threads, "context-len": self.context_len,
             "kv-tokens": self.kv_tokens, "page-size": self.page_size, "max-running": c.max_running,
             "max-batch-tokens": c.max_batch_tokens, "chunk-tokens": c.chunk_tokens, "policy": c.policy,
-            "admission": c.admission, "steps-in-flight": c.steps_in_flight,
+            "admission": c.admission, "steps-in-flight": c.steps_in_flight, "chunk-slowdown": c.chunk_slowdown,
         }  # fmt: skip
         flags = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
         with cluster(*flags) as (connection, _):
@@ -82,7 +83,7 @@ class Bench:
             yield connection
 
     def calibrate(self) -> Samples:
-        with self.cluster() as connection:
+        with self.cluster(chunk_slowdown=0.0) as connection:  # what is sent as one chunk is computed as one
             batches = [b for b in (1, 3, 8, 16, 32) if b <= self.config.max_running]
             plan = Calibration(connection, self.config, self.context_len, self.kv_tokens, self.vocabulary)
             plan.run(batches, self.decode_steps)

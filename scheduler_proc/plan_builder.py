@@ -49,6 +49,11 @@ class PlanBuilder:
         return self._sampling_chunks + self._other_chunks + self._decoding
 
     @property
+    def chunks(self) -> list[Request]:
+        """The requests that compute given tokens: a part of their prompts, or guesses."""
+        return self._sampling_chunks + self._other_chunks
+
+    @property
     def sampled(self) -> list[Request]:
         """The requests that get tokens, in the order of StepResult.tokens."""
         return self._sampling_chunks + self._decoding

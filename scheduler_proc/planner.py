@@ -90,8 +90,9 @@ class Planner:
             ready = make_room(ready, self._kv, self._residents.holders, self._preempt)
         else:
             guesses = self._speculation.guesses(ready, self._config.max_batch_tokens - len(ready))
+        page_size = self._kv.page_size
         for request in ready:
-            own = guesses.get(request.rid, NO_GUESSES)
+            own = guesses.get(request.rid, NO_GUESSES) if guesses else NO_GUESSES
             if own:
                 more = self._kv.pages_ahead(request, request.cached_len + 1, len(own))
                 spare -= more
@@ -99,7 +100,8 @@ class Planner:
                     spare += more
                     own = NO_GUESSES
             length = 1 + len(own)
-            step.append_pages(request, self._kv.grow(request, request.cached_len + length))
+            if request.cached_len + length > len(request.pages) * page_size:
+                step.append_pages(request, self._kv.grow(request, request.cached_len + length))
             if own:
                 step.chunk(request, request.tokens[-1:] + own, samples=True, guesses=len(own))
             else:
@@ -196,7 +198,7 @@ class Planner:
     def _share_prefills(self, step: PlanBuilder) -> None:
         """Publish what prompts compute in this step, chunk by chunk, so that the next one can share it: workers execute
         steps in order."""
-        for request in step.rows:
+        for request in step.chunks:
             if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len:
                 self._kv.publish(request)
 

@@ -8,7 +8,8 @@ from scheduler_proc.request import Request, Status
 
 def spare_pages(kv: KVManager, decoding: Iterable[Request]) -> int:
     """Pages that can be had beside those that one more token for each of `decoding` takes; negative when short."""
-    return kv.available - sum(_at_page_end(kv, r) for r in decoding)
+    size = kv.page_size
+    return kv.available - sum([r.cached_len == len(r.pages) * size for r in decoding])
 
 
 def make_room(

@@ -39,8 +39,12 @@ class Residents:
     def decoding(self) -> list[Request]:
         """Requests that get a token in the next step, if there is room. The length limit never lags behind steps in
         flight, but that of guesses, some of which may be wrong."""
-        running = (r for r in self.slots if r is not None and r.status is Status.DECODING)
-        return [r for r in running if r.generated < r.max_tokens and not r.guesses]
+        decoding = Status.DECODING
+        return [
+            r
+            for r in self.slots
+            if r is not None and r.status is decoding and r.generated < r.max_tokens and not r.guesses
+        ]
 
     def enter(self, request: Request) -> None:
         """Give an admitted request the lowest free slot."""

@@ -180,12 +180,14 @@ class Scheduler:
             return None
         step.leave(self.residents.take_left())
         step.copy(self.kv.take_copies())
-        for request in step.rows:
+        rows, context = step.rows, 0
+        for request in rows:
             request.steps_in_flight += 1
-        shape = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows), step.plain)
+            context += request.cached_len
+        shape = StepShape(step.num_tokens, context, step.plain)
         start = Start.AHEAD if self.in_flight else Start.IDLE if self._idle else Start.AFTER
         number, guesses = self._next_step, step.guesses
-        flying = Step(number, now, step.rows, step.sampled, step.scored, shape, guesses, start)
+        flying = Step(number, now, rows, step.sampled, step.scored, shape, guesses, start)
         self.in_flight.append(flying)
         self._idle = False
         self.measures.guessed(guesses)
@@ -225,24 +227,22 @@ class Scheduler:
             if not scored.request.ended:
                 scored.request.scored = scored.end
                 rows.score(scored.request, entries)
-        for row in drawn:
-            request = row.request
-            request.pending -= 1 + row.guesses
-            request.cached_len -= (
-                row.guesses + 1 - len(row.tokens)
-            )  # after a wrong guess keys and values are wrong, too
-            request.guesses = 0
-            if row.guesses:
-                self.measures.accepted(len(row.tokens) - 1)
+        for request, guesses, tokens, logprobs, problem in drawn:
+            request.pending -= 1 + guesses
+            if guesses:
+                request.cached_len -= guesses + 1 - len(tokens)  # after a wrong guess keys and values are wrong, too
+                request.guesses = 0
+                self.measures.accepted(len(tokens) - 1)
             if request.ended:
-                self.measures.counts["discarded_tokens"] += len(row.tokens)
+                self.measures.counts["discarded_tokens"] += len(tokens)
                 continue  # it ended while this step ran: nobody may see the tokens
-            if row.problem:
-                errors.append(self._fail(request, row.problem))
+            if problem:
+                errors.append(self._fail(request, problem))
             else:
-                self._take_tokens(rows, request, row.tokens, row.logprobs, now)
+                self._take_tokens(rows, request, tokens, logprobs, now)
         for request in step.rows:
-            self.residents.settle(request)
+            if not request.is_running:
+                self.residents.settle(request)
         self.measures.counts["output_tokens"] += rows.num_tokens
         return [*rows.batch(step.planned, *result.times, now), *errors]
 
@@ -257,28 +257,34 @@ class Scheduler:
     ) -> None:
         if request.draw.prompt_logprobs is not None and len(request.tokens) == 1:
             rows.score(request, Logprobs.empty())  # nothing to score, but whoever asked awaits an answer
-        reason, taken = Finish.NONE, 0
-        while reason is Finish.NONE and taken < len(tokens):
-            request.tokens.append(tokens[taken])
-            self.speculation.took(request)
-            reason = self._finish_reason(request, tokens[taken])
+        reason, taken, end = Finish.NONE, 0, request.prompt_len + request.max_tokens
+        for token in tokens:
+            request.tokens.append(token)
             taken += 1
-        self.measures.counts["discarded_tokens"] += len(tokens) - taken
-        rows.add(request, tokens[:taken], reason, logprobs.first(taken) if logprobs is not None else None)
+            if request.guesser is not None:
+                self.speculation.took(request)
+            if token in request.stop_token_ids:
+                reason = Finish.STOP
+                break
+            if len(request.tokens) >= end:
+                reason = Finish.LENGTH
+                break
+        if taken < len(tokens):
+            self.measures.counts["discarded_tokens"] += len(tokens) - taken
+            tokens = tokens[:taken]
+        rows.add(request, tokens, reason, logprobs.first(taken) if logprobs is not None else None)
         if reason is not Finish.NONE:
             self._end(request, Event.FINISH)
             self._service.finished(now)
             self.planner.chunks.finished(len(request.tokens) - request.prompt_len)
             self.measures.counts["finished"] += 1
-        elif self.quarantine.acquit(request) and self.quarantine and request.status is Status.DECODING:
+        elif (
+            self.quarantine
+            and self.quarantine.acquit(request)
+            and self.quarantine  # by others
+            and request.status is Status.DECODING
+        ):
             request.on(Event.PREEMPT)  # it makes room for the next suspect
-
-    def _finish_reason(self, request: Request, token: int) -> Finish:
-        if token in request.stop_token_ids:
-            return Finish.STOP
-        if len(request.tokens) - request.prompt_len >= request.max_tokens:
-            return Finish.LENGTH
-        return Finish.NONE
 
     def _end(self, request: Request, event: Event) -> None:
         if request.status is Status.WAITING:

@@ -1,8 +1,8 @@
 """One step's answer to the outside: a TokenBatch under construction."""
 
 from array import array
-from dataclasses import dataclass
 from operator import gt
+from typing import NamedTuple
 
 from common.fields import IntArray
 from common.logprobs import LogprobRows, Logprobs
@@ -16,42 +16,46 @@ class TokenRows:
     """A row per request: new tokens, scored prompt tokens, or both."""
 
     def __init__(self) -> None:
-        self._rids, self._counts, self._tokens, self._cached = ints(), ints(), ints(), ints()
-        self._finish = bytearray()
+        self._rows: list[tuple[Request, IntArray, Finish]] = []
         self._logprobs: dict[int, Logprobs] = {}
         self._prompt_logprobs: dict[int, Logprobs] = {}
         self._started: dict[int, int] = {}
         self._scored: dict[int, tuple[Request, Logprobs]] = {}  # by request id: those that have no row yet
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens)
+        self.num_tokens = 0
 
     def score(self, request: Request, entries: Logprobs) -> None:
         """Prompt tokens of a request; its new tokens, if it gets any, must be added after them."""
         self._scored[request.rid] = (request, entries)
 
     def add(self, request: Request, tokens: IntArray, finish: Finish, logprobs: Logprobs | None) -> None:
+        """The tokens belong to the batch from now on."""
+        count = len(tokens)
         if logprobs is not None:
-            self._logprobs[len(self._rids)] = logprobs
-        if len(request.tokens) - len(tokens) == request.prompt_len:
-            self._started[len(self._rids)] = request.started
-        _, entries = self._scored.pop(request.rid, (request, None))
-        self._add_row(request, tokens, finish, entries)
+            self._logprobs[len(self._rows)] = logprobs
+        if len(request.tokens) - count == request.prompt_len:
+            self._started[len(self._rows)] = request.started
+        if self._scored:
+            _, entries = self._scored.pop(request.rid, (request, None))
+            if entries is not None:
+                self._prompt_logprobs[len(self._rows)] = entries
+        self._rows.append((request, tokens, finish))
+        self.num_tokens += count
 
     def batch(self, *times: int) -> list[TokenBatch]:
         """The batch, if anything is in it. Nothing can be added afterwards."""
+        rows = self._rows
         for request, entries in self._scored.values():
-            self._add_row(request, ints(), Finish.NONE, entries)
-        if not self._rids:
+            self._prompt_logprobs[len(rows)] = entries
+            rows.append((request, ints(), Finish.NONE))
+        if not rows:
             return []
         return [
             TokenBatch(
-                self._rids,
-                self._counts,
-                self._tokens,
-                bytes(self._finish),
-                self._cached,
+                array("i", [request.rid for request, _, _ in rows]),
+                array("i", [len(tokens) for _, tokens, _ in rows]),
+                array("i", [token for _, tokens, _ in rows for token in tokens]),
+                bytes([finish for _, _, finish in rows]),
+                array("i", [request.cached_prompt for request, _, _ in rows]),
                 array("q", times),
                 LogprobRows.of(self._logprobs),
                 LogprobRows.of(self._prompt_logprobs),
@@ -59,18 +63,8 @@ class TokenRows:
             )
         ]
 
-    def _add_row(self, request: Request, tokens: "array[int]", finish: Finish, entries: Logprobs | None) -> None:
-        if entries is not None:
-            self._prompt_logprobs[len(self._rids)] = entries
-        self._rids.append(request.rid)
-        self._counts.append(len(tokens))
-        self._tokens.extend(tokens)
-        self._finish.append(finish)
-        self._cached.append(request.cached_prompt)
 
-
-@dataclass(frozen=True, slots=True)
-class DrawnRow:
+class DrawnRow(NamedTuple):  # cheaper to make than a dataclass, for every token
     """What a step drew for a request: a token, and one more for each of its `guesses` that was right. `problem` is why
     its grammar cannot be followed, or empty."""
 
@@ -105,7 +99,7 @@ def drawn_rows(result: StepResult, step: Step) -> list[DrawnRow]:
                 logprobs.extend(scores.get(number, Logprobs.empty()))
             if len(logprobs) != end - at:
                 raise ValueError(f"log probabilities of tokens {at} to {end - 1} were asked for")
-        problem = next((failed[number] for number in range(at, end) if number in failed), "")
+        problem = next((failed[number] for number in range(at, end) if number in failed), "") if failed else ""
         rows.append(DrawnRow(request, guesses, result.tokens[at:end], logprobs, problem))
         at = end
     if asked != len(scores):
