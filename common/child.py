@@ -21,7 +21,7 @@ import zmq
 from common.codec import Message, RefusedFrames, encode
 from common.config import ClusterConfig
 from common.log import set_up_logging
-from common.memory import return_freed_memory
+from common.memory import settle_memory
 from common.messages import Fatal, Go, Progress, Pulse, Ready, Resync
 from common.sockets import Endpoints, Inbox, open_socket
 from common.stamps import Lost
@@ -81,7 +81,7 @@ class Child:
 
     def ready(self, labels: dict[str, str] | None = None, **info: int) -> Go | None:
         """Say that this process is ready and wait until all are. None: the child shall stop instead."""
-        return_freed_memory()
+        settle_memory()
         self.tell(Ready(self.name, os.getpid(), info, labels or {}))
         poller = zmq.Poller()
         poller.register(self.control, zmq.POLLIN)

@@ -63,7 +63,9 @@ class Story:
         if row.finish is not Finish.NONE:
             name = row.finish.name.lower()
             self.finish[name] = self.finish.get(name, 0) + 1
-        answer = self._answers.setdefault((prompt, row.choice), _Answer())
+        answer = self._answers.get((prompt, row.choice))
+        if answer is None:
+            answer = self._answers[prompt, row.choice] = _Answer()
         answer.tokens += len(row.token_ids)
         if row.timing is not None:
             self.started_ns = _earlier(self.started_ns, row.timing.started)

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from common.fields import IntArray
 from common.logprobs import LogprobRows, Logprobs
@@ -37,8 +38,10 @@ class Scores:
             self.prompt.extend(other.prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class TextRow:
+NO_SCORES: Final = Scores()  # of most rows; it stays empty
+
+
+class TextRow(NamedTuple):  # cheaper to make than a dataclass, for every token
     """A row that the detokenizer sent; `string` is the stop string that ended it, `started` (ns) is in the row of a
     first token."""
 
@@ -61,7 +64,7 @@ def rows_of(batch: TextBatch) -> Iterator[TextRow]:
     for i, rid in enumerate(batch.rids):
         tokens = batch.token_ids[at : at + batch.counts[i]]
         at += batch.counts[i]
-        scores = Scores(logprobs.get(i), prompts.get(i))
+        scores = Scores(logprobs.get(i), prompts.get(i)) if i in logprobs or i in prompts else NO_SCORES
         yield TextRow(
             rid, tokens, batch.texts[i], batch.finish[i], batch.cached[i], scores, strings.get(i), started.get(i, 0)
         )
@@ -98,6 +101,8 @@ class Rows:
 
     def add_scores(self, scores: Scores, bytes_of: BytesOf) -> None:
         """Log probabilities of the row added last."""
+        if scores is NO_SCORES:
+            return
         row = len(self.rids) - 1
         self.scored += len(scores)
         for column, own in ((self.logprobs, scores.tokens), (self.prompt_logprobs, scores.prompt)):

@@ -177,8 +177,6 @@ def serve(child: Child, rank: int, store: str, num_pages: int | None) -> None:
         worker = load_worker(config, rank, GROUP, Path(config.run_dir) / store, progress)
     except _Stopped:
         return
-    gc.collect()
-    gc.freeze()  # what torch and the model brought along stays: no collection looks at it again
     with Watch(child, worker.tp) as watch:
         go = child.ready(worker.labels, **worker.info)
         if go is not None:
