@@ -3,15 +3,25 @@
 import itertools
 import subprocess
 import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from bench.calibrate import Samples, fit
+from bench.calibrate import Calibration, Samples, fit
 from bench.other_load import OtherLoad
 from bench.validate_simulator import Attempts, compare, table
+from common.config import SchedulerConfig
+from common.messages import AddRequest, Finish, StepResult, ints
+from common.rows import Row
+from common.sampling_params import DrawParams, SamplingParams
 from scheduler_proc.cost_model import LinearCost, StepWork
+from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.sim_report import Report
 from scheduler_proc.simulation import Record
+from scheduler_proc.workload import Vocabulary
 
 TRUE = LinearCost(500e-6, 7e-6, 11e-6, 300e-6, 70e-9, 20e-9)
 MS = 10**6
@@ -57,6 +67,56 @@ def test_steps_beside_an_arrival_show_by_how_much_it_lengthens_them():
     assert fit(found, "a model")[0].overheads.arrival_s == pytest.approx(400e-6)
     found.beside = [(batch, came, seconds * 1e3 - 0.2 * came) for batch, came, seconds in found.beside]
     assert fit(found, "a model")[0].overheads.arrival_s == 0.0  # steps of a second that scatter by a tenth tell nothing
+
+
+class PaperCluster:
+    """A connection to a scheduler whose worker takes a millisecond for a step and one for each of its tokens."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.scheduler = Scheduler(replace(config, steps_in_flight=1), KVManager(4096, 16), 1024)
+        self.now = 0
+        self.rids = itertools.count()
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        rid = next(self.rids)
+        assert params.max_tokens is not None
+        added = AddRequest(rid, ints(*prompt), params.max_tokens, ints(), DrawParams())
+        assert not self.scheduler.handle(added, self.now)
+        return rid
+
+    def poll(self, _seconds: float) -> list[Row]:
+        """The rows of one step, as a client would see them."""
+        plan = self.scheduler.plan(self.now)
+        assert plan is not None, "everybody is served"
+        step = self.scheduler.in_flight[-1]
+        begin, self.now = self.now, self.now + MS * (1 + step.shape.tokens)
+        result = StepResult(plan.step_id, 0, "0", ints(*[7] * len(step.sampled)), array("q", (begin, begin, self.now)))
+        rows: list[Row] = []
+        for batch in self.scheduler.commit(result, self.now):
+            for i, (rid, finish) in enumerate(zip(batch.rids, batch.finish, strict=True)):
+                rows.append(Row(rid, 0, "", [7], Finish(finish), 0, batch.cached[i], batch.times, self.now))
+        return rows
+
+
+def points(config: SchedulerConfig) -> list[tuple[object, int, float]]:
+    """What a calibration of such a cluster takes down: the point, its tokens and its milliseconds."""
+    cluster = PaperCluster(config)
+    plan = Calibration(cluster, config, 1024, 60_000, Vocabulary(3, 500))  # type: ignore[arg-type]
+    plan.run((1, 8), 10)
+    found = plan.samples.steps.items()
+    return [(point, work.tokens, 1e3 * seconds) for point, taken in found for work, seconds in taken]
+
+
+def test_a_calibration_knows_what_each_of_its_steps_computed():
+    found = points(SchedulerConfig(max_running=32, chunk_slowdown=0.0))
+    assert {point[0] for point, _, _ in found} == {"prompts", "extends", "decodes", "mixed"}  # type: ignore[index]
+    assert [x for x in found if x[2] != pytest.approx(1 + x[1])] == []
+
+
+def test_where_chunks_follow_the_step_time_it_would_be_wrong():
+    """So a cluster is calibrated without that (`Bench.calibrate`)."""
+    wrong = [point for point, tokens, ms in points(SchedulerConfig(max_running=32)) if ms != pytest.approx(1 + tokens)]
+    assert any(point[0] == "mixed" for point in wrong)  # type: ignore[index]
 
 
 def busy_child(seconds: float) -> None:
