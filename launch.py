@@ -120,8 +120,9 @@ def _find_model(model: str) -> tuple[Path, str | None]:
     """The checkpoint's directory, and its name where that is not the directory's. Raises ClusterError."""
     if named := hub.split_id(model):
         try:
-            return hub.fetch(*named), named[0]
-        except hub.HubError as error:
+            found = hub.fetch(named)
+            return (found if named.which is None else gguf.directory_for(found)), named.name
+        except (hub.HubError, gguf.GgufError) as error:
             raise ClusterError(f"--model {model}: {error}") from None
     if Path(model).suffix.lower() == gguf.SUFFIX and Path(model).is_file():
         try:

@@ -16,7 +16,7 @@ def directory_for(file: Path) -> Path:
     """The model directory, which is made at the first start. Raises GgufError."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "worker_proc.gguf", str(file.resolve())],
+            [sys.executable, "-m", "worker_proc.gguf", str(file.absolute())],
             capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL,
             cwd=Path(__file__).resolve().parent.parent,
         )  # fmt: skip

@@ -78,7 +78,8 @@ model_options = _made_into(
     ModelConfig,
     click.option(
         "--model", "path", default=str(ROOT / "demo_model"), show_default="the demo model",
-        help="Directory of a Hugging Face checkpoint, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B[@revision].",
+        help="Directory of a Hugging Face checkpoint, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B[@revision] or "
+        "Qwen/Qwen3-0.6B-GGUF:Q8_0.",
     ),
     click.option("--dtype", default="auto", help="auto, float32, bfloat16 or float16."),
     click.option("--device", default="auto", help="auto, cpu or cuda."),

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from common.user_cache import cache_directory
 from tests.helpers_gguf import write_gguf
+from tests.helpers_hub import hub
 from tests.integration.cluster import ROOT, Cluster, running
 from tests.integration.test_cluster import DEMO, reference
 
@@ -48,6 +49,24 @@ def test_a_gguf_file_answers_as_the_model_that_its_blocks_stand_for(tmp_path: Pa
         models = httpx.get(f"{url}/v1/models").json()["data"]
         assert [model["id"] for model in models] == ["demo-Q4_0"]
     assert len(list((tmp_path / "cache" / "rhizome" / "gguf").iterdir())) == 1
+
+
+def test_a_gguf_file_is_served_by_its_hub_id(tmp_path: Path, cache: dict[str, str]) -> None:
+    home = tmp_path / "repository"
+    home.mkdir()
+    file = write_gguf(DEMO, home / "demo-Q4_0.gguf", lambda name: "F32" if "embd" in name else "Q4_0")
+    write_gguf(DEMO, home / "demo-BF16.gguf", lambda name: "BF16")
+    body = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0}
+    texts = []
+    with hub({"owner/demo-GGUF": home}) as server:
+        env = cache | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+        for model, name in (("owner/demo-GGUF:q4_0", "owner/demo-GGUF:q4_0"), (file, "demo-Q4_0")):
+            with running(model, "--port", "0", env=env) as cluster:
+                url = cluster.info["addresses"]["http"]
+                done = httpx.post(f"{url}/v1/completions", json=body | {"model": name}, timeout=60).json()
+                texts.append(done["choices"][0]["text"])
+        assert server.served == ["demo-Q4_0.gguf"]
+    assert texts[0] == texts[1] != ""
 
 
 def test_a_file_that_cannot_be_served_is_named_with_the_cause(tmp_path: Path, cache: dict[str, str]) -> None:

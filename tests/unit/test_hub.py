@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.hub import split_id
+from launcher.hub import HubError, HubId, choose_gguf, split_id
 from tests.helpers_hub import hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ FETCH = """
 import sys
 from launcher.hub import HubError, fetch, split_id
 try:
-    print(fetch(*split_id(sys.argv[1])))
+    print(fetch(split_id(sys.argv[1])))
 except HubError as error:
     sys.exit(f"refused: {error}")
 """
@@ -25,9 +25,14 @@ except HubError as error:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)),
-        ("Qwen/Qwen3-0.6B@v1.0", ("Qwen/Qwen3-0.6B", "v1.0")),
-        ("a/b@refs/pr/1", ("a/b", "refs/pr/1")),
+        ("Qwen/Qwen3-0.6B", HubId("Qwen/Qwen3-0.6B")),
+        ("Qwen/Qwen3-0.6B@v1.0", HubId("Qwen/Qwen3-0.6B", None, "v1.0")),
+        ("a/b@refs/pr/1", HubId("a/b", None, "refs/pr/1")),
+        ("a/b-GGUF:Q4_K_M", HubId("a/b-GGUF", "Q4_K_M")),
+        ("a/b:sub/c-Q8_0.gguf@main", HubId("a/b", "sub/c-Q8_0.gguf", "main")),
+        ("a/b:", None),
+        ("a/b:../c", None),
+        ("a:b/c", None),
         ("model", None),
         ("/a/b", None),
         ("./a", None),
@@ -39,8 +44,36 @@ except HubError as error:
         ("", None),
     ],
 )
-def test_hub_ids(model: str, expected: tuple[str, str | None] | None) -> None:
+def test_hub_ids(model: str, expected: HubId | None) -> None:
     assert split_id(model) == expected
+
+
+NAMES = (
+    "README.md", "m-Q4_K.gguf", "m-Q4_K_M.gguf", "m-UD-Q4_K_M.gguf", "m.q5_1.gguf", "mmproj-m-F16.gguf", "config.json",
+    "BF16/m-BF16-00002-of-00002.gguf", "BF16/m-BF16-00001-of-00002.gguf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("which", "files"),
+    [
+        ("Q4_K_M", ["m-Q4_K_M.gguf"]),
+        ("q4_k", ["m-Q4_K.gguf"]),
+        ("UD-Q4_K_M", ["m-UD-Q4_K_M.gguf"]),
+        ("Q5_1", ["m.q5_1.gguf"]),
+        ("m-UD-Q4_K_M.gguf", ["m-UD-Q4_K_M.gguf"]),
+        ("BF16", ["BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"]),
+        ("BF16/m-BF16-00002-of-00002.gguf", ["BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"]),
+    ],
+)
+def test_which_gguf_file_is_meant(which: str, files: list[str]) -> None:
+    assert choose_gguf(NAMES, which) == files
+
+
+@pytest.mark.parametrize("which", ["4_K_M", "F16", "Q6_K", "README.md", ".*"])
+def test_a_gguf_file_that_is_not_there(which: str) -> None:
+    with pytest.raises(HubError, match="there are: BF16/m-BF16, m-Q4_K, m-Q4_K_M"):
+        choose_gguf(NAMES, which)
 
 
 def test_a_directory_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +112,25 @@ def test_weights_configuration_and_tokenizer_are_fetched_and_nothing_else(reposi
         before = len(server.served)
         assert run_fetch(server.url, "owner/name@main", tmp_path / "cache").stdout.strip() == str(path)
         assert len(server.served) == before, "fetched again what the cache holds"
+
+
+def test_the_gguf_file_that_is_named_is_fetched_and_no_other(tmp_path: Path) -> None:
+    home = tmp_path / "repository"
+    home.mkdir()
+    for name in ("m-Q4_0.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj-m.gguf", "a.py"):
+        (home / name).write_text(name)
+    with hub({"owner/name": home}) as server:
+        done = run_fetch(server.url, "owner/name:q8_0", tmp_path / "cache")
+        assert done.returncode == 0, done.stderr
+        file = Path(done.stdout.strip())
+        assert file.read_text() == file.name == "m-Q8_0-00001-of-00002.gguf"
+        assert set(server.served) == {file.name, "m-Q8_0-00002-of-00002.gguf"}
+        refused = run_fetch(server.url, "owner/name", tmp_path / "cache")
+        assert refused.returncode == 1 and "say which, such as owner/name:Q4_0" in refused.stderr, refused.stderr
+        refused = run_fetch(server.url, "owner/name:Q3_K", tmp_path / "cache")
+        assert refused.returncode == 1 and "there are: m-Q4_0, m-Q8_0" in refused.stderr, refused.stderr
+    again = run_fetch("http://127.0.0.1:9", "owner/name:Q8_0", tmp_path / "cache")
+    assert again.stdout.strip() == str(file), again.stderr  # without the hub, too
 
 
 @pytest.mark.parametrize(

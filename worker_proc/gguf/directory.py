@@ -27,7 +27,8 @@ class GgufError(Exception):
 def directory_for(file: Path, cache: Path | None = None) -> Path:
     """The model directory, made where it is not there yet. Raises GgufError."""
     try:
-        files = shards_of(file.resolve())
+        real = file.resolve()  # beside it are the other parts, but in a cache that keeps files by their digests
+        files = shards_of(real if real.suffix.lower() == ".gguf" else file.absolute())
         model = GgufModel.open(files)
         config = config_of(model.header, model.rope_factors())
         for _ in model.entries():  # every tensor is known
