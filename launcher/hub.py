@@ -123,11 +123,14 @@ def _names(model: HubId) -> list[str]:
         return [file.rfilename for file in HfApi().model_info(model.repo, revision=model.revision).siblings or ()]
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise
-    except Exception:  # which ones, depends on the library's versions
+    except Exception as error:  # which kinds there are, depends on the library's versions
         nothing: list[str] = []  # but where files are that were fetched
-        here = Path(
-            snapshot_download(model.repo, revision=model.revision, allow_patterns=nothing, local_files_only=True)
-        )
+        try:
+            here = Path(
+                snapshot_download(model.repo, revision=model.revision, allow_patterns=nothing, local_files_only=True)
+            )
+        except (OSError, ValueError):
+            raise _not_fetched(error) from None
         return [str(file.relative_to(here)) for file in here.rglob("*") if file.is_file()]
 
 
@@ -145,5 +148,9 @@ def _told(model: HubId) -> Iterator[None]:
     except RevisionNotFoundError:
         raise HubError(f"it has no revision {model.revision}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        problem = str(error).strip().split("\n")[0]
-        raise HubError(f"not a directory here, and fetching it from the hub failed: {problem[:300]}") from None
+        raise _not_fetched(error) from None
+
+
+def _not_fetched(error: Exception) -> HubError:
+    problem = str(error).strip().split("\n")[0]
+    return HubError(f"nothing of that name is here, and fetching it from the hub failed: {problem[:300]}")

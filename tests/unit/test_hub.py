@@ -152,7 +152,9 @@ def test_what_cannot_be_had_is_said(model: str, reason: str, repository: Path, t
     assert done.stderr.splitlines()[-1].startswith("refused: ") and reason in done.stderr, done.stderr
 
 
-def test_a_hub_that_does_not_answer_is_said(tmp_path: Path) -> None:
-    done = run_fetch("http://127.0.0.1:9", "owner/name", tmp_path / "cache")
+@pytest.mark.parametrize("model", ["owner/name", "owner/name:Q8_0"])
+def test_a_hub_that_does_not_answer_is_said(model: str, tmp_path: Path) -> None:
+    done = run_fetch("http://127.0.0.1:9", model, tmp_path / "cache")
     assert done.returncode == 1
     assert "fetching it from the hub failed" in done.stderr.splitlines()[-1], done.stderr
+    assert model == "owner/name" or "refused" in done.stderr.splitlines()[-1].split("failed: ")[1], done.stderr
