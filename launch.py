@@ -118,17 +118,14 @@ def _end_with_parent(parent_fd: int) -> None:
 
 def _find_model(model: str) -> tuple[Path, str | None]:
     """The checkpoint's directory, and its name where that is not the directory's. Raises ClusterError."""
-    if named := hub.split_id(model):
-        try:
+    try:
+        if named := hub.split_id(model):
             found = hub.fetch(named)
             return (found if named.which is None else gguf.directory_for(found)), named.name
-        except (hub.HubError, gguf.GgufError) as error:
-            raise ClusterError(f"--model {model}: {error}") from None
-    if Path(model).suffix.lower() == gguf.SUFFIX and Path(model).is_file():
-        try:
+        if gguf.is_gguf(model) and Path(model).is_file():
             return gguf.directory_for(Path(model)), Path(model).stem
-        except gguf.GgufError as error:
-            raise ClusterError(f"--model {model}: {error}") from None
+    except (hub.HubError, gguf.GgufError) as error:
+        raise ClusterError(f"--model {model}: {error}") from None
     if not (Path(model) / "config.json").is_file():
         reason = "not a directory with a Hugging Face checkpoint (no config.json), and no GGUF file"
         raise ClusterError(f"--model {model}: {reason}")

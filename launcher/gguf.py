@@ -4,12 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUFFIX = ".gguf"
+_SUFFIX = ".gguf"
 _TIMEOUT_S = 120
 
 
 class GgufError(Exception):
     """A GGUF file that cannot be served, and why."""
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a file's name is that of a GGUF file."""
+    return Path(name).suffix.lower() == _SUFFIX
 
 
 def directory_for(file: Path) -> Path:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from launcher.gguf import is_gguf
+
 FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -73,7 +75,7 @@ def fetch(model: HubId) -> Path:
             snapshot_download(model.repo, revision=model.revision, allow_patterns=list(FILES), ignore_patterns=rest)
         )
         if not any(path.glob("*.safetensors")):
-            files = list(filter(_is_gguf, _names(model)))
+            files = list(filter(_is_model, _names(model)))
             if files:
                 raise HubError(f"it holds GGUF files: say which, such as {model.repo}:{_ending(files)}")
     if not (path / "config.json").is_file():
@@ -87,7 +89,7 @@ def choose_gguf(names: Sequence[str], which: str) -> list[str]:
     """Of a repository's files, the GGUF file (or all parts of it, the first one first) that `which` names, or whose
     name ends with it, whatever the case: of several, the shortest. Raises HubError that says what there is."""
     models: dict[str, list[str]] = {}
-    for name in sorted(filter(_is_gguf, names)):
+    for name in sorted(filter(_is_model, names)):
         models.setdefault(_stem(name), []).append(name)
     wanted = re.compile(rf"(?:.*[-_./])?{re.escape(_stem(which))}", re.IGNORECASE)
     found = [stem for stem in models if wanted.fullmatch(stem)]
@@ -97,14 +99,14 @@ def choose_gguf(names: Sequence[str], which: str) -> list[str]:
     return models[min(found, key=len)]
 
 
-def _is_gguf(name: str) -> bool:
+def _is_model(name: str) -> bool:
     """Whether a file holds a language model: mmproj files hold what others need for images."""
-    return name.lower().endswith(".gguf") and not Path(name).name.lower().startswith("mmproj")
+    return is_gguf(name) and not Path(name).name.lower().startswith("mmproj")
 
 
 def _stem(name: str) -> str:
     """Without suffix, and without which part it is."""
-    stem = name[:-5] if name.lower().endswith(".gguf") else name
+    stem = str(Path(name).with_suffix("")) if is_gguf(name) else name
     match = _SHARD.fullmatch(stem)
     return stem if match is None else match[1]
 

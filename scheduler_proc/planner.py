@@ -100,7 +100,7 @@ class Planner:
                     spare += more
                     own = NO_GUESSES
             length = 1 + len(own)
-            if request.cached_len + length > len(request.pages) * page_size:
+            if request.cached_len + length > len(request.pages) * page_size:  # seldom: saves two calls for the others
                 step.append_pages(request, self._kv.grow(request, request.cached_len + length))
             if own:
                 step.chunk(request, request.tokens[-1:] + own, samples=True, guesses=len(own))

@@ -8,7 +8,7 @@ from scheduler_proc.request import Request, Status
 
 def spare_pages(kv: KVManager, decoding: Iterable[Request]) -> int:
     """Pages that can be had beside those that one more token for each of `decoding` takes; negative when short."""
-    size = kv.page_size
+    size = kv.page_size  # as _at_page_end, without a call for each row of each step
     return kv.available - sum([r.cached_len == len(r.pages) * size for r in decoding])
 
 

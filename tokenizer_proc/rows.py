@@ -1,7 +1,7 @@
 """Rows of a TextBatch: taken apart, and its columns while it is put together."""
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -38,7 +38,14 @@ class Scores:
             self.prompt.extend(other.prompt)
 
 
-NO_SCORES: Final = Scores()  # of most rows; it stays empty
+_NO_SCORES: Final = Scores()  # of most rows; it stays empty
+
+
+def scores_of(row: int, logprobs: Mapping[int, Logprobs], prompts: Mapping[int, Logprobs]) -> Scores:
+    """What a batch has for one of its rows."""
+    if row in logprobs or row in prompts:
+        return Scores(logprobs.get(row), prompts.get(row))
+    return _NO_SCORES
 
 
 class TextRow(NamedTuple):  # cheaper to make than a dataclass, for every token
@@ -64,7 +71,7 @@ def rows_of(batch: TextBatch) -> Iterator[TextRow]:
     for i, rid in enumerate(batch.rids):
         tokens = batch.token_ids[at : at + batch.counts[i]]
         at += batch.counts[i]
-        scores = Scores(logprobs.get(i), prompts.get(i)) if i in logprobs or i in prompts else NO_SCORES
+        scores = scores_of(i, logprobs, prompts)
         yield TextRow(
             rid, tokens, batch.texts[i], batch.finish[i], batch.cached[i], scores, strings.get(i), started.get(i, 0)
         )
@@ -101,7 +108,7 @@ class Rows:
 
     def add_scores(self, scores: Scores, bytes_of: BytesOf) -> None:
         """Log probabilities of the row added last."""
-        if scores is NO_SCORES:
+        if scores is _NO_SCORES:
             return
         row = len(self.rids) - 1
         self.scored += len(scores)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from common.fields import IntArray
 from common.messages import Finish, OpenStream, RequestError, TextBatch, TokenBatch
-from tokenizer_proc.rows import NO_SCORES, BytesOf, Rows, Scores
+from tokenizer_proc.rows import BytesOf, Rows, Scores, scores_of
 from tokenizer_proc.stop_strings import StopMatcher
 from tokenizer_proc.text_decoder import TextDecoder, TextDecoders
 
@@ -75,7 +75,7 @@ class Streams:
         for i, (rid, count) in enumerate(zip(batch.rids, batch.counts, strict=True)):
             tokens = batch.token_ids[at : at + count]
             at += count
-            scores = Scores(logprobs.get(i), prompts.get(i)) if i in logprobs or i in prompts else NO_SCORES
+            scores = scores_of(i, logprobs, prompts)
             if rid in self._streams:
                 self._add_row(rows, rid, tokens, batch.finish[i], batch.cached[i], scores, batch.started.get(i, 0))
             else:

@@ -98,7 +98,7 @@ class PaperCluster:
         return rows
 
 
-def points(config: SchedulerConfig) -> list[tuple[object, int, float]]:
+def points(config: SchedulerConfig) -> list[tuple[tuple[object, ...], int, float]]:
     """What a calibration of such a cluster takes down: the point, its tokens and its milliseconds."""
     cluster = PaperCluster(config)
     plan = Calibration(cluster, config, 1024, 60_000, Vocabulary(3, 500))  # type: ignore[arg-type]
@@ -109,14 +109,14 @@ def points(config: SchedulerConfig) -> list[tuple[object, int, float]]:
 
 def test_a_calibration_knows_what_each_of_its_steps_computed():
     found = points(SchedulerConfig(max_running=32, chunk_slowdown=0.0))
-    assert {point[0] for point, _, _ in found} == {"prompts", "extends", "decodes", "mixed"}  # type: ignore[index]
+    assert {point[0] for point, _, _ in found} == {"prompts", "extends", "decodes", "mixed"}
     assert [x for x in found if x[2] != pytest.approx(1 + x[1])] == []
 
 
 def test_where_chunks_follow_the_step_time_it_would_be_wrong():
     """So a cluster is calibrated without that (`Bench.calibrate`)."""
     wrong = [point for point, tokens, ms in points(SchedulerConfig(max_running=32)) if ms != pytest.approx(1 + tokens)]
-    assert any(point[0] == "mixed" for point in wrong)  # type: ignore[index]
+    assert any(point[0] == "mixed" for point in wrong)
 
 
 def busy_child(seconds: float) -> None:
