@@ -58,9 +58,10 @@ class ChunkBudget:
                 return max(min(LEAST_TOKENS, self._most), known - decodes.tokens)
         return self._most
 
-    def tokens(self, decodes: StepShape, prefilling: int, waiting: int, whole: int = 0) -> int | None:
+    def tokens(self, decodes: StepShape, prefilling: int, waiting: int, whole: int = 0, guesses: int = 0) -> int | None:
         """The budget of a step with these decodes, when `prefilling` tokens of prompts that have started are left, and
-        `waiting` requests have not; None is no limit. Without decodes, the `whole` tokens of one are not cut."""
+        `waiting` requests have not; None is no limit. Without decodes, the `whole` tokens of one are not cut. Of the
+        decodes' tokens so many are `guesses`, the others are one for each answer under way."""
         most = self.most(decodes)
         if most is not None and not decodes.tokens:
             return max(most, whole)
@@ -70,8 +71,9 @@ class ChunkBudget:
         if share is None:
             return min(most, UNKNOWN_TOKENS)
         backlog = prefilling + waiting * self._typical
-        keep_up = HEADROOM * decodes.tokens * self._typical / self._answer if self._answer else 0.0
-        return min(most, max(LEAST_TOKENS, int(max(share, keep_up) + backlog / decodes.tokens**CROWD)))
+        answers = decodes.tokens - guesses
+        keep_up = HEADROOM * answers * self._typical / self._answer if self._answer else 0.0
+        return min(most, max(LEAST_TOKENS, int(max(share, keep_up) + backlog / answers**CROWD)))
 
     def _alone(self) -> int | None:
         """Without decodes, the tokens after which the fixed time of a step is a small part of it."""

@@ -20,6 +20,7 @@ from scheduler_proc.scheduler import ProtocolError, Scheduler
 log = logging.getLogger(__name__)
 WORKERS = "workers"  # the launcher's name for all ranks together
 RETRY_MS = 5  # how soon a backlog is offered to a slow peer again
+INTAKE_NS = 5 * 10**6  # spent on new requests before the next plan: those with many tokens take long to read
 
 
 class EventLoop:
@@ -51,12 +52,15 @@ class EventLoop:
                     answers += scheduler.commit(msg, time.monotonic_ns())
                 else:
                     self._stale += 1
+            until = time.monotonic_ns() + INTAKE_NS
             for msg in self._requests.drain() if self._requests.socket in ready else ():
                 if isinstance(msg, Lost):
                     answers += [RequestError(rid, ErrorCode.INTERNAL, msg.words) for rid in msg.rids]
                     self._child.resync(msg)
                     continue
-                answers += self._with_own_counters(scheduler.handle(msg, time.monotonic_ns()))
+                answers += self._with_own_counters(scheduler.handle(msg, now := time.monotonic_ns()))
+                if now > until:
+                    break
             answers += scheduler.expire(time.monotonic_ns())
             if scheduler.in_flight:  # workers that have something to do can wait for the next plan, others cannot
                 self._answer(answers)

@@ -14,6 +14,8 @@ from scheduler_proc.radix_node import Match
 from scheduler_proc.radix_tree import RadixTree
 from scheduler_proc.request import Request
 
+_EVICTED_AHEAD, _AHEAD_SHARE = 256, 64  # pages evicted at once, at most, and the part of those that could be
+
 
 class KVManager:
     """Owns the block pool, the radix tree and, with `host_pages`, the host tier below it."""
@@ -59,8 +61,8 @@ class KVManager:
         """Give `request`, which holds nothing, the longest cached prefix of its tokens that is on the device, and lock
         all of the longest cached prefix.
 
-        Tokens whose logits are needed are left to compute, one at least. Returns what was found, for `take_room` or
-        `unlock_prefix`.
+        Tokens whose logits are needed are left to compute, one at least. Returns what was found, for `take_room`, which
+        takes references of its pages, or `unlock_prefix`.
         """
         if not self.prefix_cache:
             return None
@@ -68,7 +70,6 @@ class KVManager:
         self.tree.lock(match.node)
         if match.lender is not None:
             self.tree.lock(match.lender)  # the room that is made for this request is not to be made there
-        self.pool.share(match.pages)
         request.node = match.node
         request.pages = match.pages
         request.shared_pages = len(match.pages)
@@ -76,12 +77,14 @@ class KVManager:
         return match
 
     def unlock_prefix(self, request: Request, match: Match | None = None) -> None:
-        """Undo `lock_prefix`, which has found `match` and was not followed by `take_room`; or take back its pages."""
+        """Undo `lock_prefix`, which has found `match` and was not followed by `take_room`."""
         if match is not None and match.lender is not None:
             self.tree.unlock(match.lender)
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
         if request.node is not None:
             self.tree.unlock(request.node)
-        self.pool.release(request.pages)
         request.pages, request.node, request.shared_pages, request.cached_len = [], None, 0, 0
 
     def take_room(self, request: Request, match: Match | None) -> bool:
@@ -92,6 +95,7 @@ class KVManager:
         the device: copies are made in the order in which they were asked for, before anything is computed.
         """
         self._make_room(request, self.pages_for(len(request.tokens)) - len(request.pages))
+        self.pool.share(request.pages)
         for node in match.hosted if match is not None else ():
             pages = self.pool.allocate(len(node.pages))
             self.tree.load(node, pages)
@@ -131,7 +135,8 @@ class KVManager:
         if missing > self.available:
             raise PoolExhausted(f"request {request.rid} needs {missing} pages, {self.available} can be had")
         if missing > self.pool.free:
-            self.tree.evict(missing - self.pool.free)
+            ahead = min(_EVICTED_AHEAD, self.tree.evictable // _AHEAD_SHARE)  # of a long edge, the rest is copied
+            self.tree.evict(max(missing - self.pool.free, ahead))
 
     def publish(self, request: Request) -> None:
         """Put the whole pages of a running request, all computed, into the tree so that others can share them.
@@ -154,10 +159,19 @@ class KVManager:
             request.node = node
         request.shared_pages = whole
 
+    def returned_by(self, request: Request) -> int:
+        """Pages that can be had once `request` lets go: its own, and those of the tree that nobody else has locked."""
+        pages, node = len(request.pages) - request.shared_pages, request.node
+        while node is not None and node.locks == 1:
+            pages += 0 if node.on_host else len(node.pages)
+            node = node.parent
+        return pages
+
     def release(self, request: Request) -> None:
         """Take all pages back; what was computed stays in the tree, unlocked, until somebody needs the room."""
         known = min(request.cached_len, len(request.tokens))
         if self.prefix_cache and known > request.shared_pages * self.page_size:
             pages = request.pages[: self.pages_for(known)]
             self.tree.insert(request.tokens[:known].tobytes(), pages, request.salt, request.node)
-        self.unlock_prefix(request)
+        self.pool.release(request.pages)
+        self._let_go(request)

@@ -23,10 +23,9 @@ class Measures:
         self._step = histogram("scheduler.step")
         self._step_tokens = histogram("scheduler.step_tokens")
 
-    def admitted(self, request: Request, now: int) -> None:
-        """A request starts; only its first start ends its wait in the queue."""
-        if not request.preemptions:
-            self._queue.observe((now - request.arrival) / 1e9)
+    def started(self, request: Request, now: int) -> None:
+        """A request starts for the first time: its wait in the queue is over."""
+        self._queue.observe((now - request.arrival) / 1e9)
 
     def step(self, tokens: int, seconds: float) -> None:
         """The workers have done a step."""

@@ -39,7 +39,6 @@ class PlanBuilder:
         self._scorings: list[Scoring] = []
         self.scored: list[Scored] = []  # in the order of the scorings
         self.num_tokens = 0
-        self.num_history_tokens = 0
         self.num_scored_tokens = 0
         self.grammar_chars = 0
 
@@ -82,7 +81,6 @@ class PlanBuilder:
         self.append_pages(request, request.pages)
         if request.draw.needs_history:
             self._histories.append(History(request.slot, request.prompt_len, request.tokens[:]))
-            self.num_history_tokens += len(request.tokens)
 
     def copy(self, pairs: IntArray) -> None:
         """Copy pages before anything is computed: source, target, source, target, ..."""

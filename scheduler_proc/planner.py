@@ -12,7 +12,7 @@ from scheduler_proc.in_batch import better_off_waiting
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.measures import Measures
 from scheduler_proc.plan_builder import PlanBuilder
-from scheduler_proc.policy import MAX_PREFILLS, Policy
+from scheduler_proc.policy import Policy
 from scheduler_proc.pressure import make_room, spare_pages
 from scheduler_proc.quarantine import Quarantine
 from scheduler_proc.request import Event, Request, Status
@@ -21,7 +21,7 @@ from scheduler_proc.speculation import Speculation
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
 SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
-HISTORY_TOKENS = 2**20  # tokens of histories after which a plan admits nobody else: bounds its size
+MOST_ENTERING = 2**20  # integers of a plan for requests that enter, if there are several: bounds its size
 NO_GUESSES = ints()
 MOVED_PAGES = 2**18  # between device and host, after which a plan admits nobody else: bounds its size and time
 LOOK_AHEAD = 32  # waiting requests passed over in one step because a prefix of theirs is being computed
@@ -65,6 +65,7 @@ class Planner:
         """Beside the decodes that are planned: admit requests, and cut the next chunks of prompts."""
         room = self._config.max_batch_tokens - step.num_tokens
         decodes = StepShape(step.num_tokens, sum(r.cached_len for r in step.rows))
+        guesses = step.num_tokens - len(step.rows)
         if self._quarantine:
             self._admit_suspect(step, now)
         elif not preempted:
@@ -72,7 +73,7 @@ class Planner:
         left = sum(r.extend_len for r in self._residents.prefilling)
         order = self._waiting.chunk_order(list(self._residents.prefilling))
         whole = order[0].extend_len if order and not self._waiting.concurrent_prefills else 0
-        budget = _least(room, self.chunks.tokens(decodes, left, len(self._waiting), whole))
+        budget = _least(room, self.chunks.tokens(decodes, left, len(self._waiting), whole, guesses))
         for request in order:
             if budget <= 0:
                 break
@@ -89,7 +90,9 @@ class Planner:
         if spare < 0:
             ready = make_room(ready, self._kv, self._residents.holders, self._preempt)
         else:
-            guesses = self._speculation.guesses(ready, self._config.max_batch_tokens - len(ready))
+            room = self._config.max_batch_tokens - len(ready)
+            prompts = bool(self._residents.prefilling or len(self._waiting))
+            guesses = self._speculation.guesses(ready, room // 2 if prompts else room)
         page_size = self._kv.page_size
         for request in ready:
             own = guesses.get(request.rid, NO_GUESSES) if guesses else NO_GUESSES
@@ -124,10 +127,11 @@ class Planner:
         """Start waiting requests while they fit and there is budget that running prefills leave."""
         planned = sum(r.extend_len for r in self._residents.prefilling)
         admitted: list[Request] = []
-        looked = 0
+        looked = entering = 0
         for request in self._waiting.order(now):
-            several = self._waiting.concurrent_prefills and len(self._residents.prefilling) < MAX_PREFILLS
-            if budget <= 0 or self._residents.full or (planned >= budget and not several) or looked > LOOK_AHEAD:
+            if budget <= 0 or self._residents.full or looked > LOOK_AHEAD:
+                break
+            if planned >= budget and not self._waiting.starts_beside(request, self._residents.prefilling):
                 break
             if step.grammar_chars > MAX_GRAMMAR_CHARS_PER_STEP:
                 break
@@ -136,14 +140,26 @@ class Planner:
                 continue
             if len(self._kv.copies) > 2 * MOVED_PAGES:
                 break
-            if step.num_history_tokens > HISTORY_TOKENS or not self._try_admit(step, request):
+            size = self._size(request)
+            if (entering and entering + size > MOST_ENTERING) or not self._try_admit(step, request):
                 break
             admitted.append(request)
             planned += request.extend_len
+            entering += size
         for request in admitted:
-            self._waiting.remove(request)
-            self._measures.admitted(request, now)
-            request.started = request.started or now
+            self._started(request, now)
+
+    def _started(self, request: Request, now: int) -> None:
+        self._waiting.remove(request)
+        if not request.started:
+            self._measures.started(request, now)
+            request.started = now
+
+    def _size(self, request: Request) -> int:
+        """Integers of a plan that lets it in: its pages, and its tokens where a history or a grammar needs them."""
+        tokens, answer = len(request.tokens), len(request.tokens) - request.prompt_len
+        history = tokens if request.draw.needs_history else 0
+        return self._kv.pages_for(tokens) + history + (answer if request.grammar is not None else 0)
 
     def _admit_suspect(self, step: PlanBuilder, now: int) -> None:
         """Start one that may have killed the workers, when nobody is there whom it could harm."""
@@ -151,8 +167,7 @@ class Planner:
             return
         request = self._quarantine.next()
         if request is not None and self._try_admit(step, request):
-            self._waiting.remove(request)
-            self._measures.admitted(request, now)
+            self._started(request, now)
 
     def _shares_soon(self, request: Request) -> bool:
         gain = self._config.in_batch_gain

@@ -21,23 +21,27 @@ def make_room(
     """Those of `ready` that can decode now, in slot order, after `preempt` was called for as many juniors as needed.
 
     `holders` gives all requests with a slot. A victim with a step in flight gives its pages back only when that
-    returns; its senior skips a step meanwhile, and nobody else is preempted for the same page.
+    returns, as one that has ended does; its senior skips a step meanwhile, and nobody else is preempted for the same
+    page.
     """
     able: list[Request] = []
-    awaiting = 0  # seniors whose page comes with a victim that is still in flight
+    taken = 0  # pages, by those that are able
+    awaiting = 0  # seniors whose page comes with somebody who is still in flight
+    coming = sum(kv.returned_by(r) for r in holders() if not r.is_running)
+    victims = sorted((r for r in holders() if r.is_running), key=lambda r: r.seniority)
     for request in sorted(ready, key=lambda r: r.seniority):
         if request.status is not Status.DECODING:
             continue  # it gave way to a senior
-        needs_page = _at_page_end(kv, request)
-        while (
-            needs_page
-            and spare_pages(kv, able) < 1
-            and _coming_back(holders()) <= awaiting
-            and (junior := _most_junior(holders(), request)) is not None
-        ):
-            preempt(junior)
-        if not needs_page or spare_pages(kv, able) >= 1:
+        if not _at_page_end(kv, request):
             able.append(request)
+            continue
+        while kv.available - taken < 1 and coming <= awaiting and victims[-1].seniority > request.seniority:
+            preempt(junior := victims.pop())
+            if junior.status is Status.PREEMPTED:  # a step in flight has it still
+                coming += kv.returned_by(junior)
+        if kv.available - taken >= 1:
+            able.append(request)
+            taken += 1
         else:
             awaiting += 1
     return sorted(able, key=lambda r: r.slot)
@@ -45,13 +49,3 @@ def make_room(
 
 def _at_page_end(kv: KVManager, request: Request) -> bool:
     return request.cached_len == len(request.pages) * kv.page_size
-
-
-def _coming_back(holders: Iterable[Request]) -> int:
-    """Pages that preempted requests give back when their last step returns."""
-    return sum(len(r.pages) - r.shared_pages for r in holders if r.status is Status.PREEMPTED)
-
-
-def _most_junior(holders: Iterable[Request], than: Request) -> Request | None:
-    running = (r for r in holders if r.is_running and r.seniority > than.seniority)
-    return max(running, key=lambda r: r.seniority, default=None)

@@ -29,7 +29,7 @@ class PromptLookup:
         self._shortest = shortest
         self._longest = longest
         size = _FEWEST
-        while size < len(tokens):
+        while size < 2 * len(tokens):
             size *= 2
         self._heads = array("i", bytes(4 * size))  # by hash of an n-gram: where it ended last, 0 for nowhere
         self._links = array("i", bytes(4 * shortest))  # by the end of an n-gram: where one with its hash ended before
@@ -78,13 +78,13 @@ class PromptLookup:
         return (self._tokens[begin:] * -(-count // period))[:count]
 
     def index(self, most: int = AT_ONCE) -> bool:
-        """Enter up to `most` n-grams that something follows; whether all of them are in the table now."""
+        """Enter up to `most` n-grams that something follows; whether all of them are in the table now. A table that is
+        full is begun anew, twice as large."""
         stop = len(self._tokens)
         if stop > len(self._heads):
             self._heads = array("i", bytes(8 * len(self._heads)))
-            entered, self._next = self._next, self._shortest
+            self._next = self._shortest
             del self._links[self._shortest :]
-            self._enter(entered)
         self._enter(min(stop, self._next + most))
         return self._next >= stop
 

@@ -9,6 +9,7 @@ is one memory comparison. Namespaces (`cache_salt`) have a root each and share n
 A lock protects a node and its ancestors from eviction, so unlocked nodes hang together at the bottom, and evicting
 leaf after leaf can free all of them. Unlocked leaves wait in a heap ordered by last access. Its entries are repaired
 lazily: a popped entry whose leaf was used since goes back with the new time, one that is no leaf any more is dropped.
+When a heap has doubled, entries of nodes that moved between device and host since, or that are gone, are removed.
 
 With a host tier (host_tier.py), evicted pages go to the host as long as there is room, and their node stays. A node is
 on the device or on the host as a whole; nodes on the host hang below those on the device, never above one. So the
@@ -23,6 +24,8 @@ from collections.abc import Iterator
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.host_tier import HostTier
 from scheduler_proc.radix_node import TOKEN_BYTES, Heap, Match, Node, common_prefix
+
+_FEW_ENTRIES = 64  # not worth tidying
 
 
 class RadixTree:
@@ -41,6 +44,7 @@ class RadixTree:
         self._tie = itertools.count()
         self._leaves: Heap = []
         self._host_leaves: Heap = []
+        self._most_entries = _FEW_ENTRIES  # of a heap, before it is tidied
 
     def emptied(self, pool: BlockPool, tier: HostTier | None = None) -> "RadixTree":
         """A tree over other pools that knows nothing, with counters that go on."""
@@ -114,7 +118,7 @@ class RadixTree:
         self._pool.share(fresh)
         if self._may_grow(node, own):
             node.key += rest
-            node.pages = node.pages + fresh  # a new list: earlier matches may still look at the old one
+            node.pages += fresh
             self.num_pages += len(fresh)
             if not node.locks:
                 self.evictable += len(fresh)
@@ -267,6 +271,16 @@ class RadixTree:
         if node.heap is not heap and self._is_leaf(node):
             node.heap = heap
             heapq.heappush(heap, (node.last_access, next(self._tie), node))
+            if len(heap) > self._most_entries:
+                self._tidy(self._leaves)
+                self._tidy(self._host_leaves)
+                self._most_entries = 2 * max(len(self._leaves), len(self._host_leaves), _FEW_ENTRIES)
+
+    def _tidy(self, heap: Heap) -> None:
+        """Keep one entry, the newest, of each node of the tree that is still in `heap`."""
+        newest = {id(node): entry for entry in sorted(heap) if (node := entry[2]).heap is heap and node.parent}
+        heap[:] = newest.values()
+        heapq.heapify(heap)
 
     def _offload(self, node: Node, take: int, tier: HostTier) -> None:
         """Move the last `take` pages of a leaf of the device to the host, as many of them as find room there."""
@@ -300,7 +314,7 @@ class RadixTree:
             return
         (child,) = node.children.values()
         node.key += child.key
-        node.pages = node.pages + child.pages
+        node.pages += child.pages
         node.children, node.order = child.children, child.order
         for lower in node.children.values():
             lower.parent = node
@@ -328,7 +342,7 @@ class RadixTree:
         if not node.on_host:
             self.num_pages -= take
             self.evictable -= take
-        node.pages = node.pages[:keep]
+        del node.pages[keep:]
         node.key = node.key[: keep * self._page_bytes]
         self.version += 1
         self._offer(node)

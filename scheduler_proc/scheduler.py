@@ -54,6 +54,7 @@ from scheduler_proc.step_time import StepShape, StepTimeModel
 from scheduler_proc.token_rows import TokenRows, drawn_rows, prompt_logprobs_of
 
 GROUP = "0"
+_FEW_DEADLINES = 64  # not worth tidying
 HOST_STATS = ("host_total_pages", "host_used_pages", "offloaded_pages", "loaded_pages", "host_dropped_pages")
 
 
@@ -89,7 +90,7 @@ class Scheduler:
         )
         self.requests: dict[int, Request] = {}  # every request that has not been answered for good
         self.in_flight: deque[Step] = deque()
-        self._deadlines: list[tuple[int, int]] = []  # a heap of (when, rid)
+        self._deadlines: list[tuple[int, int]] = []  # a heap of (when, rid); of some that have ended, too
         self._service = ServiceRate()
         self._next_step = 0
         self._next_seq = 1
@@ -116,6 +117,8 @@ class Scheduler:
             return [problem]
         request = request_of(msg, self._next_seq, min(self.context_len, self._pool_tokens), now)
         self._next_seq += 1
+        if not self.requests:
+            self._service.begins(now)
         self.requests[msg.rid] = request
         self.waiting.add(request)
         if request.deadline:
@@ -295,6 +298,9 @@ class Scheduler:
         self.quarantine.acquit(request)
         del self.requests[request.rid]
         self.residents.settle(request)
+        if len(self._deadlines) > 2 * len(self.requests) + _FEW_DEADLINES:  # most are of requests that have ended
+            self._deadlines = [(r.deadline, r.rid) for r in self.requests.values() if r.deadline]
+            heapq.heapify(self._deadlines)
 
     def skip(self, steps: int, tokens: int) -> None:
         """So many steps with so many tokens have been planned and committed elsewhere (steady.py)."""

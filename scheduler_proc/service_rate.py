@@ -14,6 +14,10 @@ class ServiceRate:
             self._interval_s += 0.1 * ((now - self._last) / 1e9 - self._interval_s)
         self._last = now
 
+    def begins(self, now: int) -> None:
+        """The first request after a time without any has come at `now` (ns): that time was nobody's service."""
+        self._last = now
+
     def seconds_for(self, requests: int) -> float:
         """Until this many requests will have finished: between 0.1 s and an hour."""
         return min(3600.0, max(0.1, requests * self._interval_s))

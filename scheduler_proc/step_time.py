@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 NEAR = 0.995  # weight of a step in the fit, per later step
+OUTLIER = 2.0  # a step that was held up counts as at most so many times what it should have taken
+KNOWN = 8  # steps with prompts, after which the fit is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,10 @@ class StepTimeModel:
         return self._plain.samples + self._mixed.samples
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        (self._plain if shape.plain else self._mixed).learn(shape, seconds)
+        sums = self._plain if shape.plain else self._mixed
+        if sums.samples >= KNOWN and seconds > OUTLIER * sums.mean:  # seldom, so that the fit is seldom asked
+            seconds = min(seconds, OUTLIER * max(sums.mean, self.predict(shape)))
+        sums.learn(shape, seconds)
 
     def coefficients(self) -> tuple[float, float, float]:
         """(base, per thousand tokens, per million context tokens) in seconds, none below zero.
@@ -55,7 +60,7 @@ class StepTimeModel:
 
     def tokens_within(self, seconds: float, context: int) -> int | None:
         """How many tokens a step may have to take at most `seconds`; None while too little is known."""
-        if self.samples < 8:
+        if self.samples < KNOWN:
             return None
         base, per_token, per_context = self.coefficients()
         if per_token <= 0:
@@ -64,7 +69,7 @@ class StepTimeModel:
 
     def tokens_for(self, slowdown: float, shape: StepShape) -> int | None:
         """How many more tokens make a step of `shape` take `slowdown` times as long; None while too little is known."""
-        if self._mixed.samples < 8:
+        if self._mixed.samples < KNOWN:
             return None
         _, per_token, _ = found = self.coefficients()
         if per_token <= 0:
@@ -74,7 +79,7 @@ class StepTimeModel:
     def tokens_beside_fixed(self, share: float) -> int | None:
         """How many tokens of prompts make what a step takes without any the `share` of its time; None while too little
         is known."""
-        if self._mixed.samples < 8:
+        if self._mixed.samples < KNOWN:
             return None
         base, per_token, _ = self.coefficients()
         if per_token <= 0:
@@ -93,6 +98,11 @@ class _Sums:
     def __init__(self) -> None:
         self.rows = [[0.0] * 4 for _ in range(3)]
         self.samples = 0
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a step; there must be one."""
+        return self.rows[0][3] / self.rows[0][0]
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         values = (1.0, shape.tokens / 1e3, shape.context / 1e6, seconds)

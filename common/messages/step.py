@@ -84,7 +84,7 @@ class StepPlan:
     enter_draw: Annotated[tuple[DrawParams, ...], ListOf(DRAW_PARAMS, MAX_SLOTS)] = ()
     page_slots: Counts = field(default_factory=no_ints)
     page_counts: Annotated[IntArray, Ints(MAX_SLOTS, 1)] = field(default_factory=no_ints)
-    pages: Annotated[IntArray, Ints(MAX_BATCH_TOKENS)] = field(default_factory=no_ints)
+    pages: Annotated[IntArray, Ints(MAX_BATCH_TOKENS + MAX_SLOTS)] = field(default_factory=no_ints)
     copies: Annotated[IntArray, Ints(2 * MAX_COPIES)] = field(default_factory=no_ints)
     chunk_slots: Counts = field(default_factory=no_ints)
     chunk_lens: Annotated[IntArray, Ints(MAX_SLOTS, 1)] = field(default_factory=no_ints)

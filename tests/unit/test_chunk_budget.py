@@ -208,3 +208,10 @@ def test_a_burst_before_no_answers_gets_its_first_tokens_one_prompt_after_the_ot
         del result.times[:]
         rig.take(rig.scheduler.commit(result, rig.now))
     assert chunks == [[150, 30], [70, 110], [590], [10]], "180 tokens, or the next prompt's whole rest"
+
+
+def test_guesses_are_not_counted_as_answers():
+    budget = ChunkBudget(learned(), 2**20, 1.0, 0.0)
+    without = budget.tokens(StepShape(8, 0), 4000, 0)
+    assert budget.tokens(StepShape(72, 0), 4000, 0, guesses=64) == without
+    assert budget.tokens(StepShape(72, 0), 4000, 0) < without

@@ -221,3 +221,10 @@ def follow(copies, cells):
     for source, target in zip(copies[::2], copies[1::2], strict=True):
         cells[target] = cells[source]
     del copies[:]
+
+
+def test_going_to_the_host_and_back_leaves_nothing_behind():
+    rig = Rig(pages=40, host_pages=4000, max_running=2)
+    for rid in range(300):
+        talk(rig, rid, [100 + rid % 6] * 60, 1)
+    assert len(rig.scheduler.kv.tree._host_leaves) <= 200

@@ -2,6 +2,11 @@
 
 import pytest
 
+from common.messages import ints
+from common.sampling_params import DrawParams
+from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.policy import make_policy
+from scheduler_proc.request import Request
 from scheduler_proc.step_time import StepShape, StepTimeModel
 from tests.rig import Rig
 
@@ -83,3 +88,36 @@ def test_the_step_time_model_finds_its_three_terms():
     assert model.predict(StepShape(100, 50_000)) == pytest.approx(0.002 + 0.002 + 0.0015, rel=0.01)
     assert model.tokens_within(0.0055, 50_000) == pytest.approx(100, abs=2)
     assert model.tokens_within(0.0001, 50_000) == 0
+
+
+def test_a_held_up_step_hardly_changes_the_step_time_model():
+    model = StepTimeModel()
+    for i in range(300):
+        model.learn(StepShape(64 + i % 200, 64_000, plain=False), 0.01 + 5e-5 * (64 + i % 200))
+    before = model.tokens_for(1.5, StepShape(64, 64_000))
+    model.learn(StepShape(200, 64_000, plain=False), 6.0)
+    assert model.tokens_for(1.5, StepShape(64, 64_000)) == pytest.approx(before, rel=0.1)
+    for i in range(1500):  # but a machine that has become slower for good is learned
+        model.learn(StepShape(64 + i % 200, 64_000, plain=False), 0.1 + 5e-4 * (64 + i % 200))
+    assert model.predict(StepShape(100, 64_000)) == pytest.approx(0.15, rel=0.1)
+
+
+def test_round_robin_gives_everyone_a_turn_whatever_the_order_of_admission():
+    turns = make_policy("round-robin", KVManager(10, 4), 10.0)
+    prefilling = [Request(seq, ints(1), 1, 1, frozenset(), DrawParams(), seq=seq) for seq in (5, 3, 4)]
+    firsts = [turns.chunk_order(prefilling)[0].seq for _ in range(6)]
+    assert sorted(firsts) == [3, 3, 4, 4, 5, 5]
+
+
+def test_a_request_of_high_priority_starts_beside_a_long_prompt():
+    rig = Rig(policy="priority", pages=3000, context=10_000)
+    rig.add(1, [1, 2], 1000)
+    rig.step()
+    rig.add(2, range(5000), 2, priority=-10)
+    rig.step()
+    rig.add(3, range(300, 308), 2, priority=1000)
+    steps = 0
+    while 3 not in rig.out:
+        rig.step()
+        steps += 1
+    assert steps <= 2 and 2 not in rig.out

@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_proc.prompt_lookup import CHAIN, PromptLookup
+from scheduler_proc.prompt_lookup import AT_ONCE, CHAIN, PromptLookup
 
 
 def follow(tokens: list[int], start: int, shortest: int, longest: int) -> tuple[PromptLookup, array]:
@@ -90,3 +90,20 @@ def test_a_long_prompt_is_indexed_bit_by_bit_and_the_table_grows():
 def test_the_latest_of_equal_matches_is_taken():
     lookup, _ = follow([1, 2, 3, 1, 2, 4, 1, 2], 1, 2, 4)
     assert list(lookup.guesses(1)) == [4]
+
+
+def test_a_table_that_is_full_is_filled_anew_bit_by_bit():
+    tokens = array("i", range(20_000))
+    lookup = PromptLookup(tokens, 2, 4)
+    while not lookup.index():
+        pass
+    entered = []
+    for token in range(20_000, 80_000):
+        tokens.append(token)
+        before = lookup._next
+        lookup.took()
+        entered.append(lookup._next - before)
+    assert max(entered) <= AT_ONCE and min(entered) < 0, "it was begun anew"
+    tokens.extend(range(79_990, 80_000))
+    lookup.search()
+    assert lookup.at == 80_000

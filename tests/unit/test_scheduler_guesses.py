@@ -150,3 +150,17 @@ def test_a_loss_of_the_workers_while_guesses_are_in_flight():
     rig.restart_worker()
     rig.run()
     assert rig.out[1] == solo_output(list(range(5)), 20)
+
+
+def test_guesses_leave_prompts_their_part_of_a_step():
+    rig = rig_with(30, max_batch_tokens=32, chunk_tokens=32, context=2000, pages=2000)
+    for rid in range(4):
+        rig.add(rid, range(rid, rid + 5), 900)
+    while len(rig.out) < 4:
+        rig.step()
+    rig.add(4, range(200, 240), 1)
+    steps = 0
+    while 4 not in rig.out:
+        rig.step()
+        steps += 1
+    assert steps <= 4 and rig.out[4] == solo_output(list(range(200, 240)), 1)

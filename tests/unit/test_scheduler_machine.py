@@ -332,6 +332,6 @@ def test_random_schedules_over_a_host_tier(request, monkeypatch):
 
 def run_machine(machine, runs, monkeypatch):
     monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 5)
-    monkeypatch.setattr("scheduler_proc.planner.HISTORY_TOKENS", 10)
+    monkeypatch.setattr("scheduler_proc.planner.MOST_ENTERING", 10)
     monkeypatch.setattr("scheduler_proc.planner.MOVED_PAGES", 5)
     run_state_machine_as_test(machine, settings=settings(max_examples=runs, stateful_step_count=60, deadline=None))

@@ -1,10 +1,17 @@
 """Under pressure: preemption, admission rules, deadlines, full queues."""
 
+from array import array
+
 import pytest
 
-from common.messages import ErrorCode
+from common.codec import decode, encode
+from common.config import SchedulerConfig
+from common.messages import AddRequest, ErrorCode, StepPlan, StepResult, ints
+from common.sampling_params import DrawParams
 from scheduler_proc.admission import NewTokenRatio
 from scheduler_proc.invariants import check
+from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.scheduler import Scheduler
 from tests.paper_worker import solo_output
 from tests.rig import Rig
 
@@ -76,8 +83,9 @@ def test_a_deadline_ends_a_request_wherever_it_is():
 def test_a_full_queue_learns_when_to_ask_again():
     rig = Rig(max_waiting=1, max_running=1)
     for rid in range(60):
-        rig.now += 2 * 10**9
+        rig.now += 8 * 3600 * 10**9  # with nothing to do, which is not what a request takes
         rig.add(rid, [rid, 2], 2)
+        rig.now += 2 * 10**9
         rig.run()
     rig.add(100, [5], 2)
     assert 1.5 < rig.add(101, [5], 2)[0].retry_after_s < 2.5
@@ -95,3 +103,58 @@ def test_no_more_are_preempted_than_pages_are_missing():
         rig.step()
         worst = max(worst, rig.scheduler.stats()["preempted"] - before)
     assert rig.scheduler.stats()["preempted"] > 0 and worst == 1
+
+
+def test_what_a_victim_alone_has_locked_comes_back_with_it():
+    """Its prompt's pages, which it has published, count as well as those of its answer."""
+    preempted = []
+    for in_flight in (1, 2):
+        rig = Rig(18, 16, 400, max_batch_tokens=512, chunk_tokens=512, steps_in_flight=in_flight)
+        rig.scheduler.planner.admission = NewTokenRatio(initial=0.1, least=0.1)
+        for rid in range(8):
+            rig.add(rid, [rid] * 32, 20)
+        for _ in range(4):
+            rig.step()
+        preempted.append(rig.scheduler.stats()["preempted"])
+        rig.run()
+        assert all(rig.out[rid] == solo_output([rid] * 32, 20) for rid in range(8))
+    assert preempted == [2, 2]
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten():
+    rig = Rig()
+    for rid in range(1000):
+        rig.add(rid, [1, 2, 3], 1, deadline_ms=3_600_000)
+        rig.run()
+        rig.now += 10**6
+    assert len(rig.scheduler._deadlines) < 100
+    rig.add(1000, [1, 2, 3], 5, deadline_ms=10)
+    assert rig.scheduler.next_deadline is not None
+    rig.now += 4_000 * 10**9
+    assert [e.rid for e in rig.scheduler.expire(rig.now)] == [1000]
+    assert rig.scheduler.next_deadline is None or not rig.scheduler.requests
+
+
+def test_a_plan_for_many_answers_to_a_long_prompt_fits_its_message():
+    scheduler = Scheduler(SchedulerConfig(), KVManager(200_000, 1), 131_072)
+    for rid in range(64):
+        scheduler.handle(AddRequest(rid, ints(*range(70_000)), 2, ints(), DrawParams(seed=rid)), 1)
+    finished = 0
+    while (plan := scheduler.plan(1)) is not None:
+        assert decode(encode(plan), {StepPlan}) == plan
+        sampled = sum(plan.chunk_samples) + int.from_bytes(plan.decode, "little").bit_count()
+        for batch in scheduler.commit(StepResult(plan.step_id, 0, "0", ints(*[1] * sampled), array("q")), 1):
+            finished += sum(map(bool, batch.finish))
+    assert finished == 64
+
+
+def test_lost_workers_do_not_make_anybody_wait_in_the_queue_again():
+    rig = Rig()
+    for rid in range(4):
+        rig.add(rid, [rid] * 8, 50)
+    rig.step()
+    rig.now += 60 * 10**9
+    rig.scheduler.reset(1, rig.now, crashed=False)
+    rig.scheduler.plan(rig.now)
+    waits = rig.scheduler.measures.flat()
+    assert sum(count for name, count in waits.items() if name.startswith("scheduler.queue/")) == 4

@@ -1,0 +1,59 @@
+"""What it costs to hold cached pages, and to give them up."""
+
+from common.messages import ints
+from common.sampling_params import DrawParams
+from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.request import Request
+
+
+def request(rid: int, tokens: range) -> Request:
+    return Request(rid, ints(*tokens), len(tokens), 8, frozenset(), DrawParams(), seq=rid)
+
+
+def with_one_leaf(pages: int) -> KVManager:
+    """All but one page cached, as one edge that nobody uses."""
+    kv = KVManager(pages, 1)
+    first = request(0, range(pages - 1))
+    kv.take_room(first, kv.lock_prefix(first))
+    first.cached_len = pages - 1
+    kv.release(first)
+    assert kv.tree.evictable == pages - 1 and kv.pool.free == 1
+    return kv
+
+
+def test_a_long_edge_gives_up_many_pages_at_once():
+    """Each eviction copies what stays of an edge: page by page it would be copied for every token of every answer."""
+    kv = with_one_leaf(16_384)
+    other = request(1, range(20_000, 20_001))
+    kv.take_room(other, kv.lock_prefix(other))
+    for length in range(2, 300):
+        kv.grow(other, length)
+    assert 298 <= kv.tree.evicted < 298 + 256
+    evictions = kv.tree.version
+    for length in range(300, 400):
+        kv.grow(other, length)
+    assert kv.tree.version - evictions <= 2
+
+
+def test_few_pages_are_given_up_one_by_one():
+    kv = with_one_leaf(60)
+    other = request(1, range(20_000, 20_001))
+    kv.take_room(other, kv.lock_prefix(other))
+    for length in range(2, 10):
+        kv.grow(other, length)
+        assert kv.tree.evicted == length - 1
+
+
+def test_a_request_that_cannot_start_takes_no_references():
+    kv = with_one_leaf(60)
+    waiting = request(1, range(59))
+    match = kv.lock_prefix(waiting)
+    assert match is not None and len(waiting.pages) == 58
+    assert {kv.pool.references(page) for page in waiting.pages} == {1}
+    assert kv.tree.evict(60) == 1, "what it has found is locked"
+    kv.unlock_prefix(waiting, match)
+    assert not waiting.pages and kv.tree.evictable == 58
+    kv.take_room(waiting, kv.lock_prefix(waiting))
+    assert [kv.pool.references(page) for page in waiting.pages] == [2] * 58 + [1]
+    kv.release(waiting)
+    assert kv.pool.free + kv.tree.evictable == 60
