@@ -17,6 +17,7 @@ from common.fields import PLAIN, Checker, FieldError
 
 PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 32 * 2**20
+MAX_CONTAINERS = 2**17  # lists and maps of a frame: empty ones take a byte there, and seventy in memory
 
 
 class FrameError(ValueError):
@@ -170,7 +171,12 @@ def decode(frame: bytes | memoryview, allowed: Collection[type], *, max_bytes: i
         rids = _rids_of_start(frame[:64], allowed)
         raise FrameError("oversized", f"the message has {len(frame)} bytes, the limit is {max_bytes}", rids=rids)
     try:
-        body = msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True, max_ext_len=0)
+        count = _Containers() if len(frame) > MAX_CONTAINERS else None  # else there cannot be too many
+        body = msgpack.unpackb(
+            frame, raw=False, strict_map_key=True, use_list=True, max_ext_len=0, list_hook=count, object_hook=count
+        )
+    except FrameError:
+        raise
     except Exception as error:  # msgpack raises many kinds: truncated, extra data, bad UTF-8, nesting, key types
         raise FrameError("malformed", f"not a msgpack frame ({type(error).__name__})") from None
     if type(body) is not list or len(body) < 2:
@@ -187,6 +193,19 @@ def decode(frame: bytes | memoryview, allowed: Collection[type], *, max_bytes: i
         raise FrameError("invalid", error.problem, error.field, _readable_rids(cls, values)) from None
     except ValueError as error:  # a message's own check across fields
         raise FrameError("invalid", str(error), cls.__name__, _readable_rids(cls, values)) from None
+
+
+class _Containers:
+    """Counts lists and maps while a frame is read."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CONTAINERS
+
+    def __call__(self, container: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise FrameError("malformed", f"more than {MAX_CONTAINERS} lists and maps")
+        return container
 
 
 def _rids_of_start(start: bytes | memoryview, allowed: Collection[type]) -> tuple[int, ...]:

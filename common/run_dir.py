@@ -7,6 +7,7 @@ is free belongs to nobody and may be healed.
 import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
 import time
@@ -15,8 +16,10 @@ from typing import Any
 
 LOCK_FILE = "lock"
 CLUSTER_FILE = "cluster.json"
-_OWN_FILES = (CLUSTER_FILE, "cluster.json.tmp", "config.json")
-_OWN_PREFIX = "store-"  # where the ranks of a worker group meet
+_OWN_FILES = re.compile(  # configuration, where the ranks of a worker group meet, and the sockets of common/sockets.py
+    r"cluster\.json(\.tmp)?|config\.json|store-\d+"
+    r"|(control|frontend|(tokenizer|detokenizer|scheduler|results|plan\d+)-\d+)\.sock"
+)
 
 
 class RunDirError(RuntimeError):
@@ -41,6 +44,7 @@ class RunDir:
             _make_private(path.parent)
             _remove_dead(path.parent)
         self.path = path.absolute()
+        _check_ours(self.path)
         made, self._lock = _lock_directory(self.path)
         self._made = made or not named
         _remove_own_files(self.path)
@@ -61,6 +65,15 @@ class RunDir:
             except OSError:
                 pass  # somebody else put a file there: leave it
         os.close(self._lock)
+
+
+def _check_ours(path: Path) -> None:
+    """A directory with files that look like a cluster's, but where none has lived, is another's: they would be lost."""
+    if (path / LOCK_FILE).exists() or not path.is_dir():
+        return
+    names = sorted(entry.name for entry in path.iterdir() if _OWN_FILES.fullmatch(entry.name))
+    if names and not (path / LOCK_FILE).exists():  # one that is just starting has made it first
+        raise RunDirError(f"{path} holds {names[0]}, which no cluster has made; name a directory of its own")
 
 
 def _lock_directory(path: Path) -> tuple[bool, int]:
@@ -106,7 +119,7 @@ def _remove_dead(base: Path) -> None:
 def _remove_own_files(path: Path) -> None:
     """Remove what clusters leave in a directory, except the lock."""
     for entry in path.iterdir():
-        if entry.name in _OWN_FILES or entry.name.startswith(_OWN_PREFIX) or entry.suffix == ".sock":
+        if _OWN_FILES.fullmatch(entry.name) and not entry.is_dir():
             entry.unlink(missing_ok=True)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from common.child import END
 from common.config import ClusterConfig
 from common.messages import Drained, Fatal, Go, Joined, Progress, Pulse, Ready, Resync, ints
 from common.run_dir import RunDir
@@ -27,7 +28,7 @@ from launcher.show import VERSION, describe
 from launcher.table import GATEWAY, TOKENIZER, WORKERS, process_table
 
 log = logging.getLogger(__name__)
-STOP_GRACE_S = 1.5  # from SIGTERM to SIGKILL for a child
+STOP_GRACE_S = 1.5  # from END to SIGKILL for a child
 BLAME_S = 0.3  # after a first failure in the start, wait this long for its cause to show
 TICK_S, QUIET_TICK_S = 0.1, 0.5  # how long to wait for news: while something is to be done, and else
 
@@ -322,7 +323,7 @@ class Supervisor:
         """End every child, at most STOP_GRACE_S politely, and remove what the cluster made."""
         for proc in self._procs():
             if proc.alive:
-                proc.popen.terminate()
+                proc.popen.send_signal(END)
         deadline = time.monotonic() + STOP_GRACE_S
         while time.monotonic() < deadline and any(p.alive for p in self._procs()):
             self._poll()

@@ -1,6 +1,7 @@
 """What a client sends for a chat, as the chat template wants it: messages, tools and arguments, checked and decoded."""
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ MAX_TOOLS = 1024
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 _BOOLEANS = frozenset({"enable_thinking"})
+_ESCAPED_SURROGATE = r"\ud"
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def parse_messages(chat: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -97,7 +100,20 @@ def _decode(text: str, field: str, expected: type) -> Any:
         raise refused(field, f"is not JSON: {error}") from None
     except RecursionError:
         raise refused(field, "is nested too deeply") from None
-    return _typed(value, field, expected)
+    return (
+        _whole(_typed(value, field, expected)) if _ESCAPED_SURROGATE in text.lower() else _typed(value, field, expected)
+    )
+
+
+def _whole(value: Any) -> Any:
+    """Halves of surrogate pairs replaced: models cut emoji in their calls, and clients send them back."""
+    if isinstance(value, str):
+        return _HALF.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, list):
+        return [_whole(entry) for entry in value]
+    if isinstance(value, dict):
+        return {_whole(name): _whole(entry) for name, entry in value.items()}
+    return value
 
 
 def _typed(value: Any, field: str, expected: type) -> Any:

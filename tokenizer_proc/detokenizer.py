@@ -80,14 +80,14 @@ class Detokenizer:
                     answer.times.append(time.monotonic_ns())
                 if answer is not None:
                     self._outbox.send(answer)
-                self._child.pulse()  # to take up long streams again takes long
+                self._child.pulse()
 
     def _answer(self, msg: Message) -> Message | None:
         match msg:
             case TokenBatch():
                 return self._streams.push(msg, time.monotonic_ns())
             case OpenStream():
-                return self._streams.open(msg)
+                return self._streams.open(msg, self._child.pulse)
             case RequestError():
                 return self._streams.fail(msg)
             case Stats():

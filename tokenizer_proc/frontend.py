@@ -39,7 +39,7 @@ from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.measures import Measures
 from tokenizer_proc.prompt import PromptEncoder
 from tokenizer_proc.questions import Questions
-from tokenizer_proc.rows import Rows, TextRow, rows_of
+from tokenizer_proc.rows import MAX_SCORED, Rows, TextRow, rows_of
 from tokenizer_proc.sampling_checks import check_sampling, stop_token
 from tokenizer_proc.stats_questions import StatsQuestions
 from tokenizer_proc.stories import Stories, cause
@@ -47,7 +47,6 @@ from tokenizer_proc.stories import Stories, cause
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
-MAX_HELD = 2**16  # tokens named in log probabilities that are held for one row: bounds a frame
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
@@ -271,13 +270,16 @@ class Frontend:
             tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
                 choice.hold(row, token_bytes)
-                if row.finish == Finish.NONE and len(choice.scores) < MAX_HELD:
+                if row.finish == Finish.NONE and len(choice.scores) < MAX_SCORED:
                     continue
                 tokens, text, scores, token_bytes = choice.release()
             rows = by_owner.setdefault(entry.owner, Rows())
-            if rows.scored > MAX_HELD:  # log probabilities make a frame large: the rest goes into another one
+            if rows.full:
+                live = self._ledger.holds(entry)
                 self._answers.send_rows(entry.owner, rows.batch(times))
                 rows = by_owner[entry.owner] = Rows()
+                if live and not self._ledger.holds(entry):
+                    continue  # what was sent could not be, and its request has ended with that
             prompt_tokens = len(entry.prompt or ())
             rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
             rows.add_scores(scores, token_bytes.__getitem__)
@@ -286,7 +288,8 @@ class Frontend:
             if row.finish == Finish.STOP:
                 rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
         for owner, rows in by_owner.items():
-            self._answers.send_rows(owner, rows.batch(times))
+            if rows.rids:
+                self._answers.send_rows(owner, rows.batch(times))
 
     def _advance(self, beams: Beams, choice: Choice, row: TextRow, times: IntArray) -> None:
         if not beams.take(choice, row):

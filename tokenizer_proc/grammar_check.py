@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FIELD = "params.grammar"
 TIME_LIMIT_S = 5.0  # the library's own limits are far below on any machine that is not overloaded
+PATIENCE_S = 10.0  # until its turn comes
 MAX_PENDING = 64  # grammars that wait for the library
 MAX_CACHED = 1024  # verdicts
 MAX_CACHED_CHARS = 2**23  # of their grammars
@@ -43,6 +44,14 @@ class _Verdict:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A grammar that is compiled, or waits until a thread has `begun` with it."""
+
+    begun: "asyncio.Future[None]"
+    verdict: "asyncio.Future[_Verdict]"
+
+
 class GrammarCheck:
     """Checks grammars against a model's vocabulary. All methods run in the event loop's thread."""
 
@@ -53,7 +62,7 @@ class GrammarCheck:
         self._vocabulary: LLTokenizer | None = None
         self._verdicts: OrderedDict[Grammar, _Verdict] = OrderedDict()
         self._chars = 0
-        self._pending: dict[Grammar, asyncio.Future[_Verdict]] = {}
+        self._pending: dict[Grammar, _Job] = {}
 
     async def check(self, grammar: Grammar) -> Grammar:
         """The grammar in a form that workers take. Raises Refused with the library's words when it cannot be used."""
@@ -70,18 +79,32 @@ class GrammarCheck:
 
     async def _compile(self, grammar: Grammar) -> _Verdict:
         """Equal grammars are compiled once."""
-        compiling = self._pending.get(grammar)
-        if compiling is None:
+        job = self._pending.get(grammar)
+        if job is None:
             if len(self._pending) >= MAX_PENDING:
                 problem = f"{FIELD}: {MAX_PENDING} grammars are waiting to be compiled; try again later"
                 raise Refused(ErrorCode.OVERLOADED, problem, FIELD, MAX_PENDING, RETRY_AFTER_S)
-            compiling = asyncio.get_running_loop().run_in_executor(self._pool, self._verdict_on, grammar)
-            self._pending[grammar] = compiling
-            compiling.add_done_callback(lambda done: self._note(grammar, done))
-        done, _ = await asyncio.wait({compiling}, timeout=TIME_LIMIT_S)
+            job = self._pending[grammar] = self._begin(grammar)
+        await asyncio.wait({job.begun}, timeout=PATIENCE_S)
+        if not job.begun.done():
+            problem = f"{FIELD}: other grammars are still being compiled; try again later"
+            raise Refused(ErrorCode.OVERLOADED, problem, FIELD, 0, RETRY_AFTER_S)
+        done, _ = await asyncio.wait({job.verdict}, timeout=TIME_LIMIT_S)
         if not done:
             raise _refused(f"could not be compiled within {TIME_LIMIT_S:g} s", int(TIME_LIMIT_S))
-        return compiling.result()
+        return job.verdict.result()
+
+    def _begin(self, grammar: Grammar) -> _Job:
+        loop = asyncio.get_running_loop()
+        begun: asyncio.Future[None] = loop.create_future()
+
+        def work() -> _Verdict:
+            loop.call_soon_threadsafe(begun.set_result, None)
+            return self._verdict_on(grammar)
+
+        verdict = loop.run_in_executor(self._pool, work)
+        verdict.add_done_callback(lambda done: self._note(grammar, done))
+        return _Job(begun, verdict)
 
     def _note(self, grammar: Grammar, done: "asyncio.Future[_Verdict]") -> None:
         del self._pending[grammar]

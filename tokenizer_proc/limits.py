@@ -24,7 +24,13 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
 
     def answer(self, rid: int) -> RequestError:
-        return RequestError(rid, self.code, self.problem[:4096], self.field[:256], self.limit, self.retry_after_s)
+        problem, field = _sendable(self.problem[:4096]), _sendable(self.field[:256])
+        return RequestError(rid, self.code, problem, field, self.limit, self.retry_after_s)
+
+
+def _sendable(text: str) -> str:
+    """Without halves of surrogate pairs, which a client's JSON may have escaped and UTF-8 does not know."""
+    return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True, slots=True)

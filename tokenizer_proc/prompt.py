@@ -16,7 +16,8 @@ from tokenizer_proc.tool_prompt import describe_tools
 
 
 class PromptEncoder:
-    """Turns requests into prompt tokens within the limits. Without state, so threads may share it.
+    """Turns requests into prompt tokens within the limits. Without state, so threads may share it. While the library
+    works on a batch, even of one, other threads run; with its calls for a single text they would wait.
 
     Text is encoded with the special tokens that the tokenizer itself adds (such as BOS); a chat is not, because its
     template writes them; token ids are used as they are. `chat_template` is None where the model has none, or the
@@ -44,8 +45,8 @@ class PromptEncoder:
         else:
             field, text, special = "chat", self._render(msg), False
         self._limits.check_chars(len(text), field)
-        encoding = self._tokenizer.encode(text, add_special_tokens=special)
-        return Tokens(msg.rid, array("i", encoding.ids), tuple(encoding.tokens) if msg.with_pieces else ())
+        tokens = self._ids(text, add_special_tokens=special)
+        return Tokens(msg.rid, tokens, self._pieces(tokens) if msg.with_pieces else ())
 
     def detokenize(self, msg: Detokenize) -> Text:
         """The text of tokens. Raises Refused where there are too many or the model does not have one."""
@@ -55,7 +56,8 @@ class PromptEncoder:
             )
             raise Refused(ErrorCode.TOO_LONG, problem, "token_ids", self._limits.max_chars)
         self._limits.check_token_ids(msg.token_ids, "token_ids")
-        return Text(msg.rid, self._tokenizer.decode(list(msg.token_ids), skip_special_tokens=msg.skip_special_tokens))
+        texts = self._tokenizer.decode_batch([list(msg.token_ids)], skip_special_tokens=msg.skip_special_tokens)
+        return Text(msg.rid, texts[0])
 
     @property
     def chat_template_source(self) -> str:
@@ -93,6 +95,13 @@ class PromptEncoder:
 
     def _tokenize(self, text: str, field: str, *, add_special_tokens: bool) -> IntArray:
         self._limits.check_chars(len(text), field)
-        tokens = array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        tokens = self._ids(text, add_special_tokens=add_special_tokens)
         self._limits.check_prompt(tokens, field)
         return tokens
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> IntArray:
+        return array("i", self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def _pieces(self, tokens: IntArray) -> tuple[str, ...]:
+        pieces = {token: self._tokenizer.id_to_token(token) or "" for token in set(tokens)}
+        return tuple(map(pieces.__getitem__, tokens))

@@ -9,6 +9,10 @@ from common.fields import IntArray
 from common.logprobs import LogprobRows, Logprobs
 from common.messages import Stopped, TextBatch, Timing
 
+MAX_SCORED = 2**16  # tokens named in log probabilities, after which rows are sent
+MAX_SIZE = 2**23  # bytes of tokens and texts, likewise
+TOKEN_BYTES, UTF8_BYTES = 4, 4
+
 BytesOf = Callable[[int], bytes]
 
 
@@ -92,7 +96,13 @@ class Rows:
     token_bytes: dict[int, bytes] = field(default_factory=dict)
     stopped: list[Stopped] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
-    scored: int = 0  # tokens named in log probabilities: they are what can make a batch large
+    scored: int = 0  # tokens named in log probabilities
+    size: int = 0  # bytes of tokens and texts, at most
+
+    @property
+    def full(self) -> bool:
+        """What follows goes into another batch, so that none is larger than a frame."""
+        return self.scored > MAX_SCORED or self.size > MAX_SIZE
 
     def add(
         self, rid: int, choice: int, tokens: IntArray, text: str, finish: int, prompt_tokens: int, cached: int
@@ -102,6 +112,7 @@ class Rows:
         self.counts.append(len(tokens))
         self.token_ids.extend(tokens)
         self.texts.append(text)
+        self.size += TOKEN_BYTES * len(tokens) + (len(text) if text.isascii() else UTF8_BYTES * len(text))
         self.finish.append(finish)
         self.prompt_tokens.append(prompt_tokens)
         self.cached.append(cached)

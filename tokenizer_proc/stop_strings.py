@@ -24,6 +24,8 @@ class StopMatcher:
         if not self._stops:
             return text, None
         seen = self._held + text
+        if not self._held and not any(stop[0] in text for stop, _ in self._stops):  # the usual case
+            return text, None
         for end, char in enumerate(text, len(self._held) + 1):
             found = self._advance(char, may_stop)
             if found is not None:

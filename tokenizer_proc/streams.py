@@ -1,6 +1,7 @@
 """The detokenizer's state: one text stream per live request."""
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.fields import IntArray
@@ -8,6 +9,8 @@ from common.messages import Finish, OpenStream, RequestError, TextBatch, TokenBa
 from tokenizer_proc.rows import BytesOf, Rows, Scores, scores_of
 from tokenizer_proc.stop_strings import StopMatcher
 from tokenizer_proc.text_decoder import TextDecoder, TextDecoders
+
+REPLAYED = 256  # tokens of a stream that goes on, from one tick to the next
 
 
 @dataclass(slots=True)
@@ -49,12 +52,14 @@ class Streams:
         """Requests with output before their OpenStream."""
         return len(self._early)
 
-    def open(self, msg: OpenStream) -> TextBatch | RequestError | None:
-        """Start a stream, or go on with one that another detokenizer had; what has come early for it leaves at once, as
-        one row."""
+    def open(self, msg: OpenStream, tick: Callable[[], object] = lambda: None) -> TextBatch | RequestError | None:
+        """Start a stream, or go on with one that another detokenizer had, which may take long: `tick` is called all the
+        while. What has come early for it leaves at once, as one row."""
         decoder = self._decoders.new(skip_special_tokens=msg.skip_special_tokens, continues=True)
         stream = self._streams[msg.rid] = _Stream(decoder, StopMatcher(msg.stop), msg.min_tokens)
-        self._text(stream, msg.emitted, Finish.NONE)  # brings it to where the client is
+        for at in range(0, len(msg.emitted), REPLAYED):  # brings it to where the client is
+            self._text(stream, msg.emitted[at : at + REPLAYED], Finish.NONE)
+            tick()
         early = self._early.pop(msg.rid, None)
         if early is None:
             return None

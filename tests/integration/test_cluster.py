@@ -285,13 +285,16 @@ def refuses(connection):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_lets_running_and_waiting_requests_finish(llama, number):
+@pytest.mark.parametrize("whom", ["launcher", "everybody"])  # as terminals, timeout(1) and systemd send them
+def test_one_signal_lets_running_and_waiting_requests_finish(llama, number, whom):
     cluster = Cluster(llama, "--tp", "2", "--kv-tokens", "4096", "--max-running", "4")
     try:
         cluster.wait_ready()
         with cluster.connect() as connection, cluster.connect() as late:
             rids = [connection.submit([5, 6, i], SamplingParams(max_tokens=60, **GREEDY)) for i in range(32)]
             connection.stats()  # answered after them: they have been taken in
+            for process in cluster.seen.values() if whom == "everybody" else ():
+                process.send_signal(number)
             cluster.process.send_signal(number)
             wait_until(lambda: refuses(late), 10)
             answers = collect(connection, rids)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import zmq
 
+from common.child import END
 from common.codec import Message, decode, encode, message_types
 from common.config import ClusterConfig, ModelConfig
 from common.messages import (
@@ -405,13 +406,13 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_sigterm_answers_every_live_request(cluster: Cluster) -> None:
+def test_to_end_is_to_answer_every_live_request(cluster: Cluster) -> None:
     client = cluster.client()
     for rid in (1, 2):
         client.send(request(rid))
         cluster.scheduler.receive(AddRequest)
     for process in cluster.processes.values():
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(END)
     errors = [client.receive(RequestError) for _ in range(2)]
     assert {(e.rid, e.code) for e in errors} == {(1, ErrorCode.SHUTTING_DOWN), (2, ErrorCode.SHUTTING_DOWN)}
     assert [p.wait(PATIENCE_MS / 1000) for p in cluster.processes.values()] == [0, 0]

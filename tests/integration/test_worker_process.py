@@ -14,6 +14,7 @@ import psutil
 import pytest
 import zmq
 
+from common.child import END
 from common.codec import Message, decode, encode
 from common.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from common.messages import Fatal, GetStats, Go, Joined, Progress, Pulse, Ready, StepPlan, StepResult, ints
@@ -205,7 +206,7 @@ def test_serves_plans(short_dir: Path, checkpoint: Path, tp: int) -> None:
         assert [workers.step(restarted.plan(enter={3: GREEDY}, chunks=(chunk,)))] == greedy(checkpoint, PROMPTS[3:4], 1)
 
         for process in workers.processes:
-            process.terminate()
+            process.send_signal(END)
         assert workers.wait_ends() == [0] * tp
         while workers.control.poll(0):
             decode(workers.control.recv_multipart()[1], {Pulse})  # nothing else was said

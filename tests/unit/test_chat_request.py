@@ -15,6 +15,7 @@ from tests.helpers_templates import HERMES, LLAMA31, QWEN3, TEMPLATES
 from tests.helpers_tokenizers import CHATML, byte_level
 from tests.helpers_wire import whole_body
 from tests.unit.frontend_world import GREEDY, World, request, run
+from tokenizer_proc.chat_request import parse_messages, parse_tools
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.limits import Limits, Refused
 from tokenizer_proc.prompt import PromptEncoder
@@ -218,3 +219,13 @@ def test_formats_of_the_templates() -> None:
     assert formats["qwen3"].reasoning is Reasoning.TAGS
     assert detect_formats(QWEN3, thinking=False).reasoning is Reasoning.NONE
     assert detect_formats(HERMES).reasoning is Reasoning.NONE
+
+
+def test_halves_of_surrogate_pairs() -> None:
+    """A cut emoji, as models write it and clients send it back, is a replacement character in the prompt."""
+    half = '{"tool_calls": [{"function": {"name": "f", "arguments": "{\\"x\\": \\"a\\\\ud83d\\"}"}}]}'
+    messages = parse_messages([ChatMessage("assistant", "", half)])
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": "a\N{REPLACEMENT CHARACTER}"}
+    assert parse_tools('[{"function": {"name": "\\ud83d\\ude00"}}]') == [{"function": {"name": "\N{GRINNING FACE}"}}]
+    refusal = Refused(ErrorCode.INVALID, "template_args.\ud800: is not known", "template_args.\ud800").answer(3)
+    assert decode(encode(refusal), {RequestError}) == refusal and refusal.field == "template_args.?"

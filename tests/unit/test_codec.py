@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.codec import (
+    MAX_CONTAINERS,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     FrameError,
@@ -300,3 +301,10 @@ def test_the_sender_of_an_oversized_request_is_named():
         with pytest.raises(FrameError) as refused:
             decode(other + b"\x00" * 5000, {Generate}, max_bytes=4000)
         assert refused.value.rids == ()
+
+
+@pytest.mark.parametrize("empty", [b"\x90", b"\x80"])
+def test_a_frame_of_nothing_but_containers_is_refused_before_it_fills_memory(empty: bytes) -> None:
+    count = 4 * MAX_CONTAINERS
+    error = refused(b"\xdd" + count.to_bytes(4, "big") + empty * count)
+    assert error.cause == "malformed" and str(MAX_CONTAINERS) in error.problem

@@ -417,3 +417,23 @@ def test_text_that_waits_counts_from_its_arrival(monkeypatch: pytest.MonkeyPatch
         assert len(world.added) == 2 and not world.answers, "what was tokenized waits no longer"
 
     run(test)
+
+
+def test_answers_that_end_together_go_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenizer_proc.rows.MAX_SIZE", 100)
+
+    async def test() -> None:
+        world = World()
+        for rid in range(4):
+            world.receive(request(rid, stream=False))
+        await world.settle()
+        rids = [m.rid for m in world.scheduler if isinstance(m, AddRequest)]
+        zeros = ints(0, 0, 0, 0)
+        ends = TextBatch(
+            ints(*rids), zeros, ints(20, 20, 20, 20), ints(*range(80)), ("\u00e4",) * 4, bytes([Finish.LENGTH] * 4),
+            zeros, zeros, array("q"),
+        )  # fmt: skip
+        world.frontend.on_detokenizer(ends)
+        assert [list(m.rids) for m in world.answers[b"a"]] == [[0, 1], [2, 3]]
+
+    run(test)

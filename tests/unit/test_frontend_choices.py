@@ -188,7 +188,7 @@ def test_an_answer_that_is_too_large_ends_its_request_with_one_error() -> None:
     async def test() -> None:
         world = World()
         first, second, third = await world.choices(3)
-        huge = "\N{GRINNING FACE}" * (MAX_FRAME_BYTES // 8)
+        huge = "\N{GRINNING FACE}" * (MAX_FRAME_BYTES // 4)
         batch = TextBatch(
             ints(first, second), ints(0, 0), ints(0, 0), ints(), (huge, huge), bytes([Finish.LENGTH, Finish.NONE]),
             ints(0, 0), ints(0, 0), array("q"),

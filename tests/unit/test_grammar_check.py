@@ -170,11 +170,12 @@ def test_time_and_number_of_waiting_grammars_are_limited(monkeypatch: pytest.Mon
     async def test() -> None:
         gate = Gate()
         checker = GrammarCheck(straddling(), ints(EOS), gate)
-        monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 0.01)
+        monkeypatch.setattr(grammar_check, "PATIENCE_S", 0.01)
         monkeypatch.setattr(grammar_check, "MAX_PENDING", 2)
-        for letter in "ab":
-            with pytest.raises(Refused, match="within"):
+        for letter in "ab":  # nobody has begun with them
+            with pytest.raises(Refused, match="other grammars") as refused:
                 await checker.check(Grammar("regex", letter))
+            assert refused.value.code == ErrorCode.OVERLOADED and refused.value.retry_after_s > 0
         with pytest.raises(Refused) as refused:
             await checker.check(Grammar("regex", "c"))
         assert refused.value.code == ErrorCode.OVERLOADED and refused.value.retry_after_s > 0
@@ -231,5 +232,31 @@ def test_workers_get_ebnf_as_lark() -> None:
         first, again = (added.grammar for added in world.added)
         assert first == again and first is not None
         assert (first.kind, first.closing) == ("lark", "</think>") and first.text.startswith("%llguidance")
+
+    run(test)
+
+
+def test_the_time_of_a_grammar_begins_with_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        slow, free = threading.Event(), threading.Event()
+
+        class Slow(GrammarCheck):
+            def _verdict_on(self, grammar: Grammar):  # type: ignore[no-untyped-def]
+                slow.set()
+                assert free.wait(10)
+                return super()._verdict_on(grammar)
+
+        with ThreadPoolExecutor(1) as pool:
+            checker = Slow(straddling(), ints(EOS), pool)
+            monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 0.01)
+            with pytest.raises(Refused, match="within") as refused:
+                await checker.check(SCHEMA)
+            assert refused.value.code == ErrorCode.INVALID and slow.is_set()
+            monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 10.0)
+            waiting = asyncio.ensure_future(checker.check(Grammar("regex", "[a-z]+")))
+            await asyncio.sleep(0.05)  # longer than the first one was given
+            assert not waiting.done()
+            free.set()
+            assert await waiting == Grammar("regex", "[a-z]+")
 
     run(test)

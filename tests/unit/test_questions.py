@@ -20,6 +20,8 @@ from common.messages import (
 from tests.unit.frontend_world import INFO, World, run, tokenizer
 from tokenizer_proc import questions
 from tokenizer_proc.clients import Sent
+from tokenizer_proc.limits import Limits
+from tokenizer_proc.prompt import PromptEncoder
 
 
 def test_a_text_is_tokenized_and_detokenized() -> None:
@@ -126,3 +128,28 @@ def test_an_answer_larger_than_a_frame_is_refused(monkeypatch: pytest.MonkeyPatc
         await asyncio.sleep(0)
 
     run(test)
+
+
+def test_long_texts_leave_other_threads_their_turns() -> None:
+    """The library's calls for one text keep every other thread of the process waiting, the event loop among them."""
+    limits = Limits(2**20, 2**20, vocab_size=1000, max_live=1, max_choices=1)
+    encoder = PromptEncoder(tokenizer(), None, limits)
+    turns, done = 0, threading.Event()
+
+    def others() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        before = turns
+        tokens = encoder.tokenize(Tokenize(1, "fox dog " * 100_000, None)).token_ids
+        assert turns - before > 20
+        before = turns
+        assert encoder.detokenize(Detokenize(2, tokens[1:])).text == "fox dog " * 100_000
+        assert turns - before > 5
+    finally:
+        done.set()
+        thread.join()

@@ -211,3 +211,21 @@ def test_a_lock_file_removed_under_our_hands_is_not_a_lock(tmp_path: Path, monke
     with pytest.raises(RunDirError, match="living cluster"):
         RunDir(tmp_path)
     held.close()
+
+
+@pytest.mark.parametrize("name", ["config.json", "control.sock", "store-0"])
+def test_a_directory_with_such_files_of_somebody_else_is_not_taken(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(RunDirError, match=name):
+        RunDir(tmp_path)
+    assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_that_only_look_alike_stay(tmp_path: Path) -> None:
+    foreign = {"docker.sock", "store-photos.zip", "store-x", "config.json.bak"}
+    for name in foreign - {"store-x"}:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "store-x").mkdir()
+    die_holding(tmp_path)
+    RunDir(tmp_path).close()
+    assert {entry.name for entry in tmp_path.iterdir()} == foreign

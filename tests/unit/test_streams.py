@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from common.messages import ErrorCode, Finish, OpenStream, RequestError, TextBatch, Timing, TokenBatch, ints
 from tests.helpers_tokenizers import SPECIAL, byte_level
-from tokenizer_proc.streams import Streams
+from tokenizer_proc.streams import REPLAYED, Streams
 from tokenizer_proc.text_decoder import TextDecoders
 from tokenizer_proc.token_bytes import TokenBytes
 
@@ -219,3 +219,13 @@ def test_when_a_prompt_was_begun_goes_along_with_its_first_token():
     assert isinstance(late, TextBatch) and late.timings == (Timing(0, started=50),)
     more = streams.push(batch((1, tokens, 0)), 6)
     assert more is not None and more.timings == ()
+
+
+def test_who_takes_up_a_long_stream_says_that_it_lives() -> None:
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
+    fox, ticks = ids_of(" fox"), []
+    long = OpenStream(1, (" fox dog",), True, emitted=ints(*fox * 1000))
+    assert streams.open(long, lambda: ticks.append(len(streams))) is None
+    assert len(ticks) == -(-1000 * len(fox) // REPLAYED)
+    out = streams.push(batch((1, ids_of(" dog"), Finish.NONE)), 6)
+    assert rows_of(out)[0][3] == Finish.STOP, "what came before is known"
