@@ -5,7 +5,7 @@ evicted. All known tokens of the request get their pages at once; the classes di
 come. Only FullReservation can do without preemption.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from scheduler_proc.kv_manager import KVManager
@@ -13,7 +13,9 @@ from scheduler_proc.request import Request
 
 
 class Admission(Protocol):
-    def fits(self, kv: KVManager, running: Sequence[Request], request: Request) -> bool: ...
+    def fits(self, kv: KVManager, running: Sequence[Request], request: Request) -> bool:
+        """Whether `request` may start beside `running`."""
+        ...
 
     def after_step(self) -> None:
         """A step was planned without preemption."""
@@ -27,20 +29,14 @@ def promised(kv: KVManager, running: Sequence[Request]) -> int:
     return sum(kv.pages_for(r.kv_len_at_end) - len(r.pages) for r in running)
 
 
-class FullReservation:
+class FullReservation(Admission):
     """Reserves every request's longest possible length. It cannot overcommit; it wastes what early stops leave."""
 
     def fits(self, kv: KVManager, running: Sequence[Request], request: Request) -> bool:
         return promised(kv, [*running, request]) <= kv.available
 
-    def after_step(self) -> None:
-        pass
 
-    def after_preemption(self, running: Sequence[Request]) -> None:
-        pass
-
-
-class NewTokenRatio:
+class NewTokenRatio(Admission):
     """SGLang's rule: reserve `ratio` of the output that running requests may still produce, at most `clip` each.
 
     The ratio falls a little with every step that goes well and rises on preemption to what the running requests have
@@ -70,7 +66,7 @@ class NewTokenRatio:
             self.ratio = min(1.0, max(self.ratio, (done + 20 * len(running)) / total))
 
 
-class ExactPeak:
+class ExactPeak(Admission):
     """LightLLM's rule (Past-Future scheduler, Gong et al., ASPLOS 2025): the largest need at any future end.
 
     With requests sorted by remaining output, descending, the pool is fullest just before some request ends; then
@@ -92,14 +88,8 @@ class ExactPeak:
     def _alone(self, kv: KVManager, r: Request) -> int:
         return max(0, kv.pages_for(r.kv_len_at_end) - max(len(r.pages), kv.pages_for(len(r.tokens) + 1)))
 
-    def after_step(self) -> None:
-        pass
 
-    def after_preemption(self, running: Sequence[Request]) -> None:
-        pass
-
-
-ADMISSIONS: dict[str, type[FullReservation] | type[NewTokenRatio] | type[ExactPeak]] = {
+ADMISSIONS: dict[str, Callable[[], Admission]] = {
     "reserve": FullReservation,
     "ratio": NewTokenRatio,
     "peak": ExactPeak,

@@ -44,11 +44,6 @@ class Recorder:
         limits = (scheduler.context_len, scheduler.epoch, scheduler.vocab_size)
         self._write((MAGIC, FORMAT, PROTOCOL_VERSION, config, *pool, *limits))
 
-    @property
-    def last(self) -> int:
-        """The time of the last record (ns)."""
-        return self._last
-
     def put(self, kind: Kind, now: int, *rest: bytes | int | None) -> None:
         self._last = now
         self._write((kind, now, *rest))

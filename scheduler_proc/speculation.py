@@ -11,7 +11,6 @@ long.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from common.config import SchedulerConfig
 from common.fields import IntArray
@@ -39,8 +38,8 @@ class Guesser:
     record: Rate = field(default_factory=Rate)
 
 
-class Speculation(Protocol):
-    """What the rest of the scheduler asks and tells."""
+class Speculation:
+    """What the rest of the scheduler asks and tells. This one never guesses."""
 
     def follow(self, request: Request) -> None:
         """A request has got a slot."""
@@ -50,39 +49,17 @@ class Speculation(Protocol):
 
     def better_wait(self, residents: Residents) -> bool:
         """Whether the next step should not be planned before the step in flight is known."""
-        ...
+        return False
 
     def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
         """Guesses by request id, for requests that are not in a step in flight; at most `room` tokens in all."""
-        ...
+        return {}
 
     def done(self, step: Step, result: StepResult, now: int) -> None:
         """A step came back. `now` in ns."""
 
     def restarted(self) -> None:
         """The workers are new."""
-
-
-class NoSpeculation:
-    """Off."""
-
-    def follow(self, request: Request) -> None:
-        pass
-
-    def took(self, request: Request) -> None:
-        pass
-
-    def better_wait(self, residents: Residents) -> bool:
-        return False
-
-    def guesses(self, ready: Sequence[Request], room: int) -> dict[int, IntArray]:
-        return {}
-
-    def done(self, step: Step, result: StepResult, now: int) -> None:
-        pass
-
-    def restarted(self) -> None:
-        pass
 
 
 def can_guess(request: Request) -> bool:
@@ -101,8 +78,8 @@ def most_guesses(request: Request) -> int:
     return request.max_tokens - request.generated - 1
 
 
-class NgramSpeculation:
-    """Guesses by prompt lookup, as many as pay. See Speculation."""
+class NgramSpeculation(Speculation):
+    """Guesses by prompt lookup, as many as pay."""
 
     def __init__(self, config: SchedulerConfig):
         self._config = config
@@ -213,4 +190,4 @@ class NgramSpeculation:
 
 def make_speculation(config: SchedulerConfig) -> Speculation:
     """By `config.speculation`."""
-    return NgramSpeculation(config) if config.speculation == "ngram" else NoSpeculation()
+    return NgramSpeculation(config) if config.speculation == "ngram" else Speculation()

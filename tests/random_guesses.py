@@ -7,11 +7,11 @@ from common.fields import IntArray
 from common.messages import ints
 from scheduler_proc.request import Request
 from scheduler_proc.residents import Residents
-from scheduler_proc.speculation import NoSpeculation, can_guess, most_guesses
+from scheduler_proc.speculation import Speculation, can_guess, most_guesses
 from tests.paper_worker import VOCAB, next_token
 
 
-class RandomGuesses(NoSpeculation):
+class RandomGuesses(Speculation):
     """A Speculation that waits or not, and guesses up to `most` tokens of the paper worker's, right up to some point,
     for some of those who may have guesses."""
 
