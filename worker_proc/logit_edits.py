@@ -30,7 +30,7 @@ class LogitEditor:
         self._device = torch.device(device)
         self._edits: dict[int, LogitEdits] = {}
         self._penalties = Penalties(max_slots, vocab_size, self._device)
-        self._bias_of: list[int] = []  # the slots that `_bias` was made for, row by row
+        self._bias_of: list[int] = []  # the slots that `_bias` was made for, row by row, while their edits stay
         self._bias: tuple[Staged, Staged] | None = None  # int64 [2, N]: row, token; float64 [N]
 
     def enter(
@@ -48,6 +48,7 @@ class LogitEditor:
                 continue
             ends = array("i", (token for token in draw.edits.ends if token < self._vocab_size))
             self._edits[slot] = replace(draw.edits, ends=ends)
+            self._bias_of = []
             if draw.edits.counts_tokens:
                 if slot not in histories or not histories[slot].tokens:
                     raise PlanError(f"histories: slot {slot} has penalties and no history")

@@ -144,3 +144,17 @@ def test_an_end_outside_the_vocabulary_is_harmless_and_a_missing_history_is_not(
     assert logits[0].isinf().nonzero().tolist() == [[2]]
     with pytest.raises(PlanError, match="slot 1 has penalties and no history"):
         editor.enter([1], [DrawParams(edits=LogitEdits(repetition_penalty=2.0))], {}, Staging("cpu"))
+
+
+def test_a_slot_without_edits_that_is_taken_by_a_request_with_a_bias() -> None:
+    """The other rows of the batch stay what they are, and with them the slots of the step."""
+    editor = LogitEditor(2, VOCAB)
+    enter(editor, 0, None, [1], [])
+    enter(editor, 1, LogitEdits(logit_bias={3: 5.0}), [1], [])
+    slots, lengths = torch.tensor([0, 1]), torch.tensor([1, 1])
+    apply(editor, torch.zeros(2, VOCAB), slots, lengths)
+    editor.leave([0])
+    enter(editor, 0, LogitEdits(logit_bias={7: 9.0}), [1], [])
+    logits = torch.zeros(2, VOCAB)
+    apply(editor, logits, slots, lengths)
+    assert logits.nonzero().tolist() == [[0, 7], [1, 3]]
