@@ -11,6 +11,7 @@ from tests.helpers_quantized import bytes_config, quantization_config
 from worker_proc.errors import ModelError
 from worker_proc.models.describe import describe
 from worker_proc.quantization.scheme import Scheme
+from worker_proc.quantization.stored_config import parse_stored
 
 INT4 = Scheme(4, 32)
 
@@ -40,6 +41,13 @@ def check_field(directory: Path, stored: dict[str, Any], field: str) -> None:
         ("gptq", {"group_size": 48}, "group_size"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format"),
         ("gptq", {"sym": None}, "sym"),
+        ("gptq", {"dynamic": {"+:.*down_proj": {"sym": False}}}, "dynamic: +:.*down_proj"),
+        ("gptq", {"dynamic": {"-:.*o_proj": {}, ".*up_proj": {"bits": 8}}}, "dynamic: .*up_proj"),
+        ("gptq", {"dynamic": {".*": {"group_size": 64}}}, "dynamic: .*"),
+        ("gptq", {"dynamic": {".*": {"desc_act": True}}}, "dynamic: .*"),
+        ("gptq", {"dynamic": {".*": {"bits": 3}}}, "bits"),
+        ("gptq", {"dynamic": {".*": None}}, "dynamic: .*"),
+        ("gptq", {"dynamic": ["-:.*"]}, "dynamic"),
         ("awq", {"version": "gemv"}, "version"),
         ("awq", {"bits": 8}, "bits"),
         ("awq", {"zero_point": False}, "zero_point"),
@@ -51,6 +59,15 @@ def check_field(directory: Path, stored: dict[str, Any], field: str) -> None:
 )
 def test_other_formats_are_refused_by_name(method: str, change: dict[str, Any], field: str, tmp_path: Path) -> None:
     check_field(tmp_path, quantization_config(method, INT4) | change, field)
+
+
+def test_rules_for_modules_may_exclude_them_and_repeat_what_holds_for_all() -> None:
+    stored = quantization_config("gptq", INT4)
+    same = {"bits": 4, "group_size": 32, "sym": True, "damp_percent": 0.2}
+    rules = {"-:.*o_proj": {}, "+:.*down_proj": same, ".*up_proj": {}}
+    for dynamic in (rules, {}, None):
+        config = {"quantization_config": stored | {"dynamic": dynamic}}
+        assert parse_stored(config) == parse_stored({"quantization_config": stored})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """What `quantization_config` of a checkpoint says, for the formats that are read. Needs no torch.
 
 Every setting that would change the numbers and is not implemented is refused by name. Which modules are quantized is
-seen from their tensors, so lists of exceptions (`ignore`, `modules_to_not_convert`, `dynamic`) need no reading.
+seen from their tensors, so lists of exceptions (`ignore`, `modules_to_not_convert`) need no reading. All that are have
+the same settings: GPTQ's `dynamic` may exclude modules, and change nothing of others.
 """
 
 from collections.abc import Mapping
@@ -79,6 +80,20 @@ def parse_stored(config: Mapping[str, Any]) -> StoredQuantization | None:
 
 
 def _gptq(stored: Mapping[str, Any]) -> StoredQuantization:
+    common, rules = _gptq_layout(stored), stored.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        raise ModelError("quantization_config: dynamic", rules, "must be an object")
+    for pattern, settings in rules.items():
+        if pattern.startswith("-:"):  # not quantized
+            continue
+        # not all of it shows in the tensors: symmetric codes are stored with zeros, too
+        if not isinstance(settings, dict) or _gptq_layout({**stored, **settings}) != common:
+            reason = "settings of single modules are not supported"
+            raise ModelError(f"quantization_config: dynamic: {pattern}", settings, reason)
+    return common
+
+
+def _gptq_layout(stored: Mapping[str, Any]) -> StoredQuantization:
     by_activations = _require(stored, "desc_act", (False, True, None), "must be true or false")
     layout = stored.get("checkpoint_format", stored.get("format")) or "gptq"
     if layout not in ("gptq", "gptq_v2"):
