@@ -30,6 +30,9 @@ LLAMA = {
 GEMMA3 = LLAMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
 QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2}
+QWEN3 = LLAMA | {"model_type": "qwen3", "architectures": None, "num_key_value_heads": 2}
+SMOLLM3 = LLAMA | {"model_type": "smollm3", "architectures": None}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 PHI3 = LLAMA | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
 GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
@@ -61,6 +64,24 @@ def test_gemma_3_in_the_spelling_of_older_checkpoints() -> None:
     new = {"rope_parameters": ropes, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
     assert parse_spec(GEMMA3 | old) == parse_spec(GEMMA3 | new)
     assert parse_spec(GEMMA3 | old).windows == (64, None)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "windows"),
+    [
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, (None, 5)),
+        (QWEN3, SLIDING | {"use_sliding_window": True, "sliding_window": 5}, (5, None)),
+        (QWEN3, {"sliding_window": 5, "layer_types": ["full_attention"] * 2}, (None, None)),
+        (SMOLLM3, {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0]}, (None, 5)),
+        (SMOLLM3, SLIDING | {"use_sliding_window": True, "sliding_window": 5}, (5, None)),
+        (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 5}, (5, 5)),
+        (QWEN3_MOE, {"sliding_window": 5}, (None, None)),
+        (PHI3, {"sliding_window": 5}, (5, 5)),
+        (GEMMA3, {"sliding_window": None, "layer_types": ["full_attention"] * 2}, (None, None)),
+    ],
+)
+def test_windows(base: dict[str, Any], change: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert parse_spec(base | change).windows == windows
 
 
 def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
@@ -95,14 +116,21 @@ def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
         (LLAMA, {"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta"),
         (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
         (LLAMA, {"rope_scaling": [1]}, "rope_scaling"),
-        (LLAMA | {"model_type": "qwen3", "architectures": None, "num_key_value_heads": 2},
-         {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
-        (LLAMA | {"model_type": "qwen3", "architectures": None, "num_key_value_heads": 2},
-         {"layer_types": ["full_attention"]}, "layer_types"),
+        (QWEN3, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        (QWEN3, {"layer_types": ["full_attention"]}, "layer_types"),
         (LLAMA | {"model_type": "mistral", "architectures": None, "num_key_value_heads": 2},
          {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (LLAMA | {"model_type": "mistral", "architectures": None, "num_key_value_heads": 2},
          {"sliding_window": -4}, "sliding_window"),
+        (QWEN3, SLIDING, "use_sliding_window"),
+        (QWEN3, SLIDING | {"use_sliding_window": True, "sliding_window": None}, "sliding_window"),
+        (QWEN3, {"max_window_layers": "1"}, "max_window_layers"),
+        (SMOLLM3, SLIDING | {"sliding_window": 5}, "use_sliding_window"),
+        (SMOLLM3, SLIDING | {"sliding_window": 5, "use_sliding_window": False}, "use_sliding_window"),
+        (SMOLLM3, SLIDING | {"use_sliding_window": True}, "sliding_window"),
+        (QWEN3_MOE, SLIDING | {"use_sliding_window": True}, "layer_types"),
+        (QWEN3_MOE, {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        (PHI3, SLIDING | {"sliding_window": 5}, "layer_types"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         (GEMMA3, {"sliding_window": None}, "sliding_window"),
@@ -132,8 +160,8 @@ def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
         (QWEN3_MOE, {"num_local_experts": 0}, "num_local_experts"),
         (LLAMA | {"model_type": "granite", "architectures": None}, {"logits_scaling": 0}, "logits_scaling"),
         (LLAMA | {"model_type": "granite", "architectures": None}, {"residual_multiplier": "1"}, "residual_multiplier"),
-        (LLAMA | {"model_type": "smollm3", "architectures": None}, {"no_rope_layers": [1]}, "no_rope_layers"),
-        (LLAMA | {"model_type": "smollm3", "architectures": None}, {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers"),
+        (SMOLLM3, {"no_rope_layers": [1, 2]}, "no_rope_layers"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
         (GPT2, {"n_head": 3}, "n_embd"),
         (GPT2, {"activation_function": "mish"}, "activation_function"),

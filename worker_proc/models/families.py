@@ -58,7 +58,7 @@ def parse_spec(config: Config) -> DecoderSpec:
 
 
 def _parse_llama(config: Config) -> DecoderSpec:
-    """Llama, Mistral, Qwen2 and Qwen3, and what the others begin with."""
+    """Llama, and what the others begin with."""
     model_type = str(config["model_type"])
     hidden = positive_int(config, "hidden_size")
     heads = positive_int(config, "num_attention_heads")
@@ -91,8 +91,23 @@ def _parse_llama(config: Config) -> DecoderSpec:
         learned_positions=False,
         ropes=(rope,) * layers,
         scales=(head_dim**-0.5,) * layers,
-        windows=_windows(config, model_type, layers) if model_type in _HAVE_WINDOWS else (None,) * layers,
+        windows=(None,) * layers,
     )
+
+
+def _parse_mistral(config: Config) -> DecoderSpec:
+    spec = _parse_llama(config)
+    return replace(spec, windows=_windows(config, [True] * spec.num_layers, fixed=True))
+
+
+def _parse_qwen(config: Config) -> DecoderSpec:
+    """Qwen2 and Qwen3. Windows, where they are used, begin at a layer or are in those that are named."""
+    spec = _parse_llama(config)
+    first = config.get("max_window_layers", 28)
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ModelError("max_window_layers", first, "must be an integer")
+    slides = [layer >= first for layer in range(spec.num_layers)]
+    return replace(spec, windows=_windows(config, slides, flag=True))
 
 
 def _parse_gpt2(config: Config) -> DecoderSpec:
@@ -136,9 +151,7 @@ def _parse_phi3(config: Config) -> DecoderSpec:
     if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # older names of it
         rest = {key: value for key, value in rope.items() if key != "type"}
         config = {**config, "rope_scaling": {**rest, "rope_type": "longrope"}}
-    window = optional_int(config, "sliding_window")
-    spec = _parse_llama(config)
-    return replace(spec, layout="phi3", windows=(window,) * spec.num_layers)
+    return replace(_parse_mistral(config), layout="phi3")
 
 
 def _parse_granite(config: Config) -> DecoderSpec:
@@ -161,21 +174,16 @@ def _parse_smollm3(config: Config) -> DecoderSpec:
         rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) < layers or any(mark not in (0, 1) for mark in rotated):
         raise ModelError("no_rope_layers", rotated, f"must list 0 or 1 for each of {layers} layers")
-    window = optional_int(config, "sliding_window") if boolean(config, "use_sliding_window", False) else None
-    slides = [window is not None and not mark for mark in rotated[:layers]]
-    if config.get("layer_types") is not None:
-        slides = [kind == "sliding_attention" for kind in _layer_types(config, layers)]
     return replace(
         spec,
         ropes=tuple(rope if mark else None for rope, mark in zip(spec.ropes, rotated, strict=False)),
-        windows=tuple(window if slide else None for slide in slides),
+        windows=_windows(config, [not mark for mark in rotated[:layers]], flag=True),
     )
 
 
 def _parse_mixtral(config: Config) -> DecoderSpec:
-    spec, window = _parse_llama(config), optional_int(config, "sliding_window")
     mixture = MixtureSpec(*_experts(config), renormalizes=True)
-    return replace(spec, layout="mixtral", windows=(window,) * spec.num_layers, mixture=mixture)
+    return replace(_parse_mistral(config), layout="mixtral", mixture=mixture)
 
 
 def _parse_qwen3_moe(config: Config) -> DecoderSpec:
@@ -184,9 +192,9 @@ def _parse_qwen3_moe(config: Config) -> DecoderSpec:
     if config.get("decoder_sparse_step") not in (None, 1):
         raise ModelError("decoder_sparse_step", config["decoder_sparse_step"], "every layer must be a mixture")
     spec = _parse_llama({**config, "intermediate_size": positive_int(config, "moe_intermediate_size")})
-    window = optional_int(config, "sliding_window") if boolean(config, "use_sliding_window", False) else None
+    windows = _windows(config, [True] * spec.num_layers, flag=True, fixed=True)
     mixture = MixtureSpec(*_experts(config), boolean(config, "norm_topk_prob", False))
-    return replace(spec, qk_norm=True, windows=(window,) * spec.num_layers, mixture=mixture)
+    return replace(spec, qk_norm=True, windows=windows, mixture=mixture)
 
 
 def _parse_gpt_oss(config: Config) -> DecoderSpec:
@@ -202,7 +210,7 @@ def _parse_gpt_oss(config: Config) -> DecoderSpec:
         layout="gpt_oss",
         activation=CLAMPED_SWIGLU,
         mlp_bias=True,
-        windows=_some_windows(config, spec.num_layers, every=2),
+        windows=_windows(config, _but_each(2, spec.num_layers)),
         mixture=MixtureSpec(*_experts(config), renormalizes=True, router_bias=True),
         sinks=True,
     )
@@ -244,7 +252,7 @@ def _parse_gemma2(config: Config) -> DecoderSpec:
         spec,
         output_norms=True,
         scales=(positive_float(config, "query_pre_attn_scalar", 256.0) ** -0.5,) * layers,
-        windows=_some_windows(config, layers, every),
+        windows=_windows(config, _but_each(every, layers)),
         softcap=optional_float(config, "attn_logit_softcapping"),
         logit_softcap=optional_float(config, "final_logit_softcapping"),
     )
@@ -277,37 +285,29 @@ def _parse_gemma3(config: Config) -> DecoderSpec:
     )
 
 
-def _windows(config: Config, model_type: str, layers: int) -> tuple[int | None, ...]:
+def _windows(config: Config, slides: list[bool], *, flag: bool = False, fixed: bool = False) -> tuple[int | None, ...]:
+    """The sliding window of each layer. `slides` says which have one where `layer_types` does not, and always if they
+    are `fixed`; with `flag`, none has without `use_sliding_window`. Raises ModelError for what contradicts itself."""
     window = optional_int(config, "sliding_window")
-    if model_type.startswith("qwen") and not boolean(config, "use_sliding_window", False):
+    if flag and not boolean(config, "use_sliding_window", False):
         window = None
-    kinds = config.get("layer_types")
-    if model_type.startswith("qwen") and kinds is None:
-        first = config.get("max_window_layers", 28)
-        if not isinstance(first, int) or isinstance(first, bool):
-            raise ModelError("max_window_layers", first, "must be an integer")
-        return tuple(window if layer >= first else None for layer in range(layers))
-    if kinds is None:
-        return (window,) * layers
-    kinds = _layer_types(config, layers)
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if model_type.startswith("qwen"):
-        if window is None and "sliding_attention" in kinds:
-            raise ModelError("layer_types", kinds, "sliding_attention needs use_sliding_window and sliding_window")
-    elif windows != (window,) * layers:
-        raise ModelError("layer_types", kinds, f"{model_type} has the same sliding_window ({window}) in every layer")
-    return windows
-
-
-def _some_windows(config: Config, layers: int, every: int) -> tuple[int | None, ...]:
-    """Of layers that `layer_types` names, else of all but each `every`th one."""
-    window = optional_int(config, "sliding_window")
-    slides = [(layer + 1) % every != 0 for layer in range(layers)]
+    if window is None and (flag or fixed):
+        slides = [False] * len(slides)
     if config.get("layer_types") is not None:
-        slides = [kind == "sliding_attention" for kind in _layer_types(config, layers)]
+        named = [kind == "sliding_attention" for kind in _layer_types(config, len(slides))]
+        if fixed and named != slides:
+            reason = f"{config['model_type']} has the same sliding_window ({window}) in every layer"
+            raise ModelError("layer_types", config["layer_types"], reason)
+        slides = named
     if window is None and any(slides):
-        raise ModelError("sliding_window", None, "must be given where layers slide")
+        key = "use_sliding_window" if flag and config.get("sliding_window") else "sliding_window"
+        raise ModelError(key, config.get(key), "must be given where layers slide")
     return tuple(window if slide else None for slide in slides)
+
+
+def _but_each(every: int, layers: int) -> list[bool]:
+    """All layers but each `every`th one."""
+    return [(layer + 1) % every != 0 for layer in range(layers)]
 
 
 def _layer_types(config: Config, layers: int) -> list[str]:
@@ -345,11 +345,11 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", _parse_llama, {"max_position_embeddings": 2048}),
     "mistral": Family(
         "MistralForCausalLM",
-        _parse_llama,
+        _parse_mistral,
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _parse_llama, _QWEN),
-    "qwen3": Family("Qwen3ForCausalLM", _parse_llama, _QWEN | {"head_dim": 128}),
+    "qwen2": Family("Qwen2ForCausalLM", _parse_qwen, _QWEN),
+    "qwen3": Family("Qwen3ForCausalLM", _parse_qwen, _QWEN | {"head_dim": 128}),
     "gemma": Family("GemmaForCausalLM", _parse_gemma, _GEMMA | {"num_key_value_heads": 16}),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -427,5 +427,4 @@ FAMILIES = {
 
 _MAY_HAVE_BIAS = ("gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
-_HAVE_WINDOWS = ("mistral", "qwen2", "qwen3")  # and others, whose own parsers say which
 _CARRY_A_COPY = ("phi3",)  # of what transformers has for them; as always, none of it is run
