@@ -1,5 +1,6 @@
 """Models computed by transformers through our paged attention, against transformers' own generate."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,30 @@ from torch import nn
 
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
+from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.errors import ModelError
+from worker_proc.kv_cache import KVCache
 from worker_proc.models.describe import context_limit, describe, read_config
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import load_model
-from worker_proc.models.transformers_backend import PagedStep, load_transformers_model, paged_attention
+from worker_proc.models.transformers_backend import (
+    PagedStep,
+    TransformersModel,
+    load_transformers_model,
+    paged_attention,
+)
 from worker_proc.parallel import TensorParallel
 
 PROMPTS = make_prompts(VOCAB_SIZE)
 
 
-def load(path: Path, attention: Any = None, tp: TensorParallel | None = None) -> LanguageModel:
+def load(
+    path: Path, attention: Any = None, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
     return load_model(
         path,
-        dtype=torch.float32,
+        dtype=dtype,
         device="cpu",
         tp=tp or TensorParallel(),
         attention=attention or ReferenceAttention(),
@@ -81,17 +91,63 @@ def test_longrope_is_limited_to_the_length_at_which_it_is_exact(tmp_path: Path) 
     assert describe(path).context_length == 64
 
 
-class WrongAttention(ReferenceAttention):
+class NoWindow(ReferenceAttention):
     """Forgets the window, as a model that expresses it in a mask would."""
 
     def forward(self, *args: Any, window: int | None = None, **settings: Any) -> torch.Tensor:
         return super().forward(*args, **settings)
 
 
-def test_the_trial_run_at_load_catches_a_wrong_result(tmp_path: Path) -> None:
-    path = make_checkpoint("starcoder2", tmp_path)
+class OtherScale(ReferenceAttention):
+    def forward(self, *args: Any, scale: float, **settings: Any) -> torch.Tensor:
+        return super().forward(*args, scale=1.3 * scale, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("starcoder2", NoWindow), ("starcoder2", OtherScale), ("olmoe", OtherScale)]
+)
+def test_the_trial_run_at_load_catches_a_wrong_result(
+    kind: str, attention: type[ReferenceAttention], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = make_checkpoint(kind, tmp_path)
     with pytest.raises(ModelError, match="differ from the model's own"):
-        load(path, WrongAttention())
+        load(path, attention(), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["starcoder2", "olmoe"])
+def test_the_trial_run_at_load_catches_wrong_positions(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted from the start of the batch, as a model does that leaves them to itself."""
+    right = TransformersModel.forward
+
+    def forward(self: TransformersModel, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        return right(self, replace(batch, positions=torch.arange(len(batch.positions))), cache)
+
+    monkeypatch.setattr(TransformersModel, "forward", forward)
+    with pytest.raises(ModelError, match="differ from the model's own"):
+        load(make_checkpoint(kind, tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("seed", [1, 6])
+def test_the_trial_run_at_load_forgives_a_token_that_rounding_sends_to_another_expert(
+    seed: int, tmp_path: Path
+) -> None:
+    """With these seeds, logits of single rows differ by a sixth and by a half."""
+    load(make_checkpoint("olmoe", tmp_path, seed=seed, num_experts=16, num_hidden_layers=6), dtype=torch.bfloat16)
+
+
+def test_the_trial_run_at_load_refuses_what_is_no_number(tmp_path: Path) -> None:
+    class OneRow(ReferenceAttention):
+        def forward(self, *args: Any, **settings: Any) -> torch.Tensor:
+            out = super().forward(*args, **settings)
+            out[0] = torch.nan
+            return out
+
+    with pytest.raises(ModelError, match="by nan%"):
+        load(make_checkpoint("olmoe", tmp_path), OneRow(), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
