@@ -14,6 +14,7 @@ from tests.helpers_models import KINDS, VOCAB_SIZE, make_checkpoint, make_config
 from worker_proc.errors import ModelError
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.describe import describe
+from worker_proc.models.end_tokens import eos_token_ids
 from worker_proc.models.families import FAMILIES, parse_spec
 from worker_proc.models.rope import inverse_frequencies
 from worker_proc.models.rope_spec import parse_rope
@@ -222,12 +223,44 @@ def test_describe_agrees_with_transformers(kind: str, tmp_path: Path) -> None:
 def test_describe_reads_end_of_sequence_where_generation_does(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
     (path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
-    assert describe(path).eos_token_ids == (2, 5)
+    assert describe(path).eos_token_ids == (2, 5, 0)  # the tokenizer's own is 0
     (path / "generation_config.json").unlink()
     assert describe(path).eos_token_ids == (0,)
     (path / "generation_config.json").write_text('{"eos_token_id": "two"}')
     with pytest.raises(ModelError, match="eos_token_id"):
         describe(path)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_without_a_word_of_it_the_end_is_that_of_the_familys_class(model_type: str, tmp_path: Path) -> None:
+    end = AutoConfig.for_model(model_type).eos_token_id
+    assert eos_token_ids(tmp_path, {"model_type": model_type}) == (() if end is None else (end,))
+    assert eos_token_ids(tmp_path, {"model_type": model_type, "eos_token_id": None}) == ()
+
+
+def _written(directory: Path, **files: Any) -> Path:
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("end", ["</s>", {"content": "</s>", "special": True, "__type": "AddedToken"}])
+def test_the_tokenizers_own_end_is_one_too(end: object, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "eos_token_id": 5}
+    _written(tmp_path, tokenizer_config={"eos_token": end})
+    assert eos_token_ids(tmp_path, config) == (5,), "no file knows the id"
+    _written(tmp_path, tokenizer={"added_tokens": [], "model": {"vocab": {"a": 1, "</s>": 2}}})
+    assert eos_token_ids(tmp_path, config) == (5, 2)
+    _written(tmp_path, tokenizer={"added_tokens": [{"id": 7, "content": "</s>"}], "model": {"vocab": [["</s>", 0.0]]}})
+    assert eos_token_ids(tmp_path, config) == (5, 7)
+    assert eos_token_ids(tmp_path, config | {"eos_token_id": [7, 5]}) == (7, 5), "twice"
+    added = {"1": {"content": "<s>"}, "9": {"content": "</s>"}}
+    _written(tmp_path, tokenizer_config={"eos_token": end, "added_tokens_decoder": added})
+    assert eos_token_ids(tmp_path, config) == (5, 9)
+    _written(tmp_path, tokenizer_config={"eos_token": None}, special_tokens_map={"eos_token": end})
+    assert eos_token_ids(tmp_path, config) == (5, 7)
+    _written(tmp_path, tokenizer_config={}, special_tokens_map={})
+    assert eos_token_ids(tmp_path, config) == (5,)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from worker_proc.checkpoint import open_checkpoint
 from worker_proc.errors import ModelError
 from worker_proc.gguf.kinds import CODED
 from worker_proc.models.config_fields import Config, positive_int
+from worker_proc.models.end_tokens import eos_token_ids
 from worker_proc.models.families import check_servable, is_native, parse_spec
 from worker_proc.models.interface import ModelInfo
 from worker_proc.quantization.stored_config import parse_stored
@@ -39,7 +40,7 @@ def describe(path: str | Path) -> ModelInfo:
         backend="native" if native else "transformers",
         vocab_size=vocab_size,
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(directory, config),
+        eos_token_ids=eos_token_ids(directory, config),
         parameter_bytes=checkpoint.nbytes,
         dtype=_dtype(checkpoint),
         quantization=stored.method if stored is not None else None,
@@ -81,7 +82,7 @@ def _with_defaults(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
         known = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise ModelError("model_type", config["model_type"], f"transformers cannot read the config: {error}") from None
-    keys = ("vocab_size", *_CONTEXT_KEYS)
+    keys = ("vocab_size", "eos_token_id", *_CONTEXT_KEYS)
     return {key: getattr(known, key) for key in keys if getattr(known, key, None) is not None} | config
 
 
@@ -92,17 +93,6 @@ def _architecture(config: Config) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelError("architectures", names, "must be a list of one name")
     return names[0]
-
-
-def _eos_token_ids(directory: Path, config: Config) -> tuple[int, ...]:
-    """generation_config.json is what generation follows in transformers; config.json is the older place."""
-    file = directory / "generation_config.json"
-    value = read_json(file).get("eos_token_id") if file.is_file() else None
-    value = config.get("eos_token_id") if value is None else value
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise ModelError("eos_token_id", value, "must be a token id or a list of them")
-    return tuple(ids)
 
 
 def _dtype(checkpoint: Checkpoint) -> str:

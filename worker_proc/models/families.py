@@ -338,15 +338,15 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_GEMMA = {"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA = {"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
 _GEMMA2 = _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096}
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", _parse_llama, {"max_position_embeddings": 2048}),
+    "llama": Family("LlamaForCausalLM", _parse_llama, {"max_position_embeddings": 2048, "eos_token_id": 2}),
     "mistral": Family(
         "MistralForCausalLM",
         _parse_mistral,
-        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
     ),
     "qwen2": Family("Qwen2ForCausalLM", _parse_qwen, _QWEN),
     "qwen3": Family("Qwen3ForCausalLM", _parse_qwen, _QWEN | {"head_dim": 128}),
@@ -359,7 +359,7 @@ FAMILIES = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM", _parse_gemma3, _GEMMA2 | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
     ),
-    "granite": Family("GraniteForCausalLM", _parse_granite, {"max_position_embeddings": 2048}),
+    "granite": Family("GraniteForCausalLM", _parse_granite, {"max_position_embeddings": 2048, "eos_token_id": 2}),
     "mixtral": Family(
         "MixtralForCausalLM",
         _parse_mixtral,
@@ -370,6 +370,7 @@ FAMILIES = {
             "rope_theta": 1_000_000.0,
             "num_experts": 8,
             "num_experts_per_tok": 2,
+            "eos_token_id": 2,
         },
     ),
     "qwen3_moe": Family(
@@ -405,7 +406,12 @@ FAMILIES = {
     "phi3": Family(
         "Phi3ForCausalLM",
         _parse_phi3,
-        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+        },
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -416,12 +422,13 @@ FAMILIES = {
             "rope_theta": 2_000_000.0,
             "no_rope_layer_interval": 4,
             "tie_word_embeddings": True,
+            "eos_token_id": 128001,
         },
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         _parse_gpt2,
-        {"n_positions": 1024, "activation_function": "gelu_new", "tie_word_embeddings": True},
+        {"n_positions": 1024, "activation_function": "gelu_new", "tie_word_embeddings": True, "eos_token_id": 50256},
     ),
 }
 
