@@ -62,7 +62,9 @@ class WorkerLoop:
             self._poller.register(self._outbox.socket, 0)
             self._outbox.close()
         self._epoch = epoch
+        self._watch.steps += len(self._launched)  # ranks are compared by the steps that they have taken
         self._launched.clear()  # nobody asks any more
+        self._watch.busy = self._watch.device_only = False
         address = child.endpoints.plan(self._rank, epoch)
         plans = open_socket(child.context, zmq.PULL, bind=address)
         self._inbox = Inbox(plans, StepPlan, refused=self._refused, senders=("scheduler",), address=address)

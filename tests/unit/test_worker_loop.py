@@ -1,5 +1,6 @@
 """The worker's loop with a device that computes after `launch` returns, as GPUs do: real sockets, a played runner."""
 
+import queue
 import threading
 from array import array
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import zmq
 
 from common.codec import RefusedFrames, decode
-from common.messages import StepPlan, StepResult
+from common.messages import Joined, StepPlan, StepResult
 from common.sockets import Endpoints, open_socket
 from tests.helpers_wire import StampedSocket, unstamped
 from worker_proc.main import WorkerLoop
@@ -53,17 +54,29 @@ class Rig:
         self.results = open_socket(context, zmq.PULL, bind=self.endpoints.results(0))
         self.watch = SimpleNamespace(busy=False, device_only=False, steps=0)
         self.device = Device()
+        self.told: queue.Queue[Joined] = queue.Queue()
         self.child: Any = SimpleNamespace(
             name="worker-0", context=context, endpoints=self.endpoints, control=self.control, wake_fd=self.wake,
-            refused=RefusedFrames(), stopping=False, tell=lambda message: None, news=lambda: None,
+            refused=RefusedFrames(), stopping=False, tell=self.told.put, news=self.news,
         )  # fmt: skip
         self.loop = WorkerLoop(self.child, 0, self.watch)  # type: ignore[arg-type]
         self.loop.join(0)
+        assert self.joined() == (0, 0)
         self.plans = StampedSocket(context, "scheduler", self.endpoints.plan(0, 0))
+        self.launcher = context.socket(zmq.PAIR)
+        self.launcher.connect("inproc://control")
         self.waker = context.socket(zmq.PAIR)
         self.waker.connect("inproc://wake")
         self.thread = threading.Thread(target=self.loop.run, args=(self.device,))
         self.thread.start()
+
+    def news(self) -> Any:
+        return SimpleNamespace(epoch=int(self.control.recv()))
+
+    def joined(self) -> tuple[int, int]:
+        """The epoch that was joined, after how many steps."""
+        message = self.told.get(timeout=PATIENCE_MS / 1e3)
+        return message.epoch, message.steps
 
     def send(self, step: int) -> None:
         self.plans.send(StepPlan(step, 0, "0", decode=b"\x01"))
@@ -119,3 +132,17 @@ def test_steps_of_an_old_epoch_are_not_answered(rig: Rig) -> None:
     rig.loop._answer()
     assert not rig.watch.busy
     assert not rig.results.poll(0)
+
+
+def test_steps_that_are_still_computed_count_when_an_epoch_is_joined(rig: Rig) -> None:
+    """Rank 0 waits for its device, others count a step as soon as it is launched: all must name the same number."""
+    rig.device.done[0].set()
+    rig.send(0)
+    assert rig.result().step_id == 0
+    rig.send(1)
+    for _ in range(2):
+        assert rig.device.launched.acquire(timeout=PATIENCE_MS / 1e3)
+    rig.launcher.send(b"1")
+    assert rig.joined() == (1, 2)
+    rig.end_loop()
+    assert not rig.watch.busy and not rig.watch.device_only, "an idle worker would be taken for a frozen one"
