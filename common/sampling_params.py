@@ -57,9 +57,9 @@ class DrawParams:
     """How one token is drawn from its logits: all that a worker needs to know.
 
     `temperature` 0 is greedy and ignores the filters. They apply in the order temperature, top_k, top_p, min_p
-    (the order of transformers and vLLM); `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. `seed` with the
-    position of the token fixes the random number, so equal requests draw equal tokens in any batch. `edits` are done
-    first. `logprobs` and `prompt_logprobs` are as in SamplingParams.
+    (that of transformers and SGLang; vLLM V1 has min_p before top_k); `top_k` 0, `top_p` 1 and `min_p` 0 switch a
+    filter off. `seed` with the position of the token fixes the random number, so equal requests draw equal tokens in
+    any batch. `edits` are done first. `logprobs` and `prompt_logprobs` are as in SamplingParams.
     """
 
     temperature: Annotated[float, Float(0.0, 100.0)] = 1.0
