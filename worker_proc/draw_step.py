@@ -69,6 +69,7 @@ class DrawStep:
     def reset(self) -> None:
         """Every slot is free."""
         self._greedy = None
+        self._draws.clear()
         self._with_grammar.clear()
         if self._grammars is not None:
             self._grammars.reset()
@@ -84,8 +85,9 @@ class DrawStep:
         self._editor.leave(plan.leave)
         self._sampler.set_params(plan.enter_slots, plan.enter_draw, staging)
         self._editor.enter(plan.enter_slots, plan.enter_draw, {h.slot: h for h in plan.histories}, staging)
-        for slot, draw in zip(plan.enter_slots, plan.enter_draw, strict=True):
+        for slot in plan.leave:
             self._draws.pop(slot, None)
+        for slot, draw in zip(plan.enter_slots, plan.enter_draw, strict=True):
             if draw.logprobs is not None or draw.prompt_logprobs is not None:
                 self._draws[slot] = draw
         self._with_grammar.difference_update(plan.leave)

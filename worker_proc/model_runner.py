@@ -240,10 +240,7 @@ class ModelRunner:
             tokens = torch.empty(len(sampled.slots), dtype=torch.int64, device=self._device)
         self._tp.broadcast(tokens)
         verdict = verify(sampled.drafts, tokens.tolist()) if sampled.drafts else None
-        if verdict is None:
-            self._slots.store(sampled, tokens)
-        else:
-            self._slots.store(sampled, tokens, verdict)
+        self._slots.store(sampled, tokens, verdict)
         return tokens, verdict
 
 
