@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tests.helpers_models import KINDS, VOCAB_SIZE, make_checkpoint, make_config
 from worker_proc.errors import ModelError
 from worker_proc.models.decoder_layout import Shard
-from worker_proc.models.describe import describe
+from worker_proc.models.describe import context_limit, describe
 from worker_proc.models.end_tokens import eos_token_ids
 from worker_proc.models.families import FAMILIES, parse_spec
 from worker_proc.models.rope import inverse_frequencies
@@ -85,6 +85,13 @@ def test_windows(base: dict[str, Any], change: dict[str, Any], windows: tuple[in
     assert parse_spec(base | change).windows == windows
 
 
+def test_the_context_ends_where_dual_chunk_attention_begins() -> None:
+    settings = {"chunk_size": 1024, "local_size": 128, "original_max_position_embeddings": 1024}
+    config = QWEN3 | {"max_position_embeddings": 4096, "dual_chunk_attention_config": settings}
+    assert parse_spec(config).context_length == context_limit(config) == 896
+    assert parse_spec(config | {"max_position_embeddings": 512}).context_length == 512
+
+
 def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
     """Its published checkpoints carry one; it is never run."""
     assert parse_spec(PHI3 | {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}) == parse_spec(
@@ -125,6 +132,9 @@ def test_a_copy_of_the_code_beside_a_phi_3_is_not_needed() -> None:
          {"sliding_window": -4}, "sliding_window"),
         (QWEN3, SLIDING, "use_sliding_window"),
         (QWEN3, SLIDING | {"use_sliding_window": True, "sliding_window": None}, "sliding_window"),
+        (QWEN3, {"dual_chunk_attention_config": True}, "dual_chunk_attention_config"),
+        (QWEN3, {"dual_chunk_attention_config": {"chunk_size": 8, "local_size": 8}}, "dual_chunk_attention_config"),
+        (QWEN3, {"dual_chunk_attention_config": {"chunk_size": 8}}, "local_size"),
         (QWEN3, {"max_window_layers": "1"}, "max_window_layers"),
         (SMOLLM3, SLIDING | {"sliding_window": 5}, "use_sliding_window"),
         (SMOLLM3, SLIDING | {"sliding_window": 5, "use_sliding_window": False}, "use_sliding_window"),

@@ -51,6 +51,21 @@ def optional_float(config: Config, key: str) -> float | None:
     return None if config.get(key) is None else positive_float(config, key, 1.0)
 
 
+def dual_chunk_limit(config: Config) -> int | None:
+    """Positions up to which dual chunk attention, which is not implemented, equals the plain one; None where a config
+    does not ask for it. (An et al., 2024; beyond a chunk less its local part, it renumbers what is far away.)"""
+    key = "dual_chunk_attention_config"
+    settings = config.get(key)
+    if not settings:
+        return None
+    if not isinstance(settings, dict):
+        raise ModelError(key, settings, "must be an object")
+    limit = positive_int(settings, "chunk_size") - positive_int(settings, "local_size")
+    if limit < 1:
+        raise ModelError(key, settings, "chunk_size must be more than local_size")
+    return limit
+
+
 def boolean(config: Config, key: str, default: bool) -> bool:
     """true, false or absent; raises ModelError."""
     value = config.get(key, default)

@@ -7,7 +7,7 @@ from typing import Any
 from worker_proc.checkpoint import open_checkpoint
 from worker_proc.errors import ModelError
 from worker_proc.gguf.kinds import CODED
-from worker_proc.models.config_fields import Config, positive_int
+from worker_proc.models.config_fields import Config, dual_chunk_limit, positive_int
 from worker_proc.models.end_tokens import eos_token_ids
 from worker_proc.models.families import check_servable, is_native, parse_spec
 from worker_proc.models.interface import ModelInfo
@@ -59,11 +59,12 @@ def context_limit(config: Config) -> int:
     """Positions that a model outside the native set may be run at.
 
     Rotary variants that depend on the length of the longest sequence in the batch (longrope, dynamic) are limited to
-    the lengths at which they do not.
+    the lengths at which they do not, as is dual chunk attention to those at which it is the plain one.
     """
     limit = next((positive_int(config, key) for key in _CONTEXT_KEYS if config.get(key) is not None), None)
     if limit is None:
         raise ModelError("max_position_embeddings", None, "the context length is not known")
+    limit = min(limit, dual_chunk_limit(config) or limit)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     variants = [rope, *(value for value in rope.values() if isinstance(value, dict))] if isinstance(rope, dict) else []
     for variant in variants:
