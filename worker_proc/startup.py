@@ -29,7 +29,7 @@ from worker_proc.logprobs import ScoreRows
 from worker_proc.memory import choose_host_pages, choose_num_pages, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.describe import describe, read_config
-from worker_proc.models.families import is_native, parse_spec
+from worker_proc.models.families import EXCEED_FLOAT16, is_native, parse_spec
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
@@ -237,10 +237,14 @@ def choose_device(model: ModelConfig, rank: int) -> torch.device:
 
 def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
     """The configured precision; "auto" is the one in which the checkpoint is stored, but bfloat16 for codes whose
-    scales are float16: the native kernels know no float16, and scales are held in float32 anyway."""
+    scales are float16 (the native kernels know no float16, and scales are held in float32 anyway) and for models
+    whose hidden states float16 does not hold. Raises ConfigError where it is configured for these."""
     name = info.dtype if model.dtype == "auto" else model.dtype
-    if model.dtype == "auto" and info.quantization is not None and name == "float16":
+    too_large = info.model_type in EXCEED_FLOAT16
+    if model.dtype == "auto" and name == "float16" and (info.quantization is not None or too_large):
         name = "bfloat16"
+    if name == "float16" and too_large:
+        raise ConfigError(f"dtype float16: hidden states of {info.model_type} exceed it, take bfloat16 or float32")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 

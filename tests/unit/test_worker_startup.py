@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from common.config import CacheConfig, ConfigError, ModelConfig
+from tests.helpers_models import make_checkpoint
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import CpuFeatures
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
 from worker_proc.memory import available_memory, choose_num_pages
+from worker_proc.models.describe import describe
 from worker_proc.models.interface import ModelInfo
 from worker_proc.startup import (
     choose_attention,
@@ -123,6 +125,16 @@ def test_context_window() -> None:
 def test_dtype() -> None:
     assert choose_dtype(MODEL, INFO) == torch.bfloat16
     assert choose_dtype(replace(MODEL, dtype="float32"), INFO) == torch.float32
+
+
+def test_models_that_exceed_float16_are_not_computed_in_it(tmp_path: Path) -> None:
+    for kind in ("gemma2", "gemma3"):
+        info = replace(describe(make_checkpoint(kind, tmp_path / kind)), dtype="float16")
+        assert choose_dtype(MODEL, info) == torch.bfloat16
+        assert choose_dtype(replace(MODEL, dtype="float32"), info) == torch.float32
+        with pytest.raises(ConfigError, match="dtype float16: hidden states of gemma"):
+            choose_dtype(replace(MODEL, dtype="float16"), info)
+    assert choose_dtype(MODEL, replace(INFO, dtype="float16")) == torch.float16
 
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

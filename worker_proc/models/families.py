@@ -302,7 +302,7 @@ def _windows(config: Config, slides: list[bool], *, flag: bool = False, fixed: b
         slides = named
     if window is None and any(slides):
         key = "use_sliding_window" if flag and config.get("sliding_window") else "sliding_window"
-        raise ModelError(key, config.get(key), "must be given where layers slide")
+        raise ModelError(key, config.get(key), "layers that slide need it")
     return tuple(window if slide else None for slide in slides)
 
 
@@ -435,4 +435,5 @@ FAMILIES = {
 
 _MAY_HAVE_BIAS = ("gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
+EXCEED_FLOAT16 = ("gemma2", "gemma3_text")  # whose hidden states grow beyond 65504
 _CARRY_A_COPY = ("phi3",)  # of what transformers has for them; as always, none of it is run
