@@ -1,7 +1,8 @@
 """In-batch sharing: of several requests with a common prefix that is not cached yet, one computes it.
 
-The others wait for it, but never longer than computing it themselves would take: whoever they wait for is already as
-far as they would start from, and computes the same tokens at the same rate.
+The others wait for it, but no longer than computing it themselves would take: whoever they wait for is already as far
+as they would start from, and computes the same tokens at the same rate. (Under round-robin it shares its steps with
+other prompts, as they would.)
 """
 
 from collections.abc import Sequence
