@@ -36,7 +36,8 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
+        if self._in_head:
+            self._head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("")
@@ -45,7 +46,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self.scope["flow"] = self.flow  # type: ignore[typeddict-unknown-key]
-        self._in_head, self._header_bytes = True, 0
+        self._header_bytes = 0
         if self._timer is None:
             self._start_timer()
 
@@ -64,6 +65,10 @@ class Protocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True  # already before the next request begins, so that what is none counts too
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, or too much of it, and close the connection."""

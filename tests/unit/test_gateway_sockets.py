@@ -74,6 +74,24 @@ def test_a_slow_body_is_refused(short_dir: Path, monkeypatch: pytest.MonkeyPatch
     serve(short_dir, HELLO, test)
 
 
+def test_a_body_does_not_count_as_the_next_head(short_dir: Path) -> None:
+    """On one connection: a large body, a head in two packets, and what is no request at all."""
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url) as connection:
+            connection.sendall(post("/v1/completions", {"prompt": "x", "ignored": "y" * 200_000}))
+            until(connection, b"Hello")
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n")
+            time.sleep(0.2)
+            connection.sendall(b"Accept: */*\r\n\r\n")
+            assert until(connection, b"}").startswith(b"HTTP/1.1 200")
+            for _ in range(7):
+                connection.sendall(b"\r\n" * 5_000)
+            assert b" 431 " in until_closed(connection)
+
+    serve(short_dir, HELLO, test)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_noticed_at_once(short_dir: Path, stream: bool) -> None:
     def test(url: str, cluster: FakeFrontend) -> None:
