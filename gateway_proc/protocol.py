@@ -1,9 +1,10 @@
-"""uvicorn's HTTP protocol with what it lacks: limits on the size and the slowness of a request's head, and refusals in
-OpenAI's format."""
+"""uvicorn's HTTP protocol with what it lacks: limits on the size and the slowness of a request's head, refusals in
+OpenAI's format, and answers to those who would rather speak another protocol."""
 
 import asyncio
 from typing import Any
 
+import httptools
 from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -18,6 +19,27 @@ class _HeadTooLarge(Exception):
     pass
 
 
+class _Parser(httptools.HttpRequestParser):
+    """Goes on in HTTP/1.1 where a client offers to upgrade, as RFC 9110 allows. httptools itself stops behind the head
+    of such a request and takes it to have no body; Java's HttpClient offers h2c with every first one."""
+
+    def __init__(self, protocol: "Protocol"):
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        rest, parser = memoryview(data), self
+        while True:
+            try:
+                httptools.HttpRequestParser.feed_data(parser, rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._protocol.offered:
+                    raise
+                (end,) = upgrade.args
+                rest, parser = rest[end:], self._protocol.read_again()
+
+
 class Protocol(HttpToolsProtocol):
     """One connection. `scope["abort"]` cuts it off without waiting for its reader; `scope["flow"]` says whether the
     reader is behind (`write_paused`)."""
@@ -26,9 +48,11 @@ class Protocol(HttpToolsProtocol):
     _header_bytes = 0
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
+    offered = False  # the head that has come offers an upgrade
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = _Parser(self)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -62,11 +86,24 @@ class Protocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self.offered = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self.offered:
+            return
         self._in_head, self._head_bytes = False, 0
         self._stop_timer()
         super().on_headers_complete()
 
+    def read_again(self) -> _Parser:
+        """Read the head that has come once more, without its offer. Returns the parser for what follows."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = parser = _Parser(self)
+        parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+        return parser
+
     def on_message_complete(self) -> None:
+        if self.offered:
+            return
         self._in_head = True  # already before the next request begins, so that what is none counts too
         super().on_message_complete()
 

@@ -1,5 +1,6 @@
 """The served application on real sockets: what is too slow, too large or gone in the middle."""
 
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -88,6 +89,49 @@ def test_a_body_does_not_count_as_the_next_head(short_dir: Path) -> None:
             for _ in range(7):
                 connection.sendall(b"\r\n" * 5_000)
             assert b" 431 " in until_closed(connection)
+
+    serve(short_dir, HELLO, test)
+
+
+OFFERS = (
+    "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n",
+    "Connection: upgrade\r\nuPgRaDe: websocket\r\nSec-WebSocket-Key: eA==\r\n",
+)
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("width", [1, 60, 10_000])
+def test_an_offered_upgrade_is_passed_over(short_dir: Path, offer: str, chunked: bool, width: int) -> None:
+    """Both requests of a connection are served, however their bytes come."""
+    body = b'{"prompt": "Upgrade: h2c"}'
+    framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    extra = offer + ("Transfer-Encoding: chunked\r\n" if chunked else "")
+    request = head("/v1/completions", None if chunked else len(body), extra=extra) + framed
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(2):
+                for at in range(0, len(request), width):
+                    connection.sendall(request[at : at + width])
+                answer = until(connection, b"Hello")
+                assert answer.startswith(b"HTTP/1.1 200")
+                prompt = cluster.received.get(timeout=20)
+                while not isinstance(prompt, Generate):
+                    prompt = cluster.received.get(timeout=20)
+                assert prompt.text == "Upgrade: h2c"
+            connection.sendall(request * 300)  # all at once, also for the parser
+            assert until(connection, b"Hello").startswith(b"HTTP/1.1 200")
+
+    serve(short_dir, HELLO, test)
+
+
+def test_a_tunnel_is_refused(short_dir: Path) -> None:
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url) as connection:
+            connection.sendall(head("x:443", None, method="CONNECT"))
+            assert b"HTTP/1.1 4" in until(connection, b"\r\n\r\n")
 
     serve(short_dir, HELLO, test)
 
