@@ -15,16 +15,17 @@ from common.parsers.formats import Reasoning, ToolFormat
 from common.parsers.reasoning import CLOSE, OPEN
 from common.sampling_params import Grammar
 
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _TO_FUNCTION = "to=functions."
 _LITERAL = frozenset({"const", "enum", "default", "examples"})  # what is in them is data, not a schema
+_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # of schemas
 
 
 def force_call(
     tools: Sequence[tuple[str, Mapping[str, Any] | None]], tool_format: ToolFormat, *, parallel: bool = True
 ) -> Grammar:
     """An answer that is one call or, when `parallel`, one or several, of the `tools`: pairs of a name and the JSON
-    schema of its parameters (None allows any object). For a named function, give that one alone.
+    schema of its parameters (None: it has none). For a named function, give that one alone.
 
     Read the answer with `make_parser(tools=tool_format, forced=True)`.
     """
@@ -36,7 +37,7 @@ def force_call(
     definitions: dict[str, Any] = {}
     calls = []
     for i, (name, parameters) in enumerate(tools):
-        definitions[f"tool{i}"] = _moved(_ANY_OBJECT if parameters is None else parameters, f"#/$defs/tool{i}")
+        definitions[f"tool{i}"] = _moved(_arguments(parameters), f"#/$defs/tool{i}")
         properties = {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}}
         calls.append(
             {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
@@ -62,7 +63,7 @@ def _force_harmony(tools: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Gra
     rules = []
     for i, (name, parameters) in enumerate(tools):
         to = f"{_TO_FUNCTION}{name}"
-        schema = {**(_ANY_OBJECT if parameters is None else parameters), "x-guidance": JSON_OPTIONS}
+        schema = {**_arguments(parameters), "x-guidance": JSON_OPTIONS}
         rules += [
             f"call{i}: header{i} {MESSAGE} arguments{i}",
             f"header{i}: {_quoted(' ' + to)} {CHANNEL} {_quoted('commentary json')}",
@@ -93,6 +94,13 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The schema of a call's arguments, which are an object also where `parameters` do not say so."""
+    if parameters is None:
+        return _NO_PARAMETERS
+    return parameters if "type" in parameters else {"type": "object", **parameters}
+
+
 def _moved(schema: Any, base: str) -> Any:
     """A schema that stands at `base` of another one: its references to itself must lead there."""
     if isinstance(schema, Mapping):
@@ -100,6 +108,8 @@ def _moved(schema: Any, base: str) -> Any:
         for key, value in schema.items():
             if key == "$ref" and isinstance(value, str) and value.startswith("#"):
                 moved[key] = base + value[1:]
+            elif key in _NAMES and isinstance(value, Mapping):
+                moved[key] = {name: _moved(named, base) for name, named in value.items()}
             else:
                 moved[key] = value if key in _LITERAL else _moved(value, base)
         return moved

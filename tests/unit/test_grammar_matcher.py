@@ -286,13 +286,37 @@ def test_forced_calls_are_read_back(
             jsonschema.validate(json.loads(arguments), dict(TOOLS)[name])
 
 
-def test_a_named_call_without_parameters_takes_any_object(matchers: GrammarMatchers) -> None:
-    grammar = force_call([("none", None)], ToolFormat.HERMES, parallel=False)
-    start = '<tool_call>\n{"name": "none", "arguments": {"any": [1, {"x": null}]}}\n</tool_call>'
-    enter(matchers, 0, grammar, straddling().encode(start).ids)
+def arguments_end(matchers: GrammarMatchers, parameters: dict[str, object] | None, arguments: str) -> bool:
+    """Whether a forced call of a tool with these parameters may have these arguments."""
+    grammar = force_call([("f", parameters)], ToolFormat.HERMES, parallel=False)
+    call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    enter(matchers, 0, grammar, straddling().encode(call).ids)
     tokens, problems = draw_step(matchers, [0], torch.zeros(1, VOCAB))
-    assert tokens == [EOS] and not problems
     matchers.leave([0])
+    return tokens == [EOS] and not problems
+
+
+def test_arguments_are_objects(matchers: GrammarMatchers) -> None:
+    """Also where a schema does not say so; without any there are no parameters."""
+    some = '{"any": [1, {"x": null}]}'
+    assert arguments_end(matchers, None, "{}") and not arguments_end(matchers, None, some)
+    number = {"properties": {"n": {"type": "integer"}}}
+    choice = {"anyOf": [{"required": ["any"]}, {"type": "string"}]}
+    for parameters in ({}, {"type": "object"}, number, {"$ref": "#/$defs/a", "$defs": {"a": {}}}, choice):
+        assert arguments_end(matchers, parameters, some), parameters
+        for none in ("[]", '"a"', "1", "null"):
+            assert not arguments_end(matchers, parameters, none), parameters
+    assert not arguments_end(matchers, number, '{"n": "a"}')
+
+
+@pytest.mark.parametrize("name", ["default", "enum", "const", "examples", "properties"])
+def test_properties_may_be_called_as_keywords(matchers: GrammarMatchers, name: str) -> None:
+    defined = {"$defs": {"E": {"type": "integer"}, name: {"$ref": "#/$defs/E"}}}
+    plain = {"type": "object", "properties": {name: {"$ref": f"#/$defs/{name}"}}, **defined}
+    literal = {"type": "object", "properties": {"x": {"const": {"$ref": "#/$defs/E"}}}, **defined}
+    assert arguments_end(matchers, plain, f'{{"{name}": 1}}')
+    assert not arguments_end(matchers, plain, f'{{"{name}": "a"}}')
+    assert arguments_end(matchers, literal, '{"x": {"$ref": "#/$defs/E"}}')
 
 
 def test_thoughts_come_before_the_grammar(matchers: GrammarMatchers) -> None:

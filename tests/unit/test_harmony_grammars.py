@@ -99,10 +99,13 @@ def test_forced_calls_are_read_back(matchers: GrammarMatchers, thought: str, par
 
 
 def test_forced_calls_have_both_headers(matchers: GrammarMatchers) -> None:
-    grammar = force_call([("none", None)], ToolFormat.HARMONY)
+    grammar, open_grammar = (force_call([("none", p)], ToolFormat.HARMONY) for p in (None, {}))
     for header in (" to=functions.none<|channel|>commentary json<|message|>",
                    "<|channel|>commentary to=functions.none <|constrain|>json<|message|>"):  # fmt: skip
-        assert next_tokens(matchers, grammar, header + '{"any": [1, {"x": null}]}') == {RETURN, CALL}
+        assert next_tokens(matchers, grammar, header + "{}") == {RETURN, CALL}, "it has no parameters"
+        assert next_tokens(matchers, grammar, header + '{"any"') is None
+        assert next_tokens(matchers, open_grammar, header + '{"any": [1, {"x": null}]}') == {RETURN, CALL}
+        assert next_tokens(matchers, open_grammar, header + "[") is None
     assert next_tokens(matchers, grammar, "<|channel|>final") is None
 
 
