@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 
 from common.messages import Finish
-from common.parsers import Reasoning
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
 from gateway_proc.conversation import Conversation, conversation_of
@@ -75,10 +74,10 @@ async def create(service: Service, request: Request) -> Any:
     generation = service.generation(
         connection, story, body, [conversation.messages], params, n=body.n or 1,
         # which tokens are reasoning shows only where they come one by one
-        stream=bool(body.stream) or (conversation.reasoning is not Reasoning.NONE and not body.use_beam_search),
+        stream=bool(body.stream) or (conversation.tells_reasoning and not body.use_beam_search),
         names=names, **conversation.template,
     )  # fmt: skip
-    if conversation.reasoning is not Reasoning.NONE:
+    if conversation.tells_reasoning:
         generation.usage.reasoning_tokens = 0
     plan = Plan(body, head, conversation)
     if body.stream:

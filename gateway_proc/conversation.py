@@ -39,12 +39,18 @@ class Conversation:
     forced: bool
     parallel: bool
     reasoning: Reasoning
+    together: bool  # reasoning is shown as content
     show_reasoning: bool
 
     @property
     def is_read(self) -> bool:
         """Whether answers go through a parser."""
-        return self.tool_format is not None or self.reasoning is not Reasoning.NONE
+        return self.tool_format is not None or self.tells_reasoning or self.reasoning is Reasoning.CHANNEL
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning is told apart from content."""
+        return self.reasoning is not Reasoning.NONE and not self.together
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -58,6 +64,7 @@ class Conversation:
             tool_names=self.tool_names,
             forced=self.forced,
             parallel=self.parallel,
+            together=self.together,
         )
 
 
@@ -67,7 +74,7 @@ def conversation_of(request: ChatRequest, info: Info, *, effort_field: str = "re
     arguments = _effort(request, info, effort_field) | arguments
     thinking = arguments.get("enable_thinking", arguments.get("thinking", True))
     formats = detect_formats(info.chat_template, thinking=bool(thinking))
-    reasoning = formats.reasoning.together if request.separate_reasoning is False else formats.reasoning
+    reasoning = formats.reasoning
     goes_on = bool(request.continue_final_message)
     if goes_on and reasoning is Reasoning.OPENED:
         reasoning = Reasoning.TAGS  # the prompt ends with the message
@@ -103,6 +110,7 @@ def conversation_of(request: ChatRequest, info: Info, *, effort_field: str = "re
         forced=forced,
         parallel=parallel,
         reasoning=reasoning,
+        together=request.separate_reasoning is False,
         show_reasoning=request.include_reasoning is not False,
     )
 

@@ -8,7 +8,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 
 from common.messages import Finish
-from common.parsers import Reasoning
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader
 from gateway_proc.conversation import conversation_of
@@ -40,7 +39,7 @@ async def create(service: Service, request: Request) -> Any:
         "text": "input", "chat": "input", "grammar": "text.format", "max_tokens": "max_output_tokens",
         "template_args.reasoning_effort": "reasoning.effort", "deadline_ms": "deadline_ms",
     }  # fmt: skip
-    reasons = conversation.reasoning is not Reasoning.NONE
+    reasons = conversation.tells_reasoning
     generation = service.generation(
         connection, story, chat, [conversation.messages], params, n=1, stream=bool(body.stream) or reasons,
         names=names, **conversation.template,

@@ -11,7 +11,7 @@ from common.parsers.harmony import HarmonyParser
 from common.parsers.hermes import HermesParser
 from common.parsers.llama3 import Llama3Parser
 from common.parsers.mistral import MistralParser
-from common.parsers.reasoning import ReasoningSplitter, Split
+from common.parsers.reasoning import ReasoningPasser, ReasoningSplitter, Split
 
 _ID_LETTERS = string.ascii_letters + string.digits
 
@@ -20,7 +20,9 @@ class AnswerParser:
     """See the package's docstring. Without a splitter all is content and calls, without tools all is content. Of calls
     beyond `most` nothing is shown (None: of all calls everything is)."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, tools: TextParser | None, most: int | None = None) -> None:
+    def __init__(
+        self, splitter: ReasoningSplitter | ReasoningPasser | None, tools: TextParser | None, most: int | None = None
+    ) -> None:
         self._splitter = splitter
         self._tools = tools
         self._most = most
@@ -37,7 +39,10 @@ class AnswerParser:
         return deltas + (self._wanted(self._tools.finish()) if self._tools is not None else [])
 
     def _read(self, split: Split) -> list[Delta]:
-        deltas: list[Delta] = [ReasoningDelta(split.reasoning)] if split.reasoning else []
+        deltas: list[Delta] = []
+        if split.reasoning:
+            passed = isinstance(self._splitter, ReasoningPasser)
+            deltas.append(ContentDelta(split.reasoning) if passed else ReasoningDelta(split.reasoning))
         if self._tools is not None:
             return deltas + self._wanted(self._tools.feed(split.content))
         return deltas + ([ContentDelta(split.content)] if split.content else [])
@@ -55,16 +60,19 @@ def make_parser(
     tool_names: Collection[str] | None = None,
     forced: bool = False,
     parallel: bool = True,
+    together: bool = False,
     new_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
     """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `tool_names` are the
     names of the offered ones, `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of
-    calls. Without `parallel` only the first call is shown."""
+    calls. Without `parallel` only the first call is shown. `together` shows reasoning as content, tags and all."""
     most = None if parallel else 1
-    if reasoning.in_channels or tools is ToolFormat.HARMONY:
-        separate, calls = reasoning is Reasoning.CHANNEL, tools is ToolFormat.HARMONY
+    if reasoning is Reasoning.CHANNEL or tools is ToolFormat.HARMONY:
+        separate, calls = reasoning is Reasoning.CHANNEL and not together, tools is ToolFormat.HARMONY
         return AnswerParser(None, HarmonyParser(new_id or _call_id, reasoning=separate, calls=calls), most)
-    splitter = None if reasoning is Reasoning.NONE else ReasoningSplitter(opened=reasoning is Reasoning.OPENED)
+    splitter = None
+    if reasoning is not Reasoning.NONE:
+        splitter = (ReasoningPasser if together else ReasoningSplitter)(opened=reasoning is Reasoning.OPENED)
     parser: TextParser | None = None
     match tools:
         case ToolFormat.HERMES:
@@ -78,7 +86,7 @@ def make_parser(
 
 def needs_special_tokens(tools: ToolFormat | None, reasoning: Reasoning) -> bool:
     """Whether the markers are special tokens, which the answer must then show (`skip_special_tokens=False`)."""
-    return reasoning.in_channels or tools in (ToolFormat.MISTRAL, ToolFormat.LLAMA3_JSON, ToolFormat.HARMONY)
+    return reasoning is Reasoning.CHANNEL or tools in (ToolFormat.MISTRAL, ToolFormat.LLAMA3_JSON, ToolFormat.HARMONY)
 
 
 def _call_id() -> str:

@@ -19,17 +19,6 @@ class Reasoning(Enum):
     TAGS = "tags"  # the answer may begin with <think>
     OPENED = "opened"  # the prompt ends with <think>
     CHANNEL = "channel"  # the answer is in the harmony format, with a channel for it
-    MERGED = "merged"  # the same, and shown as content
-
-    @property
-    def in_channels(self) -> bool:
-        """Whether the answer must be read to be shown at all."""
-        return self in (Reasoning.CHANNEL, Reasoning.MERGED)
-
-    @property
-    def together(self) -> "Reasoning":
-        """The same for an answer whose reasoning shall not be told from its content."""
-        return Reasoning.MERGED if self.in_channels else Reasoning.NONE
 
 
 @dataclass(frozen=True, slots=True)

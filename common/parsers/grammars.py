@@ -84,7 +84,7 @@ def after_reasoning(grammar: Grammar, reasoning: Reasoning, *, forced: bool = Fa
             return replace(grammar, closing=CLOSE)
         case Reasoning.TAGS:
             return replace(grammar, opening=OPEN, closing=CLOSE)
-        case Reasoning.CHANNEL | Reasoning.MERGED:
+        case Reasoning.CHANNEL:
             heading = "" if forced else f"{CHANNEL}final{MESSAGE}"
             opening, closing = f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"
             return replace(grammar, opening=opening, closing=closing, heading=heading)
@@ -104,7 +104,7 @@ def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _moved(schema: Any, base: str) -> Any:
     """A schema that stands at `base` of another one: its references to itself must lead there."""
     if isinstance(schema, Mapping):
-        moved = {}
+        moved: dict[str, Any] = {}
         for key, value in schema.items():
             if key == "$ref" and isinstance(value, str) and value.startswith("#"):
                 moved[key] = base + value[1:]

@@ -69,3 +69,37 @@ class ReasoningSplitter:
         if self._state is _State.CONTENT:
             content, self._text = self._text, ""
         return Split(reasoning, content)
+
+
+class ReasoningPasser:
+    """The same for an answer whose reasoning is shown with its content: every character of it stays, tags too."""
+
+    def __init__(self, *, opened: bool) -> None:
+        self._opened = opened
+        self._state = _State.BEGINNING
+        self._text = ""
+
+    def feed(self, text: str) -> Split:
+        self._text += text
+        return self._run(final=False)
+
+    def finish(self) -> Split:
+        return self._run(final=True)
+
+    def _run(self, *, final: bool) -> Split:
+        if self._state is _State.BEGINNING:
+            begun = self._text.lstrip()
+            if not final and len(begun) < len(OPEN) and OPEN.startswith(begun):
+                return Split("", "")
+            self._state = _State.REASONING if self._opened or begun.startswith(OPEN) else _State.CONTENT
+        reasoning = ""
+        if self._state is _State.REASONING:
+            at, marker = find_marker(self._text, (CLOSE,), final=final)
+            end = at + len(marker)
+            reasoning, self._text = self._text[:end], self._text[end:]
+            if marker:
+                self._state = _State.CONTENT
+        content = ""
+        if self._state is _State.CONTENT:
+            content, self._text = self._text, ""
+        return Split(reasoning, content)

@@ -85,7 +85,21 @@ def test_template_arguments() -> None:
     assert json.loads(own.template["template_args"]) == {"enable_thinking": True}
     knows = conversation("{{ reasoning_effort }}" + switched, reasoning_effort="none")
     assert json.loads(knows.template["template_args"]) == {"reasoning_effort": "none"}
-    assert conversation(THINKING, separate_reasoning=False).reasoning is Reasoning.NONE
+    assert not conversation(THINKING, separate_reasoning=False).is_read
+
+
+@pytest.mark.parametrize("fields", [{}, {"separate_reasoning": False}])
+def test_a_grammar_lets_the_model_think_first(fields: dict[str, Any]) -> None:
+    """Also where its thoughts are shown with the answer."""
+    opened = "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    schema = conversation(opened, response_format={"type": "json_object"}, **fields).grammar
+    assert schema is not None and (schema.opening, schema.closing) == ("", "</think>")
+    call = conversation("<tool_call>" + opened, tools=TOOLS, tool_choice="required", **fields)
+    assert call.grammar is not None and call.grammar.closing == "</think>"
+    reader = ChoiceReader(call)
+    reader.collect(row(f"I could {CALL}</think>\n{CALL}", Finish.STOP))
+    message = reader.message()
+    assert len(message["tool_calls"]) == 1 and ("reasoning_content" in message) == (not fields)
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

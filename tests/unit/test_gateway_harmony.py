@@ -109,7 +109,7 @@ def test_formats_and_grammars() -> None:
         assert found.tool_format is None and found.reasoning is Reasoning.CHANNEL
         assert found.is_read and found.needs_special_tokens
     merged = conversation(HARMONY, separate_reasoning=False)
-    assert merged.reasoning is Reasoning.MERGED and merged.is_read and merged.needs_special_tokens
+    assert merged.together and merged.is_read and merged.needs_special_tokens
     built_in = conversation(HARMONY, chat_template_kwargs={"builtin_tools": ["python"]})
     assert built_in.tool_format is ToolFormat.HARMONY, "its calls are shown"
     schema = conversation(HARMONY, guided_regex="a+").grammar

@@ -62,9 +62,8 @@ def next_tokens(matchers: GrammarMatchers, grammar: Grammar, text: str) -> set[s
     return None if problems else {harmony_tokenizer().id_to_token(token) for token in allowed}
 
 
-@pytest.mark.parametrize("reasoning", [Reasoning.CHANNEL, Reasoning.MERGED])
-def test_an_answer_comes_in_the_final_channel(matchers: GrammarMatchers, reasoning: Reasoning) -> None:
-    grammar = after_reasoning(ANSWER, reasoning)
+def test_an_answer_comes_in_the_final_channel(matchers: GrammarMatchers) -> None:
+    grammar = after_reasoning(ANSWER, Reasoning.CHANNEL)
     for thought in ("", THOUGHT):
         text = f"{thought}<|channel|>final<|message|>yes"
         assert next_tokens(matchers, grammar, text) == {RETURN, CALL}, "both end the model's answers"

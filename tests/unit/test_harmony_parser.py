@@ -19,7 +19,7 @@ from common.parsers import (
 from tests.helpers_parsers import parse, shown, split
 
 HARMONY = ToolFormat.HARMONY
-CHANNEL, MERGED = Reasoning.CHANNEL, Reasoning.MERGED
+CHANNEL = Reasoning.CHANNEL
 THOUGHT = "<|channel|>analysis<|message|>We see.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 ARGUMENTS = '{"city": "Köln", "x": "<|b|>"}'
@@ -34,11 +34,11 @@ POINTS = st.lists(st.integers(0, 10**6), max_size=20)
 TOOLS = st.sampled_from([None, HARMONY])
 
 
-@given(TEXTS, POINTS, TOOLS, st.sampled_from([CHANNEL, MERGED]))
-def test_a_split_changes_nothing(text, points, tools, reasoning):
-    whole = parse([text], tools, reasoning)
-    assert parse(split(text, points), tools, reasoning) == whole
-    assert parse(text, tools, reasoning) == whole, "character by character"
+@given(TEXTS, POINTS, TOOLS, st.booleans())
+def test_a_split_changes_nothing(text, points, tools, together):
+    whole = parse([text], tools, CHANNEL, together=together)
+    assert parse(split(text, points), tools, CHANNEL, together=together) == whole
+    assert parse(text, tools, CHANNEL, together=together) == whole, "character by character"
 
 
 @given(st.text(max_size=40).map(lambda text: text + ".."), TOOLS)
@@ -139,9 +139,9 @@ def test_malformed_headers(text, expected):
 def test_without_tools_calls_are_text_and_reasoning_can_be_too():
     text = f"{THOUGHT}{TO_F}{{}}<|call|>{FINAL}Done."
     assert shown(parse([text], None, CHANNEL)) == [("think", "We see."), "{}\n\nDone."]
-    assert shown(parse([text], None, MERGED)) == ["We see.\n\n{}\n\nDone."]
-    assert shown(parse([text], HARMONY, MERGED)) == ["We see.", ("f", "{}"), "\n\nDone."]
-    assert needs_special_tokens(None, CHANNEL) and needs_special_tokens(None, MERGED)
+    assert shown(parse([text], None, CHANNEL, together=True)) == ["We see.\n\n{}\n\nDone."]
+    assert shown(parse([text], HARMONY, CHANNEL, together=True)) == ["We see.", ("f", "{}"), "\n\nDone."]
+    assert needs_special_tokens(None, CHANNEL)
 
 
 def test_what_has_come_is_passed_on_at_once():

@@ -32,11 +32,11 @@ POINTS = st.lists(st.integers(0, 10**6), max_size=20)
 FORMATS = st.sampled_from([None, *ToolFormat])
 
 
-@given(TEXTS, POINTS, FORMATS, st.sampled_from(Reasoning))
-def test_a_split_changes_nothing(text, points, tools, reasoning):
-    whole = parse([text], tools, reasoning)
-    assert parse(split(text, points), tools, reasoning) == whole
-    assert parse(text, tools, reasoning) == whole, "character by character"
+@given(TEXTS, POINTS, FORMATS, st.sampled_from(Reasoning), st.booleans())
+def test_a_split_changes_nothing(text, points, tools, reasoning, together):
+    whole = parse([text], tools, reasoning, together=together)
+    assert parse(split(text, points), tools, reasoning, together=together) == whole
+    assert parse(text, tools, reasoning, together=together) == whole, "character by character"
 
 
 @given(TEXTS, POINTS)
@@ -149,6 +149,26 @@ def test_reasoning_may_speak_of_calls():
     text = f"<think>I could <tool_call>{CALL}</tool_call></think>\n<tool_call>{CALL}</tool_call>"
     thought = f"I could <tool_call>{CALL}</tool_call>"
     assert shown(parse([text], HERMES, Reasoning.TAGS)) == [("think", thought), ("f", ARGUMENTS)]
+
+
+TAGGED = [Reasoning.TAGS, Reasoning.OPENED]
+
+
+@given(TEXTS, st.sampled_from(TAGGED))
+def test_reasoning_together_with_content_loses_nothing(text, reasoning):
+    assert shown(parse([text], None, reasoning, together=True)) == ([text] if text else [])
+
+
+@pytest.mark.parametrize("reasoning", TAGGED)
+def test_a_call_is_read_behind_reasoning_that_is_content(reasoning):
+    thought = f"<think>\nI could {CALL} <tool_call>{CALL}</tool_call></think>"
+    for text, more in (
+        (f"<tool_call>{CALL}</tool_call>", {"tools": HERMES}),
+        (CALL, {"tools": LLAMA, "tool_names": {"f"}}),
+        (f"[{CALL}]", {"tools": MISTRAL, "forced": True}),
+    ):
+        found = parse([f"{thought}\n\n{text}"], reasoning=reasoning, together=True, **more)
+        assert shown(found) == [thought, ("f", ARGUMENTS)]
 
 
 def test_arguments_stream_while_they_come():
