@@ -7,12 +7,11 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from common.async_connection import AsyncConnection, RequestFailed
-from common.connection import ConnectionLost
+from common.async_connection import AsyncConnection
 from common.logprobs import TokenLogprobs
 from common.messages import MAX_CHOICES, Finish
 from common.rows import Row
-from gateway_proc.errors import ApiError, of_cluster, refused
+from gateway_proc.errors import refused, told_by_cluster
 from gateway_proc.generation import Choice, Generation, Prompt, finish_reason
 from gateway_proc.http import EventStream, Json, event, while_connected
 from gateway_proc.logprobs import CompletionLogprobs, prompt_logprobs
@@ -104,12 +103,8 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 async def _echoes(connection: AsyncConnection, prompts: Sequence[Prompt]) -> list[str]:
     """The prompts as texts."""
-    try:
+    with told_by_cluster(NAMES):
         return [p if isinstance(p, str) else await connection.detokenize(cast(list[int], p)) for p in prompts]
-    except RequestFailed as failure:
-        raise of_cluster(failure.error, NAMES) from None
-    except ConnectionLost as error:
-        raise ApiError(503, str(error), code="not_ready", retry_after_s=1.0) from None
 
 
 async def _answer(plan: Plan, generation: Generation) -> Json:

@@ -2,11 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
 
+from common.async_connection import RequestFailed
+from common.connection import ConnectionLost
 from common.messages import ErrorCode, RequestError
 
 _TYPES = {
@@ -95,6 +98,17 @@ def of_cluster(error: RequestError, names: Mapping[str, str]) -> ApiError:
             break
     retry = error.retry_after_s or (1.0 if status in (429, 503) else None)
     return ApiError(status, message, param=param or None, code=code, retry_after_s=retry)
+
+
+@contextmanager
+def told_by_cluster(names: Mapping[str, str]) -> Iterator[None]:
+    """What the cluster refuses inside, and that it is lost, is raised as ApiError; `names` as in `of_cluster`."""
+    try:
+        yield
+    except RequestFailed as failure:
+        raise of_cluster(failure.error, names) from None
+    except ConnectionLost as error:
+        raise ApiError(503, str(error), code="not_ready", retry_after_s=1.0) from None
 
 
 def of_validation(error: ValidationError) -> ApiError:

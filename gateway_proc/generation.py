@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.async_connection import AsyncConnection, RequestFailed, Stream, UnreadRows
+from common.async_connection import AsyncConnection, Stream, UnreadRows
 from common.codec import FrameError
-from common.connection import ConnectionLost
 from common.fields import FieldError
 from common.logprobs import TokenLogprobs
 from common.messages import ChatMessage, Finish
@@ -15,7 +14,7 @@ from common.rows import Row
 from common.sampling_params import SamplingParams
 from common.sockets import PeerStalled
 from common.story import Story
-from gateway_proc.errors import ApiError, of_cluster
+from gateway_proc.errors import ApiError, told_by_cluster
 
 MAX_AHEAD = 64  # groups of rows that may wait for a slow reader of several prompts
 Prompt = str | list[int] | list[ChatMessage]
@@ -109,18 +108,17 @@ class Generation:
         """Send the requests. Raises ApiError."""
         job = self._job
         try:
-            for prompt in job.prompts:
-                self._streams.append(
-                    self._connection.submit(prompt, job.params, stream=job.stream, n=job.n, **job.options)
-                )
+            with told_by_cluster(job.names):
+                for prompt in job.prompts:
+                    self._streams.append(
+                        self._connection.submit(prompt, job.params, stream=job.stream, n=job.n, **job.options)
+                    )
         except (FrameError, FieldError) as error:
             self._abort()
             raise ApiError(413, f"the request is too large: {error}", code="too_large") from None
         except PeerStalled as error:
             self._abort()
             raise ApiError(503, str(error), code="overloaded", retry_after_s=1.0) from None
-        except ConnectionLost as error:
-            raise ApiError(503, str(error), code="not_ready", retry_after_s=1.0) from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,11 +162,8 @@ class Generation:
 
     async def _take(self, prompt: int) -> list[Row]:
         try:
-            return await self._streams[prompt].take()
-        except RequestFailed as failure:
-            raise of_cluster(failure.error, self._job.names) from None
-        except ConnectionLost as error:
-            raise ApiError(503, str(error), code="not_ready", retry_after_s=1.0) from None
+            with told_by_cluster(self._job.names):
+                return await self._streams[prompt].take()
         except UnreadRows as error:
             raise ApiError(429, str(error), code="slow_reader") from None
 

@@ -4,10 +4,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from common.async_connection import RequestFailed
-from common.connection import ConnectionLost
 from gateway_proc.conversation import template_options, wire_message
-from gateway_proc.errors import ApiError, of_cluster, refused
+from gateway_proc.errors import refused, told_by_cluster
 from gateway_proc.http import Json, while_connected
 from gateway_proc.requests import check_model
 from gateway_proc.schemas.native import DetokenizeRequest, TokenizeRequest
@@ -37,12 +35,8 @@ async def tokenize(service: Service, request: Request) -> Json:
         with_pieces=bool(body.return_token_strs),
         **options,
     )
-    try:
+    with told_by_cluster(NAMES):
         tokens = await while_connected(request.receive, question)
-    except RequestFailed as failure:
-        raise of_cluster(failure.error, NAMES) from None
-    except ConnectionLost as error:
-        raise ApiError(503, str(error), code="not_ready", retry_after_s=1.0) from None
     ids = list(tokens.token_ids)
     strings = list(tokens.pieces) if body.return_token_strs else None
     return Json({"count": len(ids), "max_model_len": info.context_len, "tokens": ids, "token_strs": strings})
@@ -53,10 +47,6 @@ async def detokenize(service: Service, request: Request) -> Json:
     connection, info = service.backend.use()
     check_model(body.model, info)
     question = connection.detokenize(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
-    try:
+    with told_by_cluster(NAMES):
         text = await while_connected(request.receive, question)
-    except RequestFailed as failure:
-        raise of_cluster(failure.error, NAMES) from None
-    except ConnectionLost as error:
-        raise ApiError(503, str(error), code="not_ready", retry_after_s=1.0) from None
     return Json({"prompt": text, "text": text})
