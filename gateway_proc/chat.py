@@ -10,7 +10,7 @@ from starlette.requests import Request
 from common.messages import Finish
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
-from gateway_proc.conversation import Conversation, conversation_of
+from gateway_proc.conversation import Conversation, conversation_of, template_arguments
 from gateway_proc.errors import refused
 from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, event, while_connected
@@ -45,7 +45,9 @@ async def create(service: Service, request: Request) -> Any:
         raise refused("top_logprobs", "is only allowed with logprobs")
     if body.prompt_logprobs is not None and body.stream:
         raise refused("prompt_logprobs", "cannot be used with stream")
-    conversation = conversation_of(body, info)
+    arguments = template_arguments(body, info)
+    prompt_end = await service.prompt_ends.of(connection, info, arguments)
+    conversation = conversation_of(body, info, arguments, prompt_end)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling_params(
         body,

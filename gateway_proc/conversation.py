@@ -68,15 +68,22 @@ class Conversation:
         )
 
 
-def conversation_of(request: ChatRequest, info: Info, *, effort_field: str = "reasoning_effort") -> Conversation:
-    """Raises ApiError, with the client's name for the effort."""
-    arguments = dict(request.chat_template_kwargs or {})
-    arguments = _effort(request, info, effort_field) | arguments
+def template_arguments(request: ChatRequest, info: Info, effort_field: str = "reasoning_effort") -> dict[str, Any]:
+    """Further variables of the template. Raises ApiError, with the client's name for the effort."""
+    return _effort(request, info, effort_field) | (request.chat_template_kwargs or {})
+
+
+def conversation_of(
+    request: ChatRequest, info: Info, arguments: dict[str, Any] | None = None, prompt_end: str = ""
+) -> Conversation:
+    """What a request asks for, with the `template_arguments` and how a prompt made with them ends, where that is known.
+    Raises ApiError."""
+    arguments = template_arguments(request, info) if arguments is None else arguments
     thinking = arguments.get("enable_thinking", arguments.get("thinking", True))
-    formats = detect_formats(info.chat_template, thinking=bool(thinking))
+    formats = detect_formats(info.chat_template, thinking=bool(thinking), prompt=prompt_end)
     reasoning = formats.reasoning
     goes_on = bool(request.continue_final_message)
-    if goes_on and reasoning is Reasoning.OPENED:
+    if reasoning is Reasoning.OPENED and (goes_on or request.add_generation_prompt is False):
         reasoning = Reasoning.TAGS  # the prompt ends with the message
     grammar, grammar_field = grammar_of(request)
     tools = request.tools or []

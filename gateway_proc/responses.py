@@ -10,7 +10,7 @@ from starlette.requests import Request
 from common.messages import Finish
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader
-from gateway_proc.conversation import conversation_of
+from gateway_proc.conversation import conversation_of, template_arguments
 from gateway_proc.errors import ApiError, refused
 from gateway_proc.generation import Generation, Usage
 from gateway_proc.http import EventStream, Json, while_connected
@@ -25,7 +25,9 @@ async def create(service: Service, request: Request) -> Any:
     body = await service.reader.read(request, ResponsesRequest)
     chat = _as_chat(body)
     connection, info, story = service.begin(request, chat)
-    conversation = conversation_of(chat, info, effort_field="reasoning.effort")
+    arguments = template_arguments(chat, info, "reasoning.effort")
+    prompt_end = await service.prompt_ends.of(connection, info, arguments)
+    conversation = conversation_of(chat, info, arguments, prompt_end)
     params = sampling_params(
         chat,
         service.defaults,

@@ -16,20 +16,20 @@ from gateway_proc.errors import refused
 from gateway_proc.generation import Generation, Job, Prompt
 from gateway_proc.http import story_of
 from gateway_proc.params import Defaults
+from gateway_proc.prompt_ends import PromptEnds
 from gateway_proc.requests import BodyReader, check_model
 from gateway_proc.schemas.sampling import SamplingFields
-
-PLAIN_NAMES = {"deadline_ms": "deadline_ms", "n": "n"}
 
 
 @dataclass(slots=True)
 class Service:
-    """The cluster, the way bodies are read, and the defaults of sampling."""
+    """The cluster, the way bodies are read, the defaults of sampling, and what is known of the chat template."""
 
     backend: Backend
     reader: BodyReader
     http: HttpConfig
     defaults: Defaults = field(default_factory=Defaults)
+    prompt_ends: PromptEnds = field(default_factory=PromptEnds)
 
     def begin(self, request: Request, fields: SamplingFields) -> tuple[AsyncConnection, Info, Story]:
         """A request that generates: the cluster must be there and serve the model. Raises ApiError."""

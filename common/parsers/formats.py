@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.harmony import speaks_harmony
+from common.parsers.reasoning import CLOSE, OPEN
 
 
 class ToolFormat(Enum):
@@ -32,9 +33,10 @@ class Formats:
 _THINK_LEFT_OPEN = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*[-~+]?\s*(?:\}\}|$|\{%)")
 
 
-def detect_formats(template: str, *, thinking: bool = True) -> Formats:
-    """The formats that a chat template's text speaks of. `thinking` is the template argument `enable_thinking`: a
-    template that offers it closes the reasoning itself when it is false."""
+def detect_formats(template: str, *, thinking: bool = True, prompt: str = "") -> Formats:
+    """The formats that a chat template's text speaks of. `thinking` is the template argument that switches it, such as
+    `enable_thinking`. `prompt` is how a prompt ends that the template made with all arguments: behind an opened or a
+    closed tag, or neither. Without it the template's text has to tell."""
     if speaks_harmony(template):
         return Formats(ToolFormat.HARMONY, Reasoning.CHANNEL)
     tools = None
@@ -44,14 +46,18 @@ def detect_formats(template: str, *, thinking: bool = True) -> Formats:
         tools = ToolFormat.HERMES
     elif "<|python_tag|>" in template or ('"parameters":' in template and "<|start_header_id|>" in template):
         tools = ToolFormat.LLAMA3_JSON
-    return Formats(tools, _reasoning(template, thinking))
+    return Formats(tools, _reasoning(template, thinking, prompt.rstrip()))
 
 
-def _reasoning(template: str, thinking: bool) -> Reasoning:
-    if "</think>" not in template and "<think>" not in template:
+def _reasoning(template: str, thinking: bool, prompt: str) -> Reasoning:
+    if CLOSE not in template and OPEN not in template:
         return Reasoning.NONE
-    if "enable_thinking" in template and not thinking:
+    if prompt.endswith(OPEN):
+        return Reasoning.OPENED
+    if prompt.endswith(CLOSE) or not thinking:
         return Reasoning.NONE
+    if prompt:
+        return Reasoning.TAGS
     # What is written behind the last message is where the prompt ends.
     ending = template[template.rfind("add_generation_prompt") :]
     return Reasoning.OPENED if _THINK_LEFT_OPEN.search(ending) else Reasoning.TAGS

@@ -12,7 +12,20 @@ import httpx
 from starlette.types import ASGIApp
 
 from common.config import HttpConfig
-from common.messages import Detokenize, Finish, Generate, GetInfo, GetStats, Info, Stats, Text
+from common.messages import (
+    Detokenize,
+    Finish,
+    Generate,
+    GetInfo,
+    GetStats,
+    Info,
+    RequestError,
+    Stats,
+    Text,
+    Tokenize,
+    Tokens,
+    ints,
+)
 from common.tracing import Traces
 from gateway_proc.app import build
 from gateway_proc.auth import Keys
@@ -25,6 +38,9 @@ from gateway_proc.requests import BodyReader
 from gateway_proc.service import Service
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.frontend_world import INFO
+from tokenizer_proc.chat_request import parse_messages, parse_template_args
+from tokenizer_proc.chat_template import ChatTemplate
+from tokenizer_proc.limits import Refused
 
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
 STATS = {
@@ -46,9 +62,25 @@ def answering(generate: Callable[[Generate], Iterable[Any]], info: Info = INFO) 
             case GetStats():
                 yield Stats(msg.query, STATS)
             case Detokenize():
-                yield Text(msg.rid, "".join(chr(96 + t) for t in msg.token_ids))
+                yield Text(msg.rid, "".join(chr(t - 1000 if t >= 1000 else 96 + t) for t in msg.token_ids))
+            case Tokenize():
+                yield _tokens(msg, info)
 
     return answer
+
+
+def _tokens(msg: Tokenize, info: Info) -> Tokens | RequestError:
+    """A token for each character, of chats through the model's template."""
+    text = msg.text
+    if msg.chat is not None:
+        template = ChatTemplate(info.chat_template, {})
+        try:
+            arguments = parse_template_args(msg.template_args, template.variables)
+        except Refused as refusal:
+            return refusal.answer(msg.rid)
+        text = template.render(parse_messages(msg.chat), 2**20, arguments=arguments)
+    assert text is not None
+    return Tokens(msg.rid, ints(*(1000 + ord(c) for c in text)))
 
 
 def words(*texts: str, finish: Finish = Finish.STOP, cached: int = 1) -> Callable[[Generate], Iterable[Any]]:

@@ -18,7 +18,7 @@ from tests.unit.frontend_world import INFO
 from tests.unit.gateway_world import World, answering, events, play, words
 
 HERMES = "{% if tools %}<tool_call>{% endif %}"
-THINKING = "{{ messages }}<think></think>{% if add_generation_prompt %}{% endif %}"
+THINKING = "{{ messages }}{% if again %}<think></think>{% endif %}{% if add_generation_prompt %}{% endif %}"
 UNKNOWN = "{% if tools %}<function={% endif %}"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [
