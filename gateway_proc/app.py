@@ -18,10 +18,10 @@ from common.story import Story
 from common.tracing import Traces
 from gateway_proc import admin, chat, completions, native, responses, tokens
 from gateway_proc.auth import Keys
-from gateway_proc.errors import ApiError
+from gateway_proc.errors import ApiError, our_mistake
 from gateway_proc.http import error_response, story_of
 from gateway_proc.metrics import Metrics, Scrape
-from gateway_proc.middleware import Authorized, Observed
+from gateway_proc.middleware import Answered, Authorized, Observed
 from gateway_proc.schemas.base import ApiModel
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.completions import CompletionRequest
@@ -104,8 +104,9 @@ def build(
     _add(app, service, Route("/metrics", show_metrics, "Prometheus metrics", answers=("text/plain",)))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_mistake)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    inner: ASGIApp = Authorized(app, keys)
+    inner: ASGIApp = Answered(Authorized(app, keys))
     if http.cors_origins:
         inner = CORSMiddleware(
             inner,
@@ -166,6 +167,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         own.code = "method_not_allowed"
     story_of(request).fail(*own.told)
     return error_response(own, error.headers)
+
+
+async def _on_mistake(request: Request, error: Exception) -> Response:
+    """The answer alone: Starlette raises the error again, and `Answered` tells of it."""
+    return error_response(our_mistake())
 
 
 _ERROR_SCHEMA: dict[str, Any] = {

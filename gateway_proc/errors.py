@@ -100,6 +100,11 @@ def of_cluster(error: RequestError, names: Mapping[str, str]) -> ApiError:
     return ApiError(status, message, param=param or None, code=code, retry_after_s=retry)
 
 
+def our_mistake() -> ApiError:
+    """What is told of an exception that nobody expected."""
+    return ApiError(500, "an internal error; the log says more", code="internal_error")
+
+
 @contextmanager
 def told_by_cluster(names: Mapping[str, str]) -> Iterator[None]:
     """What the cluster refuses inside, and that it is lost, is raised as ApiError; `names` as in `of_cluster`."""

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.story import Story, request_id, shown
 from gateway_proc.auth import Keys
-from gateway_proc.errors import ApiError
+from gateway_proc.errors import ApiError, our_mistake
 from gateway_proc.http import ClientGone, error_response
 from gateway_proc.turnstile import Turnstile
 
@@ -22,8 +22,8 @@ QUIET_STATUS = 400  # below it, only requests that generate get a line in the lo
 
 
 class Observed:
-    """The outermost layer: every request gets an id, a story that is told once at its end, and an answer whatever
-    happens inside. Probes pass at once, others through the turnstile."""
+    """The outermost layer: every request gets an id, and a story that is told once at its end. Probes pass at once,
+    others through the turnstile."""
 
     def __init__(self, app: ASGIApp, began: Callable[[], None], told: Callable[[Story, float], None]):
         self._app = app
@@ -55,25 +55,11 @@ class Observed:
             await send(message)
 
         try:
-            if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
-                raise ApiError(
-                    414, f"the URL has more than {MAX_URL_BYTES} bytes, which is the limit", code="too_large"
-                )
             await self._app(scope, receive, send_with_id)
         except ClientGone:
             story.status = 499
             if not story.error:
                 story.error, story.problem = "client_closed", "the client closed the connection"
-        except ApiError as error:
-            story.fail(*error.told)
-            await error_response(error)(scope, receive, send_with_id)
-        except Exception:
-            log.exception("request %s failed", story.id)
-            failed = ApiError(500, "an internal error; the log says more", code="internal_error")
-            story.fail(*failed.told)
-            if story.status:
-                raise  # the answer has begun: all that can be done is to cut it off
-            await error_response(failed)(scope, receive, send_with_id)
         finally:
             self._tell(story)
 
@@ -82,6 +68,37 @@ class Observed:
         self._told(story, (now - story.arrival_ns) / 1e9)
         important = story.generates or story.status >= QUIET_STATUS
         log.log(logging.INFO if important else logging.DEBUG, "%s", story.line(now))
+
+
+class Answered:
+    """Every request gets an answer, whatever happens inside. Layers around this one add their headers to all."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        story: Story = scope["story"]
+        try:
+            if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
+                raise ApiError(
+                    414, f"the URL has more than {MAX_URL_BYTES} bytes, which is the limit", code="too_large"
+                )
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            story.fail(*error.told)
+            await error_response(error)(scope, receive, send)
+        except ClientGone:
+            raise
+        except Exception:
+            log.exception("request %s failed", story.id)
+            failed = our_mistake()
+            story.fail(*failed.told)
+            if story.status:
+                raise  # the answer has begun: if it has not ended, all that can be done is to cut it off
+            await error_response(failed)(scope, receive, send)
 
 
 class Authorized:

@@ -83,3 +83,31 @@ def test_cross_origin_requests_are_refused_by_default(short_dir: Path) -> None:
 
     play(short_dir, HELLO, closed)
     play(short_dir, HELLO, opened, HttpConfig(cors_origins=("https://a.example",)))
+
+
+def test_refusals_of_every_kind_can_be_read_from_another_origin(short_dir: Path) -> None:
+    def forever(msg: Generate) -> Iterable[Any]:
+        return ()
+
+    async def test(world: World) -> None:
+        key = {"authorization": f"Bearer {KEYS['alice']}", "origin": "https://a.example"}
+        waiting = asyncio.create_task(world.post("/v1/completions", {"prompt": "x"}, headers=key))
+        await world.generated()
+        found = {
+            401: await world.client.get("/v1/models", headers={"origin": "https://a.example"}),
+            429: await world.post("/v1/completions", {"prompt": "x"}, headers=key),
+            414: await world.client.get("/v1/models?" + "x" * 9000, headers=key),
+            404: await world.client.get("/nothing", headers=key),
+        }
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        world.service.backend = None  # type: ignore[assignment]  # a mistake of ours
+        found[500] = await world.client.get("/v1/models", headers=key)
+        for status, response in found.items():
+            assert response.status_code == status and response.json()["error"]["message"]
+            assert response.headers["access-control-allow-origin"] == "https://a.example", status
+            assert "x-request-id" in response.headers["access-control-expose-headers"]
+            assert response.headers["x-request-id"]
+
+    http = HttpConfig(key_concurrency=1, cors_origins=("https://a.example",))
+    play(short_dir, answering(forever), test, http, keys=True)
