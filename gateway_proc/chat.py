@@ -49,6 +49,14 @@ async def create(service: Service, request: Request) -> Any:
     prompt_end = await service.prompt_ends.of(connection, info, arguments)
     conversation = conversation_of(body, info, arguments, prompt_end)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    names = {
+        "text": "messages",
+        "chat": "messages",
+        "template_args": "chat_template_kwargs",
+        **({"template_args.reasoning_effort": "reasoning_effort"} if body.reasoning_effort else {}),
+        "grammar": conversation.grammar_field,
+        "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+    }
     params = sampling_params(
         body,
         service.defaults,
@@ -57,16 +65,8 @@ async def create(service: Service, request: Request) -> Any:
         prompt_logprobs=body.prompt_logprobs,
         grammar=conversation.grammar,
         skip_special_tokens=False if conversation.needs_special_tokens else None,
+        names=names,
     )
-    names = {
-        "text": "messages",
-        "chat": "messages",
-        "template_args": "chat_template_kwargs",
-        **({"template_args.reasoning_effort": "reasoning_effort"} if body.reasoning_effort else {}),
-        "grammar": conversation.grammar_field,
-        "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        "deadline_ms": "deadline_ms",
-    }
     head = {
         "id": f"chatcmpl-{story.id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -101,7 +101,7 @@ async def _answer(plan: Plan, generation: Generation) -> Json:
     answer = {**plan.head, "choices": choices, "usage": generation.usage.as_dict()}
     if plan.body.prompt_logprobs is not None:
         first = next((row.prompt_logprobs for row in rows[0] if row.prompt_logprobs), ())
-        answer["prompt_logprobs"] = prompt_logprobs(first)
+        answer["prompt_logprobs"] = prompt_logprobs(first, plan.body.prompt_logprobs)
     return Json(answer)
 
 

@@ -1,20 +1,19 @@
 """/v1/completions: prompts as texts or token ids, one or several."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 from starlette.requests import Request
 
-from common.async_connection import AsyncConnection
-from common.logprobs import TokenLogprobs
 from common.messages import MAX_CHOICES, Finish
 from common.rows import Row
-from gateway_proc.errors import refused, told_by_cluster
+from gateway_proc.echoes import Echo, echoes_of
+from gateway_proc.errors import refused
 from gateway_proc.generation import Choice, Generation, Prompt, finish_reason
 from gateway_proc.http import EventStream, Json, event, while_connected
-from gateway_proc.logprobs import CompletionLogprobs, prompt_logprobs
+from gateway_proc.logprobs import CompletionLogprobs, Scored, prompt_logprobs
 from gateway_proc.params import grammar_of, sampling_params
 from gateway_proc.schemas.completions import CompletionRequest
 from gateway_proc.service import Service
@@ -29,10 +28,9 @@ class Plan:
     body: CompletionRequest
     head: dict[str, Any]  # what every answer and chunk begins with
     prompts: list[Prompt]
-    echoes: list[str]  # what is put before each prompt's answers
+    echoes: list[Echo]  # what is put before each prompt's answers
     n: int
     drawn: int
-    hide_answer: bool  # only the prompt is asked for: one token must be drawn all the same
 
     @property
     def as_ids(self) -> bool:
@@ -46,17 +44,17 @@ async def create(service: Service, request: Request) -> Any:
     n = body.n or 1
     drawn = max(n, body.best_of or n)
     _check(body, n, drawn)
-    hide_answer = body.max_tokens == 0
+    prompt_only = body.max_tokens == 0
     grammar, grammar_field = grammar_of(body)
     # best_of ranks by log probabilities, which must then be asked for
     logprobs = 0 if body.logprobs is None and drawn > n else body.logprobs
-    prompt_top = body.logprobs if body.prompt_logprobs is None and body.echo else body.prompt_logprobs
+    tops = [top for top in (body.prompt_logprobs, body.logprobs if body.echo else None) if top is not None]
     params = sampling_params(
         body,
         service.defaults,
-        max_tokens=1 if hide_answer else body.max_tokens,
+        max_tokens=1 if prompt_only else body.max_tokens,
         logprobs=logprobs,
-        prompt_logprobs=prompt_top,
+        prompt_logprobs=max(tops, default=None),
         grammar=grammar,
     )
     prompts = _prompts(body)
@@ -66,11 +64,14 @@ async def create(service: Service, request: Request) -> Any:
         "created": int(time.time()),
         "model": body.model or info.names[0],
     }
-    echoes = await _echoes(connection, prompts) if body.echo else [""] * len(prompts)
-    plan = Plan(body, head, prompts, echoes, n, drawn, hide_answer)
+    echoes = [Echo()] * len(prompts)
+    if body.echo:
+        with_ids = bool(body.return_tokens_as_token_ids) and body.logprobs is not None
+        echoes = await while_connected(request.receive, echoes_of(connection, prompts, NAMES, with_ids=with_ids))
+    plan = Plan(body, head, prompts, echoes, n, drawn)
     generation = service.generation(
         connection, story, body, prompts, params, n=drawn, stream=bool(body.stream),
-        names={**NAMES, "grammar": grammar_field, "deadline_ms": "deadline_ms"},
+        names={**NAMES, "grammar": grammar_field}, prompt_only=prompt_only,
     )  # fmt: skip
     if body.stream:
         return EventStream(_stream(plan, generation), story)
@@ -101,12 +102,6 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     return cast(list[Prompt], list(prompt))
 
 
-async def _echoes(connection: AsyncConnection, prompts: Sequence[Prompt]) -> list[str]:
-    """The prompts as texts."""
-    with told_by_cluster(NAMES):
-        return [p if isinstance(p, str) else await connection.detokenize(cast(list[int], p)) for p in prompts]
-
-
 async def _answer(plan: Plan, generation: Generation) -> Json:
     with generation:
         answers = await generation.collect()
@@ -114,13 +109,7 @@ async def _answer(plan: Plan, generation: Generation) -> Json:
     for number, drawn in enumerate(answers):
         for choice in _best(drawn, plan.n):
             choices.append(_choice(plan, number, len(choices), choice))
-    return Json({**plan.head, "choices": choices, "usage": _usage(plan, generation)})
-
-
-def _usage(plan: Plan, generation: Generation) -> dict[str, Any]:
-    if plan.hide_answer:  # what was drawn and is not shown does not count
-        generation.usage.completion_tokens = 0
-    return generation.usage.as_dict()
+    return Json({**plan.head, "choices": choices, "usage": generation.usage.as_dict()})
 
 
 def _best(drawn: list[Choice], n: int) -> list[Choice]:
@@ -138,28 +127,20 @@ def _choice(plan: Plan, prompt: int, index: int, choice: Choice) -> dict[str, An
     echo = plan.echoes[prompt]
     shown: dict[str, Any] = {
         "index": index,
-        "text": echo + ("" if plan.hide_answer else choice.text),
+        "text": echo.text + choice.text,
         "logprobs": None,
-        "finish_reason": "length" if plan.hide_answer else finish_reason(choice.finish),
+        "finish_reason": finish_reason(choice.finish),
         "stop_reason": choice.stop_reason,
     }
     if plan.body.logprobs is not None:
-        entries: list[TokenLogprobs | None] = [] if plan.hide_answer else list(choice.logprobs)
+        scored = echo.scored(choice.prompt_logprobs) if plan.body.echo else []
         columns = CompletionLogprobs(plan.body.logprobs, plan.as_ids)
-        if plan.body.echo:
-            entries = [*(choice.prompt_logprobs or ()), *entries]
-        shown["logprobs"] = columns.take(entries, _first_text(echo, choice.prompt_logprobs))
+        shown["logprobs"] = columns.take([*scored, *choice.logprobs])
     if plan.body.prompt_logprobs is not None:
-        shown["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs or ())
+        shown["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs or (), plan.body.prompt_logprobs)
     if plan.body.return_token_ids:
         shown["token_ids"] = choice.token_ids
     return shown
-
-
-def _first_text(echo: str, entries: Sequence[TokenLogprobs | None] | None) -> str:
-    """The text of a prompt's first token: what the others leave of it."""
-    rest = b"".join(entry.token for entry in entries or () if entry is not None).decode(errors="replace")
-    return echo.removesuffix(rest) if rest and echo.endswith(rest) else ""
 
 
 async def _stream(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
@@ -175,22 +156,22 @@ async def _stream(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
                 writer = writers.get(index)
                 if writer is None:
                     writer = writers[index] = _ChoiceWriter(plan, index, plan.echoes[prompt])
-                choice = writer.take(row)
-                if choice is not None or continuous:
-                    chunk = {**plan.head, "choices": [choice] if choice else []}
+                choice = writer.take(row, always=continuous)
+                if choice is not None:
+                    chunk = {**plan.head, "choices": [choice]}
                     if with_usage or continuous:
-                        chunk["usage"] = _usage(plan, generation) if continuous else None
+                        chunk["usage"] = generation.usage.as_dict() if continuous else None
                     events.append(event(chunk))
             if events:
                 yield b"".join(events)
         if with_usage:
-            yield event({**plan.head, "choices": [], "usage": _usage(plan, generation)})
+            yield event({**plan.head, "choices": [], "usage": generation.usage.as_dict()})
 
 
 class _ChoiceWriter:
     """The chunks of one choice."""
 
-    def __init__(self, plan: Plan, index: int, echo: str):
+    def __init__(self, plan: Plan, index: int, echo: Echo):
         self._plan = plan
         self._index = index
         self._echo = echo
@@ -198,26 +179,24 @@ class _ChoiceWriter:
         top = plan.body.logprobs
         self._columns = None if top is None else CompletionLogprobs(top, plan.as_ids)
 
-    def take(self, row: Row) -> dict[str, Any] | None:
-        """What a chunk says of a row; None where there is nothing to say yet."""
+    def take(self, row: Row, *, always: bool) -> dict[str, Any] | None:
+        """What a chunk says of a row; None where there is nothing to say yet, unless one is `always` wanted."""
         plan = self._plan
-        text = "" if plan.hide_answer else row.text
-        entries: list[TokenLogprobs | None] = [] if plan.hide_answer else list(row.logprobs or ())
-        first = ""
+        text = row.text
+        entries: list[Scored] = list(row.logprobs or ())
         if not self._begun:
             self._begun = True
-            text = self._echo + text
-            if plan.body.echo and row.prompt_logprobs:
-                entries = [*row.prompt_logprobs, *entries]
-                first = _first_text(self._echo, row.prompt_logprobs)
+            text = self._echo.text + text
+            if plan.body.echo:
+                entries = [*self._echo.scored(row.prompt_logprobs), *entries]
         ended = row.finish is not Finish.NONE
-        if not (text or entries or ended or plan.body.return_token_ids):
+        if not (text or entries or ended or plan.body.return_token_ids or always):
             return None
         choice: dict[str, Any] = {
             "index": self._index,
             "text": text,
-            "logprobs": self._columns.take(entries, first) if self._columns else None,
-            "finish_reason": ("length" if plan.hide_answer else finish_reason(row.finish)) if ended else None,
+            "logprobs": self._columns.take(entries) if self._columns else None,
+            "finish_reason": finish_reason(row.finish),
             "stop_reason": row.stop_reason,
         }
         if plan.body.return_token_ids:

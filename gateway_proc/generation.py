@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.async_connection import AsyncConnection, Stream, UnreadRows
@@ -23,7 +23,8 @@ Prompt = str | list[int] | list[ChatMessage]
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is asked of the cluster for each prompt. `options` are further arguments of `submit`, `names` the client's
-    names for the cluster's fields."""
+    names for the cluster's fields. With `prompt_only` no more than the prompt is wanted, but a token must be drawn: the
+    answer is dropped as soon as it comes."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -31,6 +32,7 @@ class Job:
     stream: bool
     options: Mapping[str, Any]
     names: Mapping[str, str]
+    prompt_only: bool = False
 
 
 @dataclass(slots=True)
@@ -169,6 +171,8 @@ class Generation:
 
     def _counted(self, prompt: int, rows: list[Row]) -> Iterator[tuple[int, Row]]:
         for row in rows:
+            if self._job.prompt_only:
+                row = _without_answer(row)
             self.usage.add(prompt, row)
             self._story.row(prompt, row)
             yield prompt, row
@@ -180,6 +184,12 @@ class Generation:
             for prompt, row in rows:
                 answers[prompt][row.choice].add(row)
         return answers
+
+
+def _without_answer(row: Row) -> Row:
+    finish = Finish.LENGTH if row.finish is Finish.STOP else row.finish
+    logprobs = None if row.logprobs is None else ()
+    return replace(row, text="", token_ids=(), logprobs=logprobs, finish=finish, stop_reason=None)
 
 
 def finish_reason(finish: Finish) -> str | None:

@@ -1,12 +1,25 @@
 """Log probabilities in the two formats of OpenAI's API, and in vLLM's for prompts."""
 
+import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.logprobs import TokenLogprobs, TopLogprob
 
 
-def _text(token: TokenLogprobs | TopLogprob, as_ids: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A prompt's first token, which has no log probability. The id is -1 where nobody asked for it."""
+
+    token_id: int
+    token: bytes
+
+
+Scored = FirstToken | TokenLogprobs
+
+
+def _text(token: Scored | TopLogprob, as_ids: bool) -> str:
     """The text of one token. Bytes that are no whole UTF-8 character show as replacement characters."""
     return f"token_id:{token.token_id}" if as_ids else token.token.decode(errors="replace")
 
@@ -25,30 +38,25 @@ def _chat_entry(token: TokenLogprobs | TopLogprob, as_ids: bool) -> dict[str, An
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of completions, for one choice. `offset` counts the characters of the text so far."""
+    """`choices[].logprobs` of completions, for one choice. Each `text_offset` is the number of whole characters before:
+    a token inside of one has the offset of that one."""
 
     def __init__(self, top: int, as_ids: bool):
         self._top = top
         self._as_ids = as_ids
         self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def take(self, entries: Sequence[TokenLogprobs | None], first: str = "") -> dict[str, Any]:
-        """The columns for the next tokens. None is a prompt's first token, which has no log probability and whose text
-        is `first`."""
+    def take(self, entries: Sequence[Scored]) -> dict[str, Any]:
+        """The columns for the next tokens."""
         columns: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for entry in entries:
             columns["text_offset"].append(self._offset)
-            if entry is None:
-                self._offset += len(first)
-                columns["tokens"].append(first)
-                columns["token_logprobs"].append(None)
-                columns["top_logprobs"].append(None)
-                continue
-            text = _text(entry, self._as_ids)
-            self._offset += len(entry.token.decode(errors="replace"))
-            columns["tokens"].append(text)
-            columns["token_logprobs"].append(entry.logprob)
-            columns["top_logprobs"].append(self._alternatives(entry))
+            self._offset += len(self._decoder.decode(entry.token))
+            columns["tokens"].append(_text(entry, self._as_ids))
+            scored = None if isinstance(entry, FirstToken) else entry
+            columns["token_logprobs"].append(scored and scored.logprob)
+            columns["top_logprobs"].append(scored and self._alternatives(scored))
         return columns
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
@@ -60,8 +68,8 @@ class CompletionLogprobs:
         return found
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token but the first a map from token ids."""
+def prompt_logprobs(entries: Sequence[TokenLogprobs | None], top: int) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token but the first a map from token ids, with `top` alternatives."""
     shown: list[dict[str, dict[str, Any]] | None] = []
     for entry in entries:
         if entry is None:
@@ -73,9 +81,9 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, d
             "rank": entry.rank,
             "decoded_token": _text(entry, False),
         }
-        for rank, top in enumerate(entry.top, start=1):
+        for rank, other in enumerate(entry.top[:top], start=1):
             tokens.setdefault(
-                str(top.token_id), {"logprob": top.logprob, "rank": rank, "decoded_token": _text(top, False)}
+                str(other.token_id), {"logprob": other.logprob, "rank": rank, "decoded_token": _text(other, False)}
             )
         shown.append(tokens)
     return shown

@@ -1,29 +1,35 @@
 """/generate, SGLang's native endpoint: prompts as texts or token ids, answers with `meta_info`."""
 
 import time
-from array import array
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from starlette.requests import Request
 
-from common.logprobs import TokenLogprobs, TopLogprob
+from common.logprobs import TopLogprob
 from common.messages import Finish
 from common.rows import Row
-from common.sampling_params import MAX_TOKEN_ID, Grammar, SamplingParams
+from gateway_proc.echoes import Echo, echoes_of
 from gateway_proc.errors import refused
 from gateway_proc.generation import Choice, Generation, Prompt
 from gateway_proc.http import EventStream, Json, event, while_connected
-from gateway_proc.params import SEED_MASK, Defaults, logit_bias
+from gateway_proc.logprobs import FirstToken, Scored
+from gateway_proc.params import grammar_of, sampling_params
 from gateway_proc.schemas.native import NativeParams, NativeRequest
 from gateway_proc.schemas.sampling import SamplingFields
 from gateway_proc.service import Service
 
+# SGLang's sampling_params that are called as in the other endpoints
+SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "ebnf",
+)  # fmt: skip
+WITHIN = "sampling_params."
 NAMES = {
-    "text": "text", "token_ids": "input_ids", "max_tokens": "sampling_params.max_new_tokens",
-    "min_tokens": "sampling_params.min_new_tokens", "grammar": "sampling_params.json_schema",
-    "logprobs": "return_logprob", "prompt_logprobs": "logprob_start_len", "n": "sampling_params.n",
+    **{name: WITHIN + name for name in SAME}, "max_tokens": f"{WITHIN}max_new_tokens",
+    "min_tokens": f"{WITHIN}min_new_tokens", "seed": f"{WITHIN}sampling_seed", "text": "text", "token_ids": "input_ids",
+    "logprobs": "return_logprob", "prompt_logprobs": "logprob_start_len",
 }  # fmt: skip
 # SGLang takes no `model` here; routers that need one (smg) fill in such a word when the client said none
 NO_MODEL = ("unknown", "default")
@@ -35,6 +41,8 @@ class Plan:
     id: str
     several: bool  # the answer is a list
     n: int
+    start: int  # of the prompt tokens whose log probabilities are wanted, -1 for none
+    echoes: list[Echo]
     began: float = field(default_factory=time.monotonic)
 
     def answer(self, prompt: int, index: int, choice: Choice, usage: tuple[int, int]) -> dict[str, Any]:
@@ -50,15 +58,13 @@ class Plan:
             "e2e_latency": round(time.monotonic() - self.began, 6),
         }
         if self.body.return_logprob:
-            meta |= self._logprobs(choice)
+            meta |= self._logprobs(prompt, choice)
         shown = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
         return {**shown, "index": number} if self.several else shown
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        body = self.body
-        with_text, top = bool(body.return_text_in_logprobs), body.top_logprobs_num or 0
-        start = -1 if body.logprob_start_len is None else body.logprob_start_len
-        inputs = list(choice.prompt_logprobs or ())[start:] if start >= 0 else []
+    def _logprobs(self, prompt: int, choice: Choice) -> dict[str, Any]:
+        with_text, top = bool(self.body.return_text_in_logprobs), self.body.top_logprobs_num or 0
+        inputs = self.echoes[prompt].scored(choice.prompt_logprobs)[self.start :] if self.start >= 0 else []
         shown: dict[str, Any] = {
             "input_token_logprobs": [_entry(e, with_text) for e in inputs],
             "output_token_logprobs": [_entry(e, with_text) for e in choice.logprobs],
@@ -69,15 +75,14 @@ class Plan:
         return shown
 
 
-def _entry(entry: TokenLogprobs | TopLogprob | None, with_text: bool) -> list[Any]:
-    """[log probability, token id, text]; the first token of a prompt has none of them."""
-    if entry is None:
-        return [None, None, None]
-    return [entry.logprob, entry.token_id, entry.token.decode(errors="replace") if with_text else None]
+def _entry(entry: Scored | TopLogprob, with_text: bool) -> list[Any]:
+    """[log probability, token id, text]; the first token of a prompt has no log probability."""
+    logprob = None if isinstance(entry, FirstToken) else entry.logprob
+    return [logprob, entry.token_id, entry.token.decode(errors="replace") if with_text else None]
 
 
-def _tops(entry: TokenLogprobs | None, top: int, with_text: bool) -> list[list[Any]] | None:
-    return None if entry is None else [_entry(t, with_text) for t in entry.top[:top]]
+def _tops(entry: Scored, top: int, with_text: bool) -> list[list[Any]] | None:
+    return None if isinstance(entry, FirstToken) else [_entry(t, with_text) for t in entry.top[:top]]
 
 
 def _finish_reason(choice: Choice) -> dict[str, Any] | None:
@@ -100,21 +105,49 @@ async def create(service: Service, request: Request) -> Any:
     body = await service.reader.read(request, NativeRequest)
     if (body.text is None) == (body.input_ids is None):
         raise refused("text", "exactly one of text and input_ids must be given")
-    model = None if body.model in NO_MODEL else body.model
-    fields = SamplingFields(
-        model=model, stream=body.stream, priority=body.priority, cache_salt=body.cache_salt, request_id=body.rid
-    )
+    fields = _fields(body)
     connection, _, story = service.begin(request, fields)
-    sampling = body.sampling_params or NativeParams()
-    params = _params(body, sampling, service.defaults)
-    prompts, several = _prompts(body)
-    plan = Plan(body, story.id, several or (sampling.n or 1) > 1, sampling.n or 1)
-    generation = service.generation(
-        connection, story, fields, prompts, params, n=plan.n, stream=bool(body.stream), names=NAMES
+    max_tokens = (body.sampling_params or NativeParams()).max_new_tokens
+    top = body.top_logprobs_num or 0
+    start = -1 if not body.return_logprob or body.logprob_start_len is None else body.logprob_start_len
+    grammar, grammar_field = grammar_of(fields, WITHIN)
+    params = sampling_params(
+        fields,
+        service.defaults,
+        max_tokens=1 if max_tokens == 0 else max_tokens,
+        logprobs=top if body.return_logprob else None,
+        prompt_logprobs=top if start >= 0 else None,
+        grammar=grammar,
+        names=NAMES,
     )
+    prompts, several = _prompts(body)
+    echoes = [Echo()] * len(prompts)
+    if start == 0:
+        echoes = await while_connected(request.receive, echoes_of(connection, prompts, NAMES, with_ids=True))
+    n = fields.n or 1
+    plan = Plan(body, story.id, several or n > 1, n, start, echoes)
+    generation = service.generation(
+        connection, story, fields, prompts, params, n=n, stream=bool(body.stream),
+        names={**NAMES, "grammar": grammar_field}, prompt_only=max_tokens == 0,
+    )  # fmt: skip
     if body.stream:
         return EventStream(_stream(plan, generation), story)
     return await while_connected(request.receive, _answer(plan, generation))
+
+
+def _fields(body: NativeRequest) -> SamplingFields:
+    """The request as other endpoints know it."""
+    given = body.sampling_params or NativeParams()
+    return SamplingFields(
+        model=None if body.model in NO_MODEL else body.model,
+        stream=body.stream,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        request_id=body.rid,
+        min_tokens=given.min_new_tokens,
+        seed=given.sampling_seed,
+        **{name: getattr(given, name) for name in SAME},
+    )
 
 
 def _prompts(body: NativeRequest) -> tuple[list[Prompt], bool]:
@@ -126,40 +159,6 @@ def _prompts(body: NativeRequest) -> tuple[list[Prompt], bool]:
     if isinstance(given[0], int):
         return [given], False
     return cast(list[Prompt], list(given)), True
-
-
-def _params(body: NativeRequest, given: NativeParams, defaults: Defaults) -> SamplingParams:
-    if given.max_new_tokens == 0:
-        raise refused("sampling_params.max_new_tokens", "must be at least 1")
-    grammars = [kind for kind in ("json_schema", "regex", "ebnf") if getattr(given, kind) is not None]
-    if len(grammars) > 1:
-        raise refused(f"sampling_params.{grammars[1]}", f"cannot be used together with {grammars[0]}")
-    grammar = Grammar(grammars[0], getattr(given, grammars[0])) if grammars else None
-    for token in given.stop_token_ids or ():
-        if not 0 <= token <= MAX_TOKEN_ID:
-            raise refused("sampling_params.stop_token_ids", f"must be token ids, got {token}")
-    values: dict[str, Any] = {
-        name: getattr(defaults, name) if getattr(given, name) is None else getattr(given, name)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
-    }
-    for name in ("presence_penalty", "frequency_penalty", "ignore_eos", "skip_special_tokens"):
-        if getattr(given, name) is not None:
-            values[name] = getattr(given, name)
-    top = body.top_logprobs_num or 0
-    wants_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
-    return SamplingParams(
-        top_k=max(0, defaults.top_k if given.top_k is None else given.top_k),
-        seed=None if given.sampling_seed is None else given.sampling_seed & SEED_MASK,
-        max_tokens=given.max_new_tokens,
-        min_tokens=given.min_new_tokens or 0,
-        stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
-        stop_token_ids=array("i", given.stop_token_ids or ()),
-        logit_bias=logit_bias(given.logit_bias or {}),
-        logprobs=top if body.return_logprob else None,
-        prompt_logprobs=top if wants_prompt else None,
-        grammar=grammar,
-        **values,
-    )
 
 
 async def _answer(plan: Plan, generation: Generation) -> Json:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from common.codec import schema_of
@@ -66,8 +67,10 @@ def sampling_params(
     prompt_logprobs: int | None,
     grammar: Grammar | None,
     skip_special_tokens: bool | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> SamplingParams:
-    """All that concerns how tokens are drawn. Raises ApiError where fields do not fit together."""
+    """All that concerns how tokens are drawn. `names` are the client's names for fields. Raises ApiError where they do
+    not fit together."""
     given: dict[str, Any] = {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
@@ -83,15 +86,16 @@ def sampling_params(
         given[name] = getattr(defaults, name) if value is None else value
     max_tokens = defaults.max_tokens if max_tokens is None else max_tokens
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
-        raise refused("min_tokens", f"must be at most max_tokens ({max_tokens}), got {request.min_tokens}")
+        most = f"{names.get('max_tokens', 'max_tokens')} ({max_tokens})"
+        raise refused(names.get("min_tokens", "min_tokens"), f"must be at most {most}, got {request.min_tokens}")
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or ()
     return SamplingParams(
         top_k=max(0, defaults.top_k if request.top_k is None else request.top_k),
         seed=_seed(request.seed),
         max_tokens=max_tokens,
         stop=tuple(stop),
-        stop_token_ids=_token_ids(request.stop_token_ids or [], "stop_token_ids"),
-        logit_bias=logit_bias(request.logit_bias or {}),
+        stop_token_ids=_token_ids(request.stop_token_ids or [], names.get("stop_token_ids", "stop_token_ids")),
+        logit_bias=_logit_bias(request.logit_bias or {}, names.get("logit_bias", "logit_bias")),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
@@ -111,19 +115,20 @@ def _token_ids(ids: list[int], field: str) -> "array[int]":
     return array("i", ids)
 
 
-def logit_bias(values: Mapping[str, float]) -> dict[int, float]:
+def _logit_bias(values: Mapping[str, float], field: str) -> dict[int, float]:
     """OpenAI's map from token ids as texts."""
     bias = {}
     for key, value in values.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-            raise refused("logit_bias", f"keys must be token ids, got {key[:40]!r}")
+            raise refused(field, f"keys must be token ids, got {key[:40]!r}")
         bias[int(key)] = value
     return bias
 
 
-def grammar_of(request: SamplingFields) -> tuple[Grammar | None, str]:
-    """What the answer must match, and the field that says so. Raises ApiError when several fields do."""
-    found = [(name, grammar) for name, grammar in _grammars(request) if grammar is not None]
+def grammar_of(request: SamplingFields, within: str = "") -> tuple[Grammar | None, str]:
+    """What the answer must match, and the field that says so; `within` is what precedes the names of all fields. Raises
+    ApiError when several fields do."""
+    found = [(within + name, grammar) for name, grammar in _grammars(request) if grammar is not None]
     if len(found) > 1:
         raise refused(found[1][0], f"cannot be used together with {found[0][0]}")
     if not found:

@@ -28,6 +28,10 @@ async def create(service: Service, request: Request) -> Any:
     arguments = template_arguments(chat, info, "reasoning.effort")
     prompt_end = await service.prompt_ends.of(connection, info, arguments)
     conversation = conversation_of(chat, info, arguments, prompt_end)
+    names = {
+        "text": "input", "chat": "input", "grammar": "text.format", "max_tokens": "max_output_tokens",
+        "template_args.reasoning_effort": "reasoning.effort",
+    }  # fmt: skip
     params = sampling_params(
         chat,
         service.defaults,
@@ -36,11 +40,8 @@ async def create(service: Service, request: Request) -> Any:
         prompt_logprobs=None,
         grammar=conversation.grammar,
         skip_special_tokens=False if conversation.needs_special_tokens else None,
+        names=names,
     )
-    names = {
-        "text": "input", "chat": "input", "grammar": "text.format", "max_tokens": "max_output_tokens",
-        "template_args.reasoning_effort": "reasoning.effort", "deadline_ms": "deadline_ms",
-    }  # fmt: skip
     reasons = conversation.tells_reasoning
     generation = service.generation(
         connection, story, chat, [conversation.messages], params, n=1, stream=bool(body.stream) or reasons,

@@ -58,6 +58,7 @@ class Service:
         n: int,
         stream: bool,
         names: Mapping[str, str],
+        prompt_only: bool = False,
         **options: Any,
     ) -> Generation:
         """The requests to the cluster, not yet sent."""
@@ -66,4 +67,4 @@ class Service:
             "priority": fields.priority or 0,
             "deadline_ms": fields.deadline_ms or 0,
         }
-        return Generation(connection, Job(prompts, params, n, stream, options, names), story)
+        return Generation(connection, Job(prompts, params, n, stream, options, names, prompt_only), story)

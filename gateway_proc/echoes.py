@@ -1,0 +1,55 @@
+"""The prompts of a request as they are shown with its answers: texts, and first tokens, which nothing predicts."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from common.async_connection import AsyncConnection
+from common.logprobs import TokenLogprobs
+from gateway_proc.errors import told_by_cluster
+from gateway_proc.generation import Prompt
+from gateway_proc.logprobs import FirstToken, Scored
+
+AT_ONCE = 16  # questions to the tokenizer, which has many clients
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as a text, and the id of its first token where that is known, else -1."""
+
+    text: str = ""
+    first_id: int = -1
+
+    def scored(self, entries: Sequence[TokenLogprobs | None] | None) -> list[Scored]:
+        """The prompt's log probabilities from its first token on, of which the cluster says None."""
+        if not entries:
+            return []
+        others = [entry for entry in entries if entry is not None]
+        return [FirstToken(self.first_id, self._without(b"".join(entry.token for entry in others))), *others]
+
+    def _without(self, others: bytes) -> bytes:
+        """What other tokens leave of the text."""
+        text = self.text.encode()
+        if not text.endswith(others):  # bytes that are no characters stand as replacement characters in the text
+            others = others.decode(errors="replace").encode()
+        return text.removesuffix(others) if text.endswith(others) else b""
+
+
+async def echoes_of(
+    connection: AsyncConnection, prompts: Sequence[Prompt], names: Mapping[str, str], *, with_ids: bool
+) -> list[Echo]:
+    """All prompts, `with_ids` with the ids of their first tokens. Raises ApiError."""
+    found: list[Echo] = []
+    with told_by_cluster(names):
+        for at in range(0, len(prompts), AT_ONCE):
+            found += await asyncio.gather(*(_echo(connection, p, with_ids) for p in prompts[at : at + AT_ONCE]))
+    return found
+
+
+async def _echo(connection: AsyncConnection, prompt: Prompt, with_id: bool) -> Echo:
+    if isinstance(prompt, str):
+        tokens = (await connection.tokenize(prompt)).token_ids if with_id else ()
+        return Echo(prompt, tokens[0] if tokens else -1)
+    ids = cast(list[int], prompt)
+    return Echo(await connection.detokenize(ids), ids[0])
