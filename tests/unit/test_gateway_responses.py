@@ -6,6 +6,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError
 from common.sampling_params import Grammar
@@ -24,9 +26,11 @@ def test_a_response(short_dir: Path) -> None:
         assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
         assert item["content"] == [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}]
         assert answer["usage"] == {
-            "input_tokens": 3, "output_tokens": 2, "total_tokens": 5, "input_tokens_details": {"cached_tokens": 1},
+            "input_tokens": 3, "output_tokens": 2, "total_tokens": 5,
+            "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }  # fmt: skip
+        assert Response.model_validate(answer).output_text == "Hello"
         asked = await world.generated()
         assert asked.chat == (ChatMessage("system", "Be brief."), ChatMessage("user", "hi"))
         assert (asked.params.max_tokens, asked.params.top_k, asked.stream) == (7, 3, False)
@@ -58,6 +62,8 @@ def test_a_streamed_response(short_dir: Path, finish: Finish, status: str) -> No
             "output_text.delta", "output_text.done", "content_part.done", "output_item.done", status,
         ]  # fmt: skip
         assert [d["delta"] for d in data if "delta" in d] == ["He", "llo"]
+        for each in data:
+            TypeAdapter(ResponseStreamEvent).validate_python(each)
         last = data[-1]["response"]
         assert last["status"] == status and last["output"][0]["content"][0]["text"] == "Hello"
         assert last["incomplete_details"] == (None if finish is Finish.STOP else {"reason": "max_output_tokens"})
