@@ -87,10 +87,14 @@ def conversation_of(
         reasoning = Reasoning.TAGS  # the prompt ends with the message
     grammar, grammar_field = grammar_of(request)
     tools = request.tools or []
-    choice = request.tool_choice or ("auto" if tools or arguments.get("builtin_tools") else "none")
+    built_in = bool(arguments.get("builtin_tools"))
+    choice = request.tool_choice or "auto"
     forced = choice == "required" or isinstance(choice, NamedTool)
-    if forced and not tools:
-        raise refused("tool_choice", "needs tools")
+    without = request.tool_choice == "auto" and request.tools is None and not built_in
+    if (forced and not tools) or without:
+        raise refused("tool_choice", "is only allowed when tools are given")
+    if not (tools or built_in):
+        choice = "none"  # nothing in an answer is a call
     parallel = request.parallel_tool_calls is not False
     tool_format = None
     if choice != "none":

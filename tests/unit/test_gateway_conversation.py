@@ -46,6 +46,14 @@ def test_tools_go_to_the_template() -> None:
     assert conversation(UNKNOWN, tools=TOOLS).tool_format is None
 
 
+def test_without_tools_nothing_is_a_call() -> None:
+    for fields in ({}, {"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "none"}):
+        found = conversation(**fields)
+        assert found.tool_format is None and not found.is_read
+    built_in = {"builtin_tools": ["python"]}
+    assert conversation(tool_choice="auto", chat_template_kwargs=built_in).tool_format is ToolFormat.HERMES
+
+
 def test_forced_calls_have_a_grammar() -> None:
     required = conversation(tools=TOOLS, tool_choice="required").grammar
     named = conversation(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "clock"}}).grammar
@@ -59,6 +67,7 @@ def test_forced_calls_have_a_grammar() -> None:
     ("fields", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "template": UNKNOWN}, "tool_choice"),
