@@ -106,16 +106,16 @@ async def _answer(plan: Plan, generation: Generation) -> Json:
 
 
 def _choice(plan: Plan, index: int, reader: ChoiceReader, rows: list[Row]) -> dict[str, Any]:
-    last = rows[-1]
+    last, shown = rows[-1], reader.take_shown()
     choice = {
         "index": index,
         "message": reader.message(),
-        "logprobs": plan.logprobs([entry for row in rows for entry in row.logprobs or ()]),
+        "logprobs": plan.logprobs([entry for row in shown for entry in row.logprobs or ()]),
         "finish_reason": reader.finish_reason(last.finish),
         "stop_reason": last.stop_reason,
     }
     if plan.body.return_token_ids:
-        choice["token_ids"] = [token for row in rows for token in row.token_ids]
+        choice["token_ids"] = [token for row in shown for token in row.token_ids]
     return choice
 
 
@@ -156,8 +156,10 @@ class _Writer:
             chunks.append(self._chunk(row.choice, {"role": "assistant", "content": ""}))
         pieces = reader.feed(row)
         _count(self._generation, reader)
-        logprobs = self._plan.logprobs(row.logprobs) if row.logprobs else None
-        token_ids = list(row.token_ids) if self._plan.body.return_token_ids else None
+        shown = reader.take_shown()
+        entries = [entry for each in shown for entry in each.logprobs or ()]
+        logprobs = self._plan.logprobs(entries) if entries else None
+        token_ids = [t for each in shown for t in each.token_ids] if self._plan.body.return_token_ids else None
         if not pieces and (logprobs or token_ids or self._continuous):
             pieces = [Piece({"content": ""})]
         for piece in pieces:

@@ -27,11 +27,14 @@ class ChoiceReader:
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._reasoned = 0
-        self._undecided = 0
+        self._undecided: list[Row] = []
+        self._thinking = False
+        self._shown: list[Row] = []
 
     def feed(self, row: Row) -> list[Piece]:
         """What a row adds, as deltas of a stream."""
         if self._parser is None:
+            self._shown.append(row)
             return [Piece({"content": row.text})] if row.text else []
         deltas = self._deltas(row)
         return [piece for delta in deltas if (piece := self._piece(delta)) is not None]
@@ -40,6 +43,7 @@ class ChoiceReader:
         """Take in a row, for `message`."""
         if self._parser is None:
             self._content.append(row.text)
+            self._shown.append(row)
             return
         for delta in self._deltas(row):
             match delta:
@@ -73,16 +77,28 @@ class ChoiceReader:
         reasoned, self._reasoned = self._reasoned, 0
         return reasoned
 
+    def take_shown(self) -> list[Row]:
+        """The rows since the last call whose tokens the client may see: not those of reasoning that is hidden."""
+        shown, self._shown = self._shown, []
+        return shown
+
     def _deltas(self, row: Row) -> list[Delta]:
         assert self._parser is not None
         deltas = self._parser.feed(row.text)
-        if row.finish is not Finish.NONE:
+        ended = row.finish is not Finish.NONE
+        if ended:
             deltas += self._parser.finish()
-        self._undecided += len(row.token_ids)
+        if self._show_reasoning:
+            self._shown.append(row)
+        self._undecided.append(row)
         if deltas:  # tokens whose text was held back belong to what comes next
-            if all(isinstance(delta, ReasoningDelta) for delta in deltas):
-                self._reasoned += self._undecided
-            self._undecided = 0
+            self._thinking = all(isinstance(delta, ReasoningDelta) for delta in deltas)
+            if self._thinking:
+                self._reasoned += sum(len(each.token_ids) for each in self._undecided)
+        if deltas or ended:
+            if not self._show_reasoning and not self._thinking:
+                self._shown += self._undecided
+            self._undecided.clear()
         return deltas
 
     def _piece(self, delta: Delta) -> Piece | None:

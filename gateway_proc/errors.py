@@ -94,7 +94,10 @@ def of_cluster(error: RequestError, names: Mapping[str, str]) -> ApiError:
     message = error.problem
     for prefix in (error.field, field):
         if prefix and message.startswith(f"{prefix}: "):
-            message = f"{param}: {message[len(prefix) + 2 :]}"
+            message = message[len(prefix) + 2 :]
+            if field == "grammar":
+                message = message.removeprefix("text: ")  # the cluster's name for what the field holds
+            message = f"{param}: {message}"
             break
     retry = error.retry_after_s or (1.0 if status in (429, 503) else None)
     return ApiError(status, message, param=param or None, code=code, retry_after_s=retry)

@@ -60,8 +60,8 @@ class BodyReader:
 
 
 def check_model(name: str | None, info: Info) -> None:
-    """Raises ApiError(404) for a model that is not served here. None is the one that is."""
-    if name is not None and name not in info.names and name != info.model:
+    """Raises ApiError(404) for a model that is not served here. None is the one that is, and so is "", as in vLLM."""
+    if name and name not in info.names and name != info.model:
         served = ", ".join(info.names)
         problem = f"the model {name[:200]!r} does not exist; served is {served}"
         raise ApiError(404, problem, param="model", code="model_not_found")

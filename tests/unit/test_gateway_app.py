@@ -193,3 +193,15 @@ def test_one_failed_prompt_fails_all_and_aborts_the_others(short_dir: Path) -> N
             await asyncio.sleep(0.01)
 
     play(short_dir, with_aborts, test)
+
+
+def test_what_is_wrong_in_a_grammar_is_said_of_the_clients_field(short_dir: Path) -> None:
+    def fail(msg: Generate) -> Iterable[Any]:
+        problem = "params.grammar: text: is not JSON: Expecting value"
+        yield RequestError(msg.rid, ErrorCode.INVALID, problem, "params.grammar")
+
+    async def test(world: World) -> None:
+        response = await world.post("/v1/completions", {"prompt": "x", "guided_json": "{"})
+        assert response.json()["error"]["message"] == "guided_json: is not JSON: Expecting value"
+
+    play(short_dir, answering(fail), test)

@@ -10,6 +10,60 @@ from common.config import HttpConfig
 from tests.unit.gateway_world import CHAT, HELLO, World, play
 
 
+def test_an_empty_model_is_the_served_one(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
+            response = await world.post(path, body | {"model": ""})
+            assert (response.status_code, response.json()["model"]) == (200, "tiny")
+
+    play(short_dir, HELLO, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "most"),
+    [
+        (
+            "/v1/chat/completions", CHAT | {"max_completion_tokens": 1, "min_tokens": 5},
+            "min_tokens", "max_completion_tokens",
+        ),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 1, "min_tokens": 5}, "min_tokens", "max_tokens"),
+        (
+            "/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1, "min_new_tokens": 5}},
+            "sampling_params.min_new_tokens", "sampling_params.max_new_tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_fields_that_came(
+    short_dir: Path, path: str, body: dict[str, Any], field: str, most: str
+) -> None:
+    async def test(world: World) -> None:
+        response = await world.post(path, body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, field)
+        assert error["message"] == f"{field}: must be at most {most} (1), got 5"
+
+    play(short_dir, HELLO, test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop_token_ids": [1, -2]}, "stop_token_ids[1]"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"regex": "a", "json_schema": "{}"}, "json_schema"), ({"top_p": 2.0}, "top_p"),
+    ],
+)  # fmt: skip
+def test_what_sglangs_parameters_may_not_be(short_dir: Path, fields: dict[str, Any], param: str) -> None:
+    async def test(world: World) -> None:
+        response = await world.post("/generate", {"text": "x", "sampling_params": fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, f"sampling_params.{param}")
+        assert (
+            await world.post("/generate", {"text": "x", "sampling_params": {"sampling_seed": -1}})
+        ).status_code == 200
+        assert (await world.generated()).params.seed is None, "a fresh one, as elsewhere"
+
+    play(short_dir, HELLO, test)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "param"),
     [

@@ -1,13 +1,16 @@
 """Whether the model thinks is known from what its chat template makes of a conversation."""
 
 import json
+from array import array
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.messages import Tokenize
+from common.logprobs import LogprobRows, Logprobs
+from common.messages import Generate, Tokenize, ints
 from tests.helpers_templates import QWEN3
 from tests.unit.frontend_world import INFO
 from tests.unit.gateway_world import World, answering, events, play, words
@@ -86,3 +89,27 @@ def test_a_message_that_goes_on_has_no_opened_tag(short_dir: Path) -> None:
         assert message["content"] == "b" and "reasoning_content" not in message
 
     play(short_dir, answering(words("b"), replace(INFO, chat_template=TEMPLATES["always"])), test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_hidden_reasoning_shows_in_no_tokens(short_dir: Path, stream: bool, hidden: bool) -> None:
+    """Neither as ids nor as log probabilities."""
+    texts = ("<think>", "secret", " plan", "</think>", "b", "c")
+
+    def generate(msg: Generate) -> Iterable[Any]:
+        for i, batch in enumerate(words(*texts)(msg)):
+            scores = Logprobs(ints(20 + i), array("f", [-0.5]), ints(1), ints(0), ints(), array("f"))
+            yield replace(batch, logprobs=LogprobRows.of({0: scores}), token_bytes={20 + i: texts[i].encode()})
+
+    async def test(world: World) -> None:
+        body = CHAT | {"logprobs": True, "return_token_ids": True, "include_reasoning": not hidden, "stream": stream}
+        response = await world.post("/v1/chat/completions", body)
+        choices = [e["choices"][0] for e in (events(response) if stream else [response.json()])]
+        tokens = [e["token"] for c in choices for e in (c["logprobs"] or {"content": ()})["content"]]
+        ids = [token for c in choices for token in c.get("token_ids", ())]
+        assert tokens[-2:] == ["b", "c"] and ids[-2:] == [24, 25]
+        assert (tokens, ids) == (list(texts), list(range(20, 26))) or hidden
+        assert not hidden or not {"secret", " plan"} & set(tokens) | {21, 22} & set(ids)
+
+    play(short_dir, answering(generate, replace(INFO, chat_template=QWEN3)), test)
