@@ -149,6 +149,8 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
         },
         openapi_extra=extra,
     )
+    if route.body is None:  # load balancers probe with HEAD; a server leaves the body out
+        app.add_api_route(route.path, serve, methods=["HEAD"], include_in_schema=False, response_class=Response)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterable
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,22 @@ def test_an_offered_upgrade_is_passed_over(short_dir: Path, offer: str, chunked:
                 assert prompt.text == "Upgrade: h2c"
             connection.sendall(request * 300)  # all at once, also for the parser
             assert until(connection, b"Hello").startswith(b"HTTP/1.1 200")
+
+    serve(short_dir, HELLO, test)
+
+
+def test_head_asks_for_a_head_alone(short_dir: Path) -> None:
+    """As load balancers do; what follows on the connection is read as it is."""
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=20)
+        for path in ("/health", "/health/live", "/health/ready", "/v1/models"):
+            for method in ("HEAD", "GET", "HEAD"):
+                connection.request(method, path)
+                answer = connection.getresponse()
+                assert answer.status == 200 and int(answer.headers["content-length"]) > 0
+                assert bool(answer.read()) == (method == "GET")
+        connection.close()
 
     serve(short_dir, HELLO, test)
 

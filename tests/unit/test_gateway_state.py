@@ -20,6 +20,7 @@ def test_before_the_cluster_is_there(short_dir: Path) -> None:
         for path in ("/health", "/health/ready"):
             response = await world.client.get(path)
             assert response.status_code == 503 and "starting" in response.json()["reason"]
+            assert (await world.client.head(path)).status_code == 503
         for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
             response = await world.post(path, body)
             assert response.status_code == 503 and "starting" in response.json()["error"]["message"]
