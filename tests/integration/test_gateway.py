@@ -109,7 +109,7 @@ def test_chats_stream_what_they_answer(sdk: openai.OpenAI) -> None:
 
 
 def test_prompt_log_probabilities_as_lm_eval_asks_for_them(cluster: Cluster, sdk: openai.OpenAI) -> None:
-    prompts = [[2833, 348, 293], [268, 440, 2153, 302]]
+    prompts = [[2833, 348, 293], [268, 440, 2153, 302], [302]]
     answer = sdk.completions.create(
         model="demo_model", prompt=prompts, max_tokens=1, logprobs=1, echo=True, temperature=0
     )
