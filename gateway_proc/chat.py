@@ -29,7 +29,7 @@ class Plan:
     conversation: Conversation
 
     def reader(self) -> ChoiceReader:
-        return ChoiceReader(self.conversation)
+        return ChoiceReader(self.conversation, with_tokens=bool(self.body.logprobs or self.body.return_token_ids))
 
     def logprobs(self, entries: Any) -> dict[str, Any] | None:
         if not self.body.logprobs:

@@ -18,10 +18,12 @@ class Piece:
 
 
 class ChoiceReader:
-    """Reads the rows of one choice in order, through a parser where the model writes reasoning or calls."""
+    """Reads the rows of one choice in order, through a parser where the model writes reasoning or calls. `with_tokens`
+    keeps them for `take_shown`."""
 
-    def __init__(self, conversation: Conversation):
+    def __init__(self, conversation: Conversation, *, with_tokens: bool = False):
         self._parser = conversation.parser() if conversation.is_read else None
+        self._with_tokens = with_tokens
         self._show_reasoning = conversation.show_reasoning
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -34,7 +36,7 @@ class ChoiceReader:
     def feed(self, row: Row) -> list[Piece]:
         """What a row adds, as deltas of a stream."""
         if self._parser is None:
-            self._shown.append(row)
+            self._show(row)
             return [Piece({"content": row.text})] if row.text else []
         deltas = self._deltas(row)
         return [piece for delta in deltas if (piece := self._piece(delta)) is not None]
@@ -43,7 +45,7 @@ class ChoiceReader:
         """Take in a row, for `message`."""
         if self._parser is None:
             self._content.append(row.text)
-            self._shown.append(row)
+            self._show(row)
             return
         for delta in self._deltas(row):
             match delta:
@@ -82,6 +84,10 @@ class ChoiceReader:
         shown, self._shown = self._shown, []
         return shown
 
+    def _show(self, *rows: Row) -> None:
+        if self._with_tokens:
+            self._shown += rows
+
     def _deltas(self, row: Row) -> list[Delta]:
         assert self._parser is not None
         deltas = self._parser.feed(row.text)
@@ -89,7 +95,7 @@ class ChoiceReader:
         if ended:
             deltas += self._parser.finish()
         if self._show_reasoning:
-            self._shown.append(row)
+            self._show(row)
         self._undecided.append(row)
         if deltas:  # tokens whose text was held back belong to what comes next
             self._thinking = all(isinstance(delta, ReasoningDelta) for delta in deltas)
@@ -97,7 +103,7 @@ class ChoiceReader:
                 self._reasoned += sum(len(each.token_ids) for each in self._undecided)
         if deltas or ended:
             if not self._show_reasoning and not self._thinking:
-                self._shown += self._undecided
+                self._show(*self._undecided)
             self._undecided.clear()
         return deltas
 
