@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from client_cli.batch_file import Line, Outcome
 from client_cli.openai_body import CHAT
 from client_cli.runs import describe, submit
-from common.connection import Answer, Row
+from common.connection import Answer, Row, tokens_of
 from common.fields import FieldError
 from common.json_request import JsonRequest, parse_request
 from common.messages import ErrorCode, Finish, RequestError
@@ -81,7 +81,7 @@ def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any
         text = "".join(answer.texts)
         said = {"message": {"role": "assistant", "content": text, **_thoughts(answer)}} if chat else {"text": text}
         choices.append({"index": index, **said, "logprobs": None, "finish_reason": _NAMES[answer.finish]})
-    prompt, completion = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
+    prompt, completion = answers[0].prompt_tokens, tokens_of(answers) or 0
     return {
         "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
         "object": "chat.completion" if chat else "text_completion",

@@ -70,7 +70,7 @@ class HttpLink:
             prompt, params, self.model, stream=stream, n=n, cache_salt=cache_salt, priority=priority,
             deadline_ms=deadline_ms,
         )  # fmt: skip
-        answer = _Answer(rid, n, params.prompt_logprobs)
+        answer = _Answer(rid, n, params.logprobs, params.prompt_logprobs)
         task = self._live[rid] = self._http.start(self._run(answer, path, body))
         task.add_done_callback(lambda ended: self._end(answer, ended))
         return rid
@@ -129,18 +129,18 @@ class HttpLink:
 class _Answer:
     """One request's way from chunks to rows. The last rows wait for the token counts, which come at the very end."""
 
-    def __init__(self, rid: int, n: int, prompt_top: int | None):
+    def __init__(self, rid: int, n: int, top: int | None, prompt_top: int | None):
         self.rid = rid
+        self._top = top
         self._prompt_top = prompt_top
         self._open = set(range(n))
         self._ended: list[tuple[Piece, int]] = []
         self._usage: Usage | None = None
-        self._alone = n == 1
 
     def take(self, values: dict[str, Any], now: int) -> Rows:
         self._usage = usage_of(values) or self._usage
         rows: Rows = []
-        for piece in pieces(values, self._prompt_top):
+        for piece in pieces(values, self._top, self._prompt_top):
             if piece.choice not in self._open:
                 continue
             if piece.finish is not Finish.NONE:
@@ -163,11 +163,11 @@ class _Answer:
         return [*whole, *(self._row(piece, Finish.ABORT, now) for piece in cut)]
 
     def _row(self, piece: Piece, finish: Finish, now: int) -> Row:
-        usage = self._usage or Usage(0, 0, 0)
-        counted = usage.completion_tokens if self._alone and self._usage is not None else None
+        usage = self._usage or Usage(0, None, 0)
         return Row(
             self.rid, piece.choice, piece.text, piece.token_ids, finish, usage.prompt_tokens, usage.cached_tokens, (),
-            now, piece.logprobs, piece.prompt_logprobs, tokens_so_far=counted, reasoning=piece.thought,
+            now, piece.logprobs, piece.prompt_logprobs, tokens_so_far=usage.completion_tokens,
+            reasoning=piece.thought,
         )  # fmt: skip
 
 

@@ -91,13 +91,13 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int | None  # of all choices; None: the server does not say
     cached_tokens: int
 
 
-def pieces(answer: dict[str, Any], prompt_top: int | None = None) -> list[Piece]:
-    """The choices of a chunk or of a whole answer, of either kind of completion; `prompt_top` is what was asked for as
-    `prompt_logprobs`."""
+def pieces(answer: dict[str, Any], top: int | None = None, prompt_top: int | None = None) -> list[Piece]:
+    """The choices of a chunk or of a whole answer, of either kind of completion; `top` and `prompt_top` are what was
+    asked for as `logprobs` and `prompt_logprobs`."""
     found = []
     for choice in answer.get("choices") or ():
         said = choice.get("delta") or choice.get("message") or choice
@@ -107,7 +107,7 @@ def pieces(answer: dict[str, Any], prompt_top: int | None = None) -> list[Piece]
         finish = Finish.NONE if reason is None else _FINISH.get(reason, Finish.STOP)
         ids = choice.get("token_ids") or ()
         generated = bool(text or thought or ids or "role" not in said)
-        scores = logprobs_of(choice)
+        scores = None if top is None else logprobs_of(choice, top)
         scored = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")  # of completions, of chats
         prompt = prompt_logprobs_of(scored, prompt_top) if scored and prompt_top is not None else None
         found.append(Piece(choice.get("index", 0), text or "", thought, ids, finish, generated, scores, prompt))
@@ -120,9 +120,7 @@ def usage_of(answer: dict[str, Any]) -> Usage | None:
     if not usage:
         return None
     details = usage.get("prompt_tokens_details") or {}
-    return Usage(
-        usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0, details.get("cached_tokens") or 0
-    )
+    return Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens"), details.get("cached_tokens") or 0)
 
 
 def error_of(rid: int, status: int, answer: Any) -> RequestError:

@@ -7,24 +7,25 @@ from common.logprobs import TokenLogprobs, TopLogprob
 UNKNOWN = -1  # OpenAI's API names tokens by their text
 
 
-def logprobs_of(choice: dict[str, Any]) -> tuple[TokenLogprobs, ...] | None:
-    """Those of one choice of a chunk or answer, None where it has none. Ids and ranks that it does not tell are
-    unknown. Raises LookupError, TypeError or ValueError for what is in neither format."""
+def logprobs_of(choice: dict[str, Any], top: int) -> tuple[TokenLogprobs, ...] | None:
+    """Those of one choice of a chunk or answer, None where it has none; `top` is how many likely tokens were asked for.
+    Ids and ranks that it does not tell are unknown. Raises LookupError, TypeError or ValueError for what is in neither
+    format."""
     found = choice.get("logprobs")
     if not found:
         return None
     if found.get("content") is not None:  # of chats
-        return tuple(_entry(each, [_top(t) for t in each.get("top_logprobs") or ()]) for each in found["content"])
+        return tuple(_entry(each, [_top(t) for t in each.get("top_logprobs") or ()], top) for each in found["content"])
     if found.get("tokens") is None:
         return None
     columns = zip(
         found["tokens"], found["token_logprobs"], found.get("top_logprobs") or [{}] * len(found["tokens"]), strict=True
     )
     entries = []
-    for text, logprob, top in columns:
-        likely = sorted((top or {}).items(), key=lambda pair: -pair[1])
+    for text, logprob, likeliest in columns:
+        likely = sorted((likeliest or {}).items(), key=lambda pair: -pair[1])
         alternatives = [_top({"token": token, "logprob": value}) for token, value in likely]
-        entries.append(_entry({"token": text, "logprob": logprob}, alternatives))
+        entries.append(_entry({"token": text, "logprob": logprob}, alternatives, top))
     return tuple(entries)
 
 
@@ -47,10 +48,11 @@ def _ranked(token_id: str, said: dict[str, Any]) -> TopLogprob:
     return TopLogprob(int(token_id), str(said["decoded_token"]).encode(), float(said["logprob"]))
 
 
-def _entry(said: dict[str, Any], top: list[TopLogprob]) -> TokenLogprobs:
+def _entry(said: dict[str, Any], ranked: list[TopLogprob], top: int) -> TokenLogprobs:
     own = _top(said)
-    rank = next((i for i, each in enumerate(top, start=1) if each.token == own.token), UNKNOWN)
-    return TokenLogprobs(own.token_id, own.token, own.logprob, rank, tuple(top))
+    likely = tuple(ranked[:top])  # behind them servers append the drawn token, whatever its rank
+    rank = next((i for i, each in enumerate(likely, start=1) if each.token == own.token), UNKNOWN)
+    return TokenLogprobs(own.token_id, own.token, own.logprob, rank, likely)
 
 
 def _top(said: dict[str, Any]) -> TopLogprob:

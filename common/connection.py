@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import zmq
@@ -277,16 +277,18 @@ class Answer:
         self.prompt_tokens, self.cached_tokens, self.finish = row.prompt_tokens, row.cached_tokens, row.finish
 
     @property
-    def tokens(self) -> int:
-        """How many tokens came, as far as the transport tells."""
-        return len(self.token_ids) if self.tokens_so_far is None else self.tokens_so_far
+    def tokens(self) -> int | None:
+        """How many tokens came, None where the transport does not tell."""
+        if self.tokens_so_far is not None:
+            return self.tokens_so_far
+        return None if not self.token_ids and any((*self.texts, *self.thoughts)) else len(self.token_ids)
 
     def as_dict(self) -> dict[str, object]:
         """JSON-ready: times in milliseconds; `itl_ms` is the mean time between tokens, None below two tokens. Log
         probabilities are there if they were asked for, reasoning where the text is without it."""
         tokens = self.tokens
         ttft_ms = (self.first_ns - self.sent_ns) / 1e6 if self.first_ns else None
-        itl_ms = (self.last_ns - self.first_ns) / 1e6 / (tokens - 1) if tokens > 1 else None
+        itl_ms = (self.last_ns - self.first_ns) / 1e6 / (tokens - 1) if tokens is not None and tokens > 1 else None
         result: dict[str, object] = {
             "text": "".join(self.texts),
             "token_ids": self.token_ids,
@@ -307,13 +309,21 @@ class Answer:
         return result
 
 
+def tokens_of(answers: Sequence[Answer]) -> int | None:
+    """How many tokens the choices of a request have together, None where the transport does not tell."""
+    counted = [answer.tokens_so_far for answer in answers if answer.tokens_so_far is not None]
+    if counted:
+        return max(counted)
+    named = [answer.tokens for answer in answers]
+    return None if None in named else sum(count for count in named if count is not None)
+
+
 def result_of(answers: Sequence[Answer]) -> dict[str, object]:
-    """A request as JSON-ready values: those of its first choice, and where it has several, all of them in `choices`."""
-    result = answers[0].as_dict()
-    if len(answers) > 1:
-        shown = ("text", "reasoning", "token_ids", "finish_reason", "cached_tokens", "logprobs")
-        each = [answer.as_dict() for answer in answers]
-        result["choices"] = [
-            {"index": i} | {name: values[name] for name in shown if name in values} for i, values in enumerate(each)
-        ]
-    return result
+    """A request as JSON-ready values: those of its first choice with the tokens of all of them together, and where it
+    has several, all of them in `choices`."""
+    if len(answers) == 1:
+        return answers[0].as_dict()
+    shown = ("text", "reasoning", "token_ids", "finish_reason", "cached_tokens", "logprobs")
+    each = [replace(answer, tokens_so_far=None).as_dict() for answer in answers]  # it counts all choices together
+    choices = [{"index": i} | {name: values[name] for name in shown if name in values} for i, values in enumerate(each)]
+    return {**each[0], "completion_tokens": tokens_of(answers), "choices": choices}

@@ -20,7 +20,8 @@ class Row:
     end-of-sequence token.
     `timing` is in the rows with a choice's first tokens and with its end, where they come from a cluster.
     `reasoning` is what the model thought, where somebody has told it from the `text`.
-    `tokens_so_far` is for transports that count a choice's tokens without naming them (HTTP); None: count the ids.
+    `tokens_so_far` is for transports that count the request's tokens, those of all its choices together, without naming
+    them (HTTP); None: count the ids.
     """
 
     rid: int

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypedDict, cast
 
 from common.chat_answers import AnswerReader, ChatFormat, is_read
-from common.connection import Answer, Row
+from common.connection import Answer, Row, tokens_of
 from common.fields import FieldError
 from common.json_request import JsonRequest, parse_request
 from common.messages import Finish, RequestError
@@ -130,7 +130,7 @@ class Progress:
 
     @property
     def tokens(self) -> int:
-        return sum(answer.tokens for answer in self.answers)
+        return tokens_of(self.answers) or 0
 
 
 def begin(index: int, request: JsonRequest, form: ChatFormat | None) -> Progress:

@@ -106,7 +106,7 @@ def test_json_of_several_choices(short_dir: Path) -> None:
     answer = json.loads(ended.stdout)
     times = {name: answer.pop(name) for name in ("ttft_ms", "itl_ms", "e2e_ms")}
     assert answer == {
-        "text": "choice 0!", "token_ids": [10, 20], "prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0,
+        "text": "choice 0!", "token_ids": [10, 20], "prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 0,
         "finish_reason": "length",
         "choices": [
             {"index": 0, "text": "choice 0!", "token_ids": [10, 20], "finish_reason": "length", "cached_tokens": 0},

@@ -309,8 +309,9 @@ def test_a_result_shows_all_choices_where_there_are_several() -> None:
         answers[at].add(Row(1, at, text, [5 + at], finish, 8, cached, (), 1_000_000 * (at + 1)))
     assert result_of(answers[:1]) == answers[0].as_dict()
     assert result_of(answers) == answers[0].as_dict() | {
+        "completion_tokens": 2,
         "choices": [
             {"index": 0, "text": "a", "token_ids": [5], "finish_reason": "length", "cached_tokens": 0},
             {"index": 1, "text": "b", "token_ids": [6], "finish_reason": "stop", "cached_tokens": 7},
-        ]
+        ],
     }

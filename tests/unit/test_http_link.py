@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from client_cli.http_link import HttpLink
+from client_cli.http_link import HttpLink, _Answer
 from client_cli.http_loop import Server
 from client_cli.openai_logprobs import logprobs_of, prompt_logprobs_of
-from common.connection import Answer, Row, Unreachable
+from common.connection import Answer, Row, Unreachable, result_of, tokens_of
 from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError, ints
 from common.sampling_params import Grammar, SamplingParams
@@ -56,7 +56,7 @@ def test_rows_add_up_to_the_answer(server: FakeOpenAI, prompt: Any, stream: bool
     answer = Answer()
     for row in rows:
         answer.add(row)
-    assert "".join(answer.texts) == "hello" and answer.tokens == 5
+    assert "".join(answer.texts) == "hello" and tokens_of([answer]) == 5
     assert (len(rows), rows[-1].finish) == ((5, Finish.LENGTH) if stream else (1, Finish.STOP))
     assert answer.prompt_tokens == 5 and 0 < answer.first_ns <= answer.last_ns
 
@@ -129,24 +129,40 @@ def test_log_probabilities_are_read_in_both_formats(server: FakeOpenAI, prompt: 
     assert (body["logprobs"], body.get("top_logprobs")) == ((1, None) if isinstance(prompt, str) else (True, 1))
     first, second = (row.logprobs for row in rows)
     likeliest = TopLogprob(-1, b"e", -0.25)
-    assert first == (TokenLogprobs(-1, b"a", -1.5, 2, (likeliest, TopLogprob(-1, b"a", -1.5))),)
+    assert first == (TokenLogprobs(-1, b"a", -1.5, -1, (likeliest,)),), (
+        "the drawn token behind the likeliest has no rank"
+    )
     assert second is not None and second[0].token == b"b"
-    assert first[0].as_dict() == {
-        "token": "a", "logprob": -1.5, "rank": 2,
-        "top": [{"token": "e", "logprob": -0.25}, {"token": "a", "logprob": -1.5}],
-    }  # fmt: skip
+    assert first[0].as_dict() == {"token": "a", "logprob": -1.5, "top": [{"token": "e", "logprob": -0.25}]}
+    _, rows = asked(server, prompt, SamplingParams(logprobs=2))
+    assert [row.logprobs[0].rank for row in rows] == [2, 2] and len(rows[0].logprobs[0].top) == 2
 
 
 def test_tokens_by_number_and_by_bytes() -> None:
     top = {"token": "token_id:7", "logprob": -1.0, "bytes": None}
     entry = {"token": "\ufffd", "logprob": -2.0, "bytes": [0xF0, 0x9F], "top_logprobs": [top]}
-    (found,) = logprobs_of({"logprobs": {"content": [entry]}}) or ()
+    (found,) = logprobs_of({"logprobs": {"content": [entry]}}, 1) or ()
     assert (found.token, found.rank, found.top) == (b"\xf0\x9f", -1, (TopLogprob(7, b"token_id:7", -1.0),))
     for nothing in ({}, {"logprobs": None}, {"logprobs": {"content": None}}):
-        assert logprobs_of(nothing) is None
+        assert logprobs_of(nothing, 1) is None
     for wrong in ({"logprobs": {"content": [{}]}}, {"logprobs": {"tokens": ["a"], "token_logprobs": []}}):
         with pytest.raises((LookupError, ValueError)):
-            logprobs_of(wrong)
+            logprobs_of(wrong, 1)
+
+
+@pytest.mark.parametrize(("usage", "total"), [({"prompt_tokens": 3, "completion_tokens": 9}, 9), (None, None)])
+def test_the_tokens_of_several_choices_are_those_of_the_usage(usage: Any, total: int | None) -> None:
+    answer = _Answer(1, 2, None, None)
+    answers = [Answer(), Answer()]
+    for index in (1, 0):
+        choice = {"index": index, "text": "text", "finish_reason": "length"}
+        assert answer.take({"choices": [choice]}, index) == []
+    answer.take({"choices": [], "usage": usage}, 3)
+    for row in answer.end():
+        assert isinstance(row, Row)
+        answers[row.choice].add(row)
+    found = result_of(answers)
+    assert (found["completion_tokens"], found["itl_ms"]) == (total, None), "nobody tells those of one choice"
 
 
 def test_the_key_is_sent_and_its_lack_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
