@@ -99,6 +99,7 @@ def command(slos: tuple[str, ...], json_path: Path | None, plot: Path | None, ta
         raise click.UsageError(f"--slo: {error}") from None
     except LoadError as error:
         raise click.UsageError(str(error)) from None
+    as_text = text_prompts(plan, target, conversations)
     config = {name: flags[name] for name in flags if name != "trace"} | {
         "seed": plan.seed, "server": target.url or "ipc", "vocab_size": vocabulary,
         "request_rate": plan.request_rate if plan.request_rate != float("inf") else None,
@@ -106,7 +107,6 @@ def command(slos: tuple[str, ...], json_path: Path | None, plot: Path | None, ta
     with named_failures():
         link = target.open()
         try:
-            as_text = text_prompts(plan, target, conversations)
             summary, records = measure(link, plan, conversations, objectives, vocabulary, as_text)
         except KeyboardInterrupt:
             aborted = link.live
@@ -139,9 +139,10 @@ def _plan(flags: dict[str, Any]) -> Plan:
 
 def text_prompts(plan: Plan, target: Target, conversations: "list[Conversation]") -> bool:
     """Whether prompts go as text: over HTTP answers come without ids, which a later turn needs."""
-    if plan.prompts == "auto":
-        return target.url is not None and any(len(c.turns) > 1 for c in conversations)
-    return plan.prompts == "text"
+    needed = target.url is not None and any(len(c.turns) > 1 for c in conversations)
+    if needed and plan.prompts == "ids":
+        raise click.UsageError("--prompts ids: later turns need the ids of answers, which --url does not give")
+    return needed if plan.prompts == "auto" else plan.prompts == "text"
 
 
 def build(plan: Plan, vocabulary: int) -> "list[Conversation]":
@@ -176,6 +177,7 @@ def measure(
     from client_cli import bench_load as load
     from client_cli.bench_metrics import summarize
     from client_cli.bench_run import Bench
+    from client_cli.snapshot import GAUGES
     from common.connection import Connection
     from common.sampling_params import SamplingParams
 
@@ -199,7 +201,7 @@ def measure(
     summary = summarize(records, planned, slos, duration_s)
     summary["client_cpu_share"] = cpu / duration_s
     if after:
-        summary["cluster"] = {name: after[name] - before.get(name, 0) for name in after}
+        summary["cluster"] = {name: after[name] - before.get(name, 0) for name in after if name not in GAUGES}
     return summary, records
 
 

@@ -38,7 +38,8 @@ def show(config: dict[str, Any], summary: dict[str, Any]) -> None:
 
 def title(config: dict[str, Any]) -> str:
     rate, concurrency = config["request_rate"], config["concurrency"]
-    load = [f"{rate:g} requests/s" if rate else "", f"concurrency {concurrency}" if concurrency else ""]
+    times = "times of the trace" if config["dataset"] == "trace" else f"{rate:g} requests/s" if rate else ""
+    load = [times, f"concurrency {concurrency}" if concurrency else ""]
     how = ", ".join(part for part in load if part) or "all at once"
     return f"{config['dataset']}, {how}, seed {config['seed']}, {config['server']}"
 

@@ -74,6 +74,7 @@ class Bench:
         Raises ConnectionLost when the cluster goes away.
         """
         start = self._clock()
+        timed = any(c.start_s for c in conversations)  # an arrival that waits for room is late
         waiting = deque(sorted(conversations, key=lambda c: c.start_s))
         later: list[tuple[int, int, _Talk]] = []  # due, a number that decides between equals, who
         active = numbers = 0
@@ -89,7 +90,7 @@ class Bench:
                 talk = _Talk(waiting.popleft(), self._as_text)
                 active += 1
                 room = concurrency is None or active < concurrency
-                records.append(self._send(talk, max(due, start) if concurrency is None else now))
+                records.append(self._send(talk, due if timed or concurrency is None else now))
             for talk, record in self._receive(self._patience(now, start, waiting if room else (), later)):
                 on_end(record)
                 at_s = talk.next_at_s if record.error is None else None
@@ -139,7 +140,8 @@ class Bench:
 
 
 def _take(record: Record, row: Row) -> None:
-    if row.token_ids or row.text or row.finish is Finish.NONE:  # a token may have no text of its own yet
+    # A token may have no text of its own yet, and the end of the sequence never has one.
+    if row.token_ids or row.text or row.finish in (Finish.NONE, Finish.STOP):
         record.arrived(row.received_ns)
     record.output_tokens += len(row.token_ids)
     if row.tokens_so_far is not None:

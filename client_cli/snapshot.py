@@ -19,6 +19,15 @@ _COUNTERS = {
     "finished": ("request_success_total", "num_requests_total"),
 }
 PAGES = ("held", "locked", "evictable", "free")
+# What a local cluster has now; everything else in its statistics only grows.
+GAUGES = frozenset(
+    {
+        "scheduler.waiting", "scheduler.running", "scheduler.in_flight", "scheduler.suspects", "scheduler.total_pages",
+        "scheduler.host_total_pages", "scheduler.host_used_pages", *(f"scheduler.{name}_pages" for name in PAGES),
+        "tokenizer.live_requests", "tokenizer.live_choices", "tokenizer.clients", "tokenizer.slow_clients",
+        "detokenizer.streams",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

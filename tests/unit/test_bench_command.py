@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from client_cli.bench_load import Conversation, Turn
-from client_cli.bench_run import Bench
+from client_cli.bench_metrics import Record
+from client_cli.bench_run import Bench, _take
 from common.connection import Row
 from common.messages import ErrorCode, Finish, Generate, GetStats, RequestError, Stats
 from common.sampling_params import SamplingParams
@@ -91,6 +92,21 @@ def test_requests_are_sent_when_they_are_due() -> None:
 def test_concurrency_bounds_what_is_live() -> None:
     link, records, _ = bench([talk(2) for _ in range(10)], 3)
     assert len(records) == 10 and link.most == 3
+    assert all(r.sent_ns == r.due_ns for r in records), "without times nothing is late"
+
+
+def test_an_arrival_that_waits_for_room_is_late() -> None:
+    _, records, _ = bench([talk(2), talk(2, at_s=0.01), talk(2, at_s=0.02)], 1)
+    assert [r.due_ns for r in records] == [0, S // 100, S // 50]
+    assert [(r.sent_ns - r.due_ns) / S for r in records] == pytest.approx([0, 0.02, 0.04], abs=0.011)
+
+
+def test_the_end_of_a_sequence_is_an_arrival() -> None:
+    """Over HTTP its token has neither text nor id, but counts."""
+    record = Record(0, 0, 9)
+    for at, text, finish in ((10, "w", Finish.NONE), (30, "", Finish.STOP)):
+        _take(record, Row(0, 0, text, (), finish, 1, 0, (), at, tokens_so_far=2))
+    assert (record.last_ns, record.tpot) == (30, 20 / 1e6)
 
 
 def test_a_turn_says_everything_before_and_waits_for_its_answer() -> None:
@@ -113,7 +129,7 @@ def test_a_turn_that_fails_ends_its_conversation() -> None:
 def generate(msg: Any) -> Iterable[Any]:
     """max_tokens tokens, and counters."""
     if isinstance(msg, GetStats):
-        yield Stats(msg.query, {"scheduler.requests": 1})
+        yield Stats(msg.query, {"scheduler.requests": 1, "scheduler.free_pages": 40})
     elif isinstance(msg, Generate):
         last = msg.params.max_tokens or 1
         for i in range(last):
@@ -180,8 +196,10 @@ def test_failed_requests_are_counted_and_named(tmp_path: Path) -> None:
         (["--input-len", "0"], "a length must be between 1"),
         (["--output-len", "x"], "a length is N or LOW:HIGH"),
         (["--burstiness", "0"], "--burstiness"),
+        (["--prompts=ids", "--dataset=multi-turn", "--url=http://127.0.0.1:1"], "--prompts ids: later turns"),
     ],
 )
 def test_wrong_options(args: list[str], said: str) -> None:
-    ended = run("bench", "--vocab-size", "100", "--address", "ipc:///nowhere/x", *args)
+    where = () if any(arg.startswith("--url") for arg in args) else ("--address", "ipc:///nowhere/x")
+    ended = run("bench", "--vocab-size", "100", *where, *args)
     assert ended.returncode == 2 and said in ended.stderr, ended.stderr

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from client_cli import bench_load as load
 from client_cli.bench_load import Length, LoadError, Tokens
 from client_cli.bench_metrics import Record, SloError, meets, parse_slos, percentile, spread, summarize
+from client_cli.bench_report import title
 from client_cli.bench_trace import BLOCK, read_trace
 
 MS = 1_000_000
@@ -205,6 +206,13 @@ def test_a_summary() -> None:
     assert summary["errors"] == {"HTTP 500: broken": 1}
     assert summary["ttft_ms"]["mean"] == 55 and summary["itl_ms"]["max"] == 20 and summary["late_sends_ms"]["max"] == 10
     assert json.loads(json.dumps(summary)) == summary
+
+
+def test_the_title_says_when_requests_come() -> None:
+    config = {"dataset": "trace", "request_rate": None, "concurrency": 4, "seed": 1, "server": "ipc"}
+    assert title(config) == "trace, times of the trace, concurrency 4, seed 1, ipc"
+    assert "random, all at once," in title(config | {"dataset": "random", "concurrency": None})
+    assert "random, 8 requests/s, concurrency 4," in title(config | {"dataset": "random", "request_rate": 8.0})
 
 
 def test_objectives() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from client_cli.snapshot import Snapshot, from_metrics, from_stats, read_metrics
+import gateway_proc.metrics
+from client_cli.snapshot import GAUGES, Snapshot, from_metrics, from_stats, read_metrics
 from common.messages import GetStats, Stats
 from common.run_dir import RunDir
 from tests.unit.client_runs import run
@@ -64,6 +65,10 @@ def test_our_own_metrics_say_as_much_as_the_cluster() -> None:
         short = name.replace(".", "_")
         lines.append(f'rhizome_{short}{"_total" if short.endswith(counters) else ""}{{model_name="m"}} {value}.0')
     assert from_metrics("\n".join([*lines, VLLM]), 1.0) == from_stats(STATS, 1.0)
+
+
+def test_gauges_are_those_of_the_metrics_page() -> None:
+    assert GAUGES - {"scheduler.suspects"} == gateway_proc.metrics._GAUGES
 
 
 def test_rates() -> None:
