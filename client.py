@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from client_cli.errors import exit_codes
+
 DEFAULT = "complete"
 LATE = "client.late"  # a command behind an option, where it is taken for a prompt
 COMMANDS = {
@@ -45,7 +47,8 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with exit_codes():
+                return super().invoke(ctx)
         except click.UsageError as error:
             late = ctx.meta.get(LATE)
             if late is None:

@@ -209,6 +209,8 @@ def _draw_requests(ax: Axes, picture: Picture) -> None:
 def main(file: Path, out: Path, first: int, last: int | None) -> None:
     """Draw the recording FILE."""
     last = first + 99 if last is None else last
+    if out.suffix not in (".png", ".svg", ".pdf") or not out.absolute().parent.is_dir():
+        raise click.UsageError(f"--out: must end in .png, .svg or .pdf, in a folder that exists, got {str(out)!r}")
     try:
         recording = Recording.open(file)
         timeline = Timeline(recording)

@@ -2,6 +2,7 @@
 
     target        which server: a local cluster over ipc, or --url over HTTP      link      what both can do
     local_link    the cluster's own socket      http_link     OpenAI's API behind the same interface
+    http_models         who is there, and what it serves
     sse, openai_body    its formats      display       answers on a terminal or a pipe
     runs          follow requests to their ends, interruptions, exit codes        options   flags of several commands
     batch_*, bench_*, conversation, snapshot      the parts of the larger commands that do no I/O

@@ -10,8 +10,8 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 import click
 
-from client_cli.errors import EXIT_INTERRUPTED, ClientError
-from client_cli.runs import POLL_S, deferred_interrupt, named_failures
+from client_cli.errors import ClientError
+from client_cli.runs import POLL_S, deferred_interrupt
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
@@ -51,7 +51,11 @@ def command(source: Path, output: Path, concurrency: int, retry_failed: bool, ta
             failed = sum(line.custom_id in earlier.failed - again for line in wanted)
             if len(missing) < len(wanted):
                 click.echo(f"{len(wanted) - len(missing)} of {len(wanted)} requests are in {output} already", err=True)
-            failed += _run(missing, file, concurrency, target) if missing else 0
+            try:
+                failed += _run(missing, file, concurrency, target) if missing else 0
+            except OSError as error:
+                more = "the same command goes on with what is missing"
+                raise ClientError(f"{output} cannot be written: {error.strerror}; {more}") from None
     except (BatchError, OSError) as error:
         raise click.UsageError(str(error)) from None
     except UnicodeDecodeError as error:
@@ -62,8 +66,8 @@ def command(source: Path, output: Path, concurrency: int, retry_failed: bool, ta
 
 @contextmanager
 def _output(path: Path) -> Iterator[IO[bytes]]:
-    """The output file, held by this process alone."""
-    with path.open("a+b") as file:
+    """The output file, held by this process alone. Unbuffered: what a full disk did not take is not tried again."""
+    with path.open("a+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -95,17 +99,15 @@ class Runner(Protocol):
 
 def _run(lines: "list[Line]", file: IO[bytes], concurrency: int, target: Target) -> int:
     """Run lines and write what comes of them; returns how many failed."""
-    with named_failures():
-        runner = _runner(target)
-        try:
-            with _progress(len(lines)) as show, deferred_interrupt() as check:
-                return drive(runner, lines, concurrency, file, show, check)
-        except KeyboardInterrupt:
-            runner.stop()
-            click.echo("\ninterrupted; the same command goes on with what is missing", err=True)
-            raise SystemExit(EXIT_INTERRUPTED) from None
-        finally:
-            runner.close()
+    runner = _runner(target)
+    try:
+        with _progress(len(lines)) as show, deferred_interrupt() as check:
+            return drive(runner, lines, concurrency, file, show, check)
+    except KeyboardInterrupt:
+        runner.stop()
+        raise KeyboardInterrupt("interrupted; the same command goes on with what is missing") from None
+    finally:
+        runner.close()
 
 
 def drive(
@@ -124,19 +126,24 @@ def drive(
         while runner.live < concurrency and (line := next(waiting, None)) is not None:
             runner.start(line)
         for outcome in runner.poll(POLL_S):
-            file.write(outcome.as_line().encode())
+            _append(file, outcome.as_line().encode())
             written += 1
             failed += outcome.failed
             show(outcome)
-        file.flush()
     return failed
+
+
+def _append(file: IO[bytes], line: bytes) -> None:
+    """Raises OSError. An unbuffered write may take a part of what it is given."""
+    while line:
+        line = line[file.write(line) :]
 
 
 def _runner(target: Target) -> Runner:
     if target.url is not None:
         from client_cli.batch_http import HttpRunner
 
-        return HttpRunner(target.server(), target.model)
+        return HttpRunner(target.server(), target.model, target.wait_s)
     from client_cli.batch_local import LocalRunner
 
     models: set[str] = set()

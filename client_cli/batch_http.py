@@ -6,15 +6,22 @@ import aiohttp
 
 from client_cli.batch_file import Line, Outcome
 from client_cli.http_loop import HttpLoop, Server, failure_text
+from client_cli.http_models import find_model
 
 
 class HttpRunner:
-    """Posts lines; `model` replaces that of every body."""
+    """Posts lines; `model` replaces that of every body. Raises as find_model does: a server that is not there, or does
+    not take the key, must not cost the file a line for each request."""
 
-    def __init__(self, server: Server, model: str | None):
+    def __init__(self, server: Server, model: str | None, wait_s: float):
         self._http: HttpLoop[Outcome] = HttpLoop(server)
         self._model = model
         self._live = 0
+        try:
+            find_model(self._http, model or "", wait_s)
+        except BaseException:
+            self._http.close()
+            raise
 
     @property
     def live(self) -> int:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from client_cli.errors import EXIT_INTERRUPTED, ClientError
-from client_cli.runs import abort_and_wait, deferred_interrupt, named_failures
+from client_cli.errors import ClientError
+from client_cli.options import check_output
+from client_cli.runs import connected, deferred_interrupt
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ def command(slos: tuple[str, ...], json_path: Path | None, plot: Path | None, ta
 
     plan = _plan(flags)
     if plot is not None:
-        _need_matplotlib()
+        _need_matplotlib(plot)
+        check_output(plot, "--plot")
+    if json_path is not None:
+        check_output(json_path, "--json")
     try:
         objectives = parse_slos(slos)
         vocabulary = plan.vocab_size or _vocabulary(target)
@@ -104,17 +108,8 @@ def command(slos: tuple[str, ...], json_path: Path | None, plot: Path | None, ta
         "seed": plan.seed, "server": target.url or "ipc", "vocab_size": vocabulary,
         "request_rate": plan.request_rate if plan.request_rate != float("inf") else None,
     }  # fmt: skip
-    with named_failures():
-        link = target.open()
-        try:
-            summary, records = measure(link, plan, conversations, objectives, vocabulary, as_text)
-        except KeyboardInterrupt:
-            aborted = link.live
-            abort_and_wait(link)
-            click.echo(f"\ninterrupted, requests aborted: {aborted}", err=True)
-            raise SystemExit(EXIT_INTERRUPTED) from None
-        finally:
-            link.close()
+    with connected(target) as link:
+        summary, records = measure(link, plan, conversations, objectives, vocabulary, as_text)
     show(config, summary)
     if json_path is not None:
         json_path.write_text(json.dumps(as_json(config, summary, records)) + "\n")
@@ -227,9 +222,14 @@ def _vocabulary(target: Target) -> int:
         return REMOTE_VOCABULARY
 
 
-def _need_matplotlib() -> None:
+def _need_matplotlib(plot: Path) -> None:
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'rhizome[bench]'")
     os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if plot.suffix.removeprefix(".").lower() not in FigureCanvasBase.filetypes:
+        known = ", ".join(f".{kind}" for kind in sorted(FigureCanvasBase.filetypes))
+        raise click.UsageError(f"--plot: must end in one of {known}, got {str(plot)!r}")

@@ -13,16 +13,17 @@ WORDS = {"ttft": "time to first token", "tpot": "time per output token", "itl": 
 
 def show(config: dict[str, Any], summary: dict[str, Any]) -> None:
     """Print the tables."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from client_cli.display import console
+
+    out = console()
     counts = Table(title=title(config), title_justify="left", show_header=False)
     counts.add_column()
     counts.add_column(justify="right")
     for words, value in _rows(summary):
         counts.add_row(words, value)
-    console.print(counts)
+    out.print(counts)
     columns = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
     times = Table("ms", *columns)
     for column in times.columns[1:]:
@@ -31,9 +32,9 @@ def show(config: dict[str, Any], summary: dict[str, Any]) -> None:
         found = summary[f"{name}_ms"]
         values = [f"{found[column]:,.1f}" for column in columns] if found else ["-"] * len(columns)
         times.add_row(f"{name.upper()}  {WORDS[name]}", *values)
-    console.print(times)
+    out.print(times)
     for error, count in summary["errors"].items():
-        console.print(f"{count} x {error}", markup=False)
+        out.print(f"{count} x {error}", markup=False)
 
 
 def title(config: dict[str, Any]) -> str:

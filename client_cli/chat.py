@@ -12,9 +12,9 @@ import click
 
 from client_cli.conversation import HELP, Conversation, ConversationError, Do, parse_line
 from client_cli.display import Display
-from client_cli.errors import EXIT_INTERRUPTED, ClientError
+from client_cli.errors import ClientError, named_failures
 from client_cli.options import chat_options
-from client_cli.runs import ABORT_WAIT_S, POLL_S, deferred_interrupt, describe, named_failures
+from client_cli.runs import ABORT_WAIT_S, POLL_S, deferred_interrupt, describe
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
@@ -40,11 +40,9 @@ def command(system: str | None, load: Path | None, options: dict[str, Any], targ
         raise click.UsageError("--system and --load exclude each other.")
     try:
         conversation = Conversation(system) if load is None else Conversation.load(load)
-        Chat(target, conversation, options).run()
     except ConversationError as error:
         raise click.UsageError(str(error)) from None
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
+    Chat(target, conversation, options).run()
 
 
 class Chat:
@@ -56,11 +54,11 @@ class Chat:
         self._options = options
         self._link: Link | None = None
         self._terminal = sys.stdin.isatty()
+        self._failed = 0
 
     def run(self) -> None:
         self._check(self._conversation.messages or [{"role": "user", "content": "x"}])  # wrong options: say so now
-        with named_failures():
-            self._link = self._target.open()
+        self._link = self._target.open()
         if self._terminal:
             with contextlib.suppress(ImportError):  # line editing where the platform has it
                 import readline  # noqa: F401
@@ -70,6 +68,8 @@ class Chat:
                 pass
         finally:
             self._close()
+        if self._failed and not self._terminal:  # a person has seen it
+            raise ClientError(f"{self._failed} lines failed")
 
     def _read(self) -> str | None:
         """The next line; None at the end. Ctrl-C empties the line."""
@@ -95,25 +95,33 @@ class Chat:
                 self._say(text)
             case Do.SYSTEM if text:
                 conversation.set_system(text)
-                click.echo("(system message set, conversation started anew)")
+                self._notice("(system message set, conversation started anew)")
             case Do.SYSTEM:
-                click.echo(conversation.system or "(no system message)")
+                self._notice(conversation.system or "(no system message)")
             case Do.RESET:
                 conversation.turns.clear()
-                click.echo("(conversation forgotten)")
+                self._notice("(conversation forgotten)")
             case Do.SAVE:
                 try:
                     conversation.save(Path(text).expanduser())
-                    click.echo(f"({len(conversation.messages)} messages saved to {text})")
-                except OSError as error:
-                    click.echo(f"Error: {text} cannot be written: {error.strerror}", err=True)
+                    self._notice(f"({len(conversation.messages)} messages saved to {text})")
+                except (OSError, RuntimeError, ValueError) as error:  # no such user, no such name
+                    self._fail(f"{text!r} cannot be written: {getattr(error, 'strerror', error)}")
             case Do.HELP:
-                click.echo(HELP)
+                self._notice(HELP)
             case Do.WRONG:
-                click.echo(text, err=True)
+                self._fail(text)
             case Do.EXIT:
                 return False
         return True
+
+    def _notice(self, text: str) -> None:
+        """On a pipe stdout is for answers alone."""
+        click.echo(text, err=not self._terminal)
+
+    def _fail(self, text: str) -> None:
+        self._failed += 1
+        click.echo(f"Error: {text}", err=True)
 
     def _say(self, text: str) -> None:
         """One turn. A message that fails is taken back, so that the conversation stays one that can go on."""
@@ -125,10 +133,11 @@ class Chat:
             with named_failures():
                 stopped = self._answer(self._check(self._conversation.messages), answer, display)
         except click.ClickException as error:
-            click.echo(("\n" if display.begun else "") + f"Error: {error.message}", err=True)
-            if not answer:
-                self._conversation.take_back()
-                return
+            if display.begun:
+                click.echo()
+            self._fail(error.message)
+            self._conversation.take_back()
+            return
         if stopped and not answer:
             self._conversation.take_back()
         else:
@@ -187,9 +196,9 @@ class Chat:
                     texts.append(row.text)
                 display.add(row)
                 finish = row.finish
-        click.echo(" (the token limit was reached)" if finish is Finish.LENGTH and self._terminal else "")
         if finish is Finish.ABORT:
             raise ClientError("the cluster aborted the request")
+        click.echo(" (the token limit was reached)" if finish is Finish.LENGTH and self._terminal else "")
         return False
 
     def _stop(self, link: "Link", rid: int) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from client_cli.display import Display
-from client_cli.errors import EXIT_INTERRUPTED, ClientError
+from client_cli.errors import ClientError
 from client_cli.options import request_options
-from client_cli.runs import connected, deferred_interrupt, named_failures, run_many, run_one
+from client_cli.runs import connected, deferred_interrupt, run_many, run_one
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
@@ -60,16 +60,24 @@ def command(
     asks = options["logprobs"] is not None or options["prompt_logprobs"] is not None
     if asks and not as_json and jsonl is None:
         raise click.UsageError("--logprobs and --prompt-logprobs are shown by --json and --jsonl.")
+    if stats:
+        target.need_local("--stats", "`top --once --url ...` shows the server's metrics")
+        print_stats(target, as_json)
+    elif jsonl is not None:
+        requests = read_jsonl(jsonl, options)
+        _open_now(output)
+        answer_file(target, requests, concurrency, output or sys.stdout)
+    else:
+        answer_prompt(target, one_request(prompt, token_ids, chat, system, options), as_json)
+
+
+def _open_now(output: TextIO | None) -> None:
+    """click opens a file when it is first written, which is after all the work."""
     try:
-        if stats:
-            target.need_local("--stats", "`top --once --url ...` shows the server's metrics")
-            print_stats(target, as_json)
-        elif jsonl is not None:
-            answer_file(target, read_jsonl(jsonl, options), concurrency, output or sys.stdout)
-        else:
-            answer_prompt(target, one_request(prompt, token_ids, chat, system, options), as_json)
-    except KeyboardInterrupt:  # before anything was submitted
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        if output is not None:
+            output.write("")
+    except click.FileError as error:
+        raise click.UsageError(f"--output: {error.format_message()}") from None
 
 
 def one_request(
@@ -143,7 +151,12 @@ def answer_prompt(target: Target, request: "JsonRequest", as_json: bool) -> None
             Display(sys.stdout).write("".join(answer.thoughts), "".join(answer.texts) + "\n")
 
     with connected(target) as link, deferred_interrupt() as check:
-        answers = run_one(link, request, on_row, check)
+        try:
+            answers = run_one(link, request, on_row, check)
+        except (ClientError, RuntimeError):
+            if only.begun:  # the error begins a line of its own
+                show("\n")
+            raise
         if as_json:
             show(json.dumps(result_of(answers), ensure_ascii=False) + "\n")
         elif request.n == 1:
@@ -173,7 +186,7 @@ def answer_file(target: Target, requests: "list[JsonRequest]", concurrency: int,
 def print_stats(target: Target, as_json: bool) -> None:
     from common.connection import Connection
 
-    with named_failures(), Connection(target.frontend()) as connection:
+    with Connection(target.frontend()) as connection:
         values = connection.stats()
         lines = (
             json.dumps(values)

@@ -4,9 +4,22 @@ import os
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from common.connection import Row
 
 DIM, BRIGHT = "\x1b[2m", "\x1b[22m"
+
+
+def console() -> "Console":
+    """rich's, except that a reader who goes away ends the program as everywhere else."""
+    from rich.console import Console
+
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Ours()
 
 
 class Display:

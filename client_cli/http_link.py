@@ -9,21 +9,22 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
-from client_cli.http_loop import HttpLoop, Server, failure_text, first_model
-from client_cli.openai_body import Piece, Usage, error_of, pieces, to_body, usage_of
+from client_cli.http_loop import HttpLoop, Server, failure_text
+from client_cli.http_models import find_model
+from client_cli.openai_body import Piece, Usage, error_of, json_or_text, pieces, to_body, usage_of
 from client_cli.sse import SseError, SseParser
-from common.connection import Row, Unreachable
+from common.connection import Row
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError
 from common.sampling_params import SamplingParams
 
-RETRY_S = 0.2
 Rows: TypeAlias = "list[Row | RequestError]"
 
 
 class HttpLink:
     """One thread submits and polls. A request that fails, also because its connection broke, ends with RequestError.
 
-    `model` None takes the first one that the server lists. Raises Unreachable when nobody answers within `wait_s`.
+    `model` None takes the first one that the server lists. Raises as find_model does, which is asked for that, and to
+    wait for the server.
     """
 
     def __init__(self, server: Server, model: str | None = None, wait_s: float = 0.0):
@@ -31,23 +32,10 @@ class HttpLink:
         self._numbers = count()
         self._live: dict[int, asyncio.Task[Rows]] = {}
         try:
-            self.model = model or self._find_model(time.monotonic() + wait_s)
+            self.model = model if model is not None and not wait_s else find_model(self._http, model, wait_s)
         except BaseException:
             self._http.close()
             raise
-
-    def _find_model(self, deadline: float) -> str:
-        while True:
-            try:
-                status, text = self._http.get("/v1/models")
-                if status == 200:
-                    return first_model(text)
-                problem = error_of(0, status, _json_or_text(text)).problem
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                problem = failure_text(error)
-            if time.monotonic() >= deadline:
-                raise Unreachable(f"no answer at {self._http.server.root}: {problem}")
-            self._http.poll(RETRY_S)
 
     @property
     def live(self) -> int:
@@ -100,7 +88,7 @@ class HttpLink:
         try:
             async with self._http.post(path, body) as response:
                 if response.status != 200:
-                    return [error_of(answer.rid, response.status, _json_or_text(await response.text(errors="replace")))]
+                    return [error_of(answer.rid, response.status, json_or_text(await response.text(errors="replace")))]
                 if response.content_type == "text/event-stream":
                     return await self._stream(answer, response)
                 values = json.loads(await response.read())
@@ -169,10 +157,3 @@ class _Answer:
             now, piece.logprobs, piece.prompt_logprobs, tokens_so_far=usage.completion_tokens,
             reasoning=piece.thought,
         )  # fmt: skip
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text.strip()[:500] or "no reason given"

@@ -115,11 +115,3 @@ def failure_text(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"the server was silent for {SILENCE_LIMIT_S:g} s"
     return str(error) or type(error).__name__
-
-
-def first_model(text: str) -> str:
-    """The id of the first model of a /v1/models page; raises ValueError when there is none."""
-    try:
-        return str(json.loads(text)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
-        raise ValueError("the list of models cannot be read; name one with --model") from None

@@ -123,6 +123,14 @@ def usage_of(answer: dict[str, Any]) -> Usage | None:
     return Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens"), details.get("cached_tokens") or 0)
 
 
+def json_or_text(text: str) -> Any:
+    """What a server said that may have failed: its JSON value, or its text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()[:500] or "no reason given"
+
+
 def error_of(rid: int, status: int, answer: Any) -> RequestError:
     """What a server said instead of an answer. `answer` is its JSON value, or its text."""
     said = answer.get("error", answer) if isinstance(answer, dict) else answer

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -13,6 +14,18 @@ def _logit_bias(_context: click.Context, _parameter: click.Parameter, values: tu
         return {str(int(token)): float(bias) for token, _, bias in (value.partition(":") for value in values)}
     except ValueError:
         raise click.BadParameter("TOKEN_ID:VALUE expected, such as 42:-100") from None
+
+
+def check_output(path: Path, name: str) -> None:
+    """Refuse a file that cannot be written before any work is done for it."""
+    try:
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{name}: {path} cannot be written: {getattr(error, 'strerror', error)}") from None
 
 
 SAMPLING = [

@@ -1,17 +1,13 @@
 """Follow requests to their ends: streams, interruptions, and what goes wrong, over a connection of either kind."""
 
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from client_cli.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, ClientError, NoClusterError
+from client_cli.errors import ClientError
 
 if TYPE_CHECKING:
     from client_cli.link import Link
@@ -27,35 +23,18 @@ ABORT_WAIT_S = 1.0
 @contextmanager
 def connected(target: "Target") -> Iterator["Link"]:
     """A connection whose requests are aborted on the server when the program ends early, for whatever reason."""
-    with named_failures():
-        link = target.open()
-        try:
-            yield link
-        except (KeyboardInterrupt, BrokenPipeError) as error:
-            aborted = link.live
-            abort_and_wait(link)
-            if isinstance(error, BrokenPipeError):
-                quiet_stdout()
-                raise SystemExit(EXIT_BROKEN_PIPE) from None
-            click.echo(f"\ninterrupted, requests aborted: {aborted}", err=True)
-            raise SystemExit(EXIT_INTERRUPTED) from None
-        finally:
-            link.close()
-
-
-@contextmanager
-def named_failures() -> Iterator[None]:
-    """What a connection raises, as the errors that commands end with."""
-    from common.codec import FrameError
-    from common.connection import ConnectionLost, Unreachable
-    from common.sockets import PeerStalled
-
+    link = target.open()
     try:
-        yield
-    except Unreachable as error:
-        raise NoClusterError(str(error)) from None
-    except (ConnectionLost, PeerStalled, FrameError) as error:
-        raise ClientError(str(error)) from None
+        yield link
+    except KeyboardInterrupt:
+        aborted = link.live
+        abort_and_wait(link)
+        raise KeyboardInterrupt(f"interrupted, requests aborted: {aborted}") from None
+    except BrokenPipeError:
+        abort_and_wait(link)
+        raise
+    finally:
+        link.close()
 
 
 @contextmanager
@@ -92,11 +71,6 @@ def abort_and_wait(link: "Link") -> None:
             link.poll(deadline - time.monotonic())
     except (KeyboardInterrupt, ConnectionLost):
         pass
-
-
-def quiet_stdout() -> None:
-    """Point stdout to nowhere, so that the interpreter's last flush does not fail on a closed pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(error: "RequestError") -> str:

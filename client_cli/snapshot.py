@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 # Our names first, then those of vLLM and SGLang without their prefixes.
@@ -87,6 +88,8 @@ def read_metrics(text: str) -> dict[str, float]:
         try:
             value = float(number.split()[0])
         except (ValueError, IndexError):
+            continue
+        if not isfinite(value):
             continue
         full = name.strip()
         short = full.rpartition(":")[2].removeprefix("rhizome_")

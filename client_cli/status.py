@@ -78,11 +78,15 @@ def _local(watcher: Any, state: dict[str, Any], timeout_s: float) -> str | None:
 
 def _remote(watcher: Any, state: dict[str, Any], timeout_s: float) -> str | None:
     """The same over HTTP: its list of models, and /health where it has one."""
+    from client_cli.http_models import PATH, models_of
     from common.connection import ConnectionLost
 
-    models = json.loads(watcher.page("/v1/models", timeout_s)).get("data", [])
-    state["model"] = ", ".join(str(model.get("id")) for model in models)
-    state["context_len"] = models[0].get("max_model_len") if models else None
+    try:
+        models = models_of(watcher.page(PATH, timeout_s))
+    except ValueError:
+        return f"{PATH} is not a list of models"
+    state["model"] = ", ".join(model["id"] for model in models)
+    state["context_len"] = models[0].get("max_model_len")
     for path in ("/health/ready", "/health"):
         try:
             watcher.page(path, timeout_s)

@@ -56,8 +56,9 @@ class Target:
             time.sleep(0.05)
 
     def frontend(self) -> str:
-        """The address that clients of a local cluster connect to."""
+        """The address that clients of a local cluster connect to, where somebody answers if `wait_s` says to wait."""
         if self.address is not None:
+            _await_answer(self.address, self.wait_s)
             return self.address
         try:
             return str(self.cluster()["addresses"]["frontend"])
@@ -86,6 +87,20 @@ class Target:
         """Refuse --url for a command that cannot work over HTTP."""
         if self.url is not None:
             raise click.UsageError(f"{command} does not work over HTTP: {why}")
+
+
+def _await_answer(address: str, wait_s: float) -> None:
+    """Ask who is at an address until somebody answers, or the time is over: who connects then says what is wrong."""
+    from common.connection import Connection, ConnectionLost
+
+    deadline = time.monotonic() + wait_s
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with Connection(address) as connection:
+                connection.info(left)
+            return
+        except ConnectionLost:
+            time.sleep(min(0.2, left))
 
 
 def target_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -1,5 +1,6 @@
 """`top`: a live view of what a server is doing."""
 
+import contextlib
 import json
 import time
 from dataclasses import asdict
@@ -7,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from client_cli.errors import EXIT_INTERRUPTED, NoClusterError
-from client_cli.runs import named_failures
+from client_cli.errors import NoClusterError
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
@@ -29,23 +29,21 @@ def command(interval: float, once: bool, as_json: bool, target: Target) -> None:
     """Watch requests, throughput, KV pages, hit rate and processes. Over --url from the server's /metrics page."""
     if as_json and not once:
         raise click.UsageError("--json belongs to --once.")
-    with named_failures():
-        from client_cli.watch import Watcher
+    from client_cli.watch import Watcher
 
-        watcher = Watcher(target)
-        try:
-            if once:
-                _once(watcher, min(interval, ONCE_S), as_json)
-            else:
+    watcher = Watcher(target)
+    try:
+        if once:
+            _once(watcher, min(interval, ONCE_S), as_json)
+        else:
+            with contextlib.suppress(KeyboardInterrupt):  # the way to leave it
                 _live(watcher, interval)
-        except KeyboardInterrupt:
-            raise SystemExit(0 if not once else EXIT_INTERRUPTED) from None
-        finally:
-            watcher.close()
+    finally:
+        watcher.close()
 
 
 def _once(watcher: "Watcher", interval: float, as_json: bool) -> None:
-    from rich.console import Console
+    from client_cli.display import console
 
     before = watcher.snapshot()
     watcher.look()  # CPU is counted between two looks
@@ -57,7 +55,7 @@ def _once(watcher: "Watcher", interval: float, as_json: bool) -> None:
         shown = {**values, **rates, "hit_rate": now.hit_rate, "processes": [asdict(row) for row in processes]}
         click.echo(json.dumps(shown))
     else:
-        Console().print(view(watcher.info, now, before, processes))
+        console().print(view(watcher.info, now, before, processes))
 
 
 def _live(watcher: "Watcher", interval: float) -> None:
@@ -65,11 +63,12 @@ def _live(watcher: "Watcher", interval: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
+    from client_cli.display import console
     from common.connection import ConnectionLost
 
     before, now = None, watcher.snapshot()
     first = view(watcher.info, now, before, watcher.look())
-    with Live(first, auto_refresh=False, screen=True) as live:
+    with Live(first, console=console(), auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval)
             try:

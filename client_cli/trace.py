@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from client_cli.errors import ClientError
+from client_cli.options import check_output
 
 
 @click.command("trace", context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -26,29 +27,46 @@ def command(recording: Path, output: Path | None, first: int | None, last: int |
     usage.
     """
     output = recording.with_name(recording.name + ".json") if output is None else output
+    partial = output.with_name(f".{output.stem}.part{output.suffix}")
     window = [
         *(["--from", str(first)] if first is not None else []),
         *(["--to", str(last)] if last is not None else []),
     ]
     match output.suffix:
         case ".json":
-            flags = ["--chrome", str(output), *(["--step"] if steps else []), *(["--tree"] if tree else [])]
-            _tool("scheduler_proc.replay", [str(recording), *flags, *window])
+            check_output(output, "OUTPUT")
+            flags = ["--chrome", str(partial), *(["--step"] if steps else []), *(["--tree"] if tree else [])]
+            _tool("scheduler_proc.replay", [str(recording), *flags, *window], partial, output)
             click.echo(f"drop {output} on https://ui.perfetto.dev")
         case ".png" | ".svg" | ".pdf":
             if steps or tree:
                 raise click.UsageError("--steps and --tree belong to a .json OUTPUT.")
             if importlib.util.find_spec("bench") is None or importlib.util.find_spec("matplotlib") is None:
                 raise click.UsageError("pictures need matplotlib and the repository's bench folder; write .json")
-            _tool("bench.timeline", [str(recording), "--out", str(output), *window])
+            check_output(output, "OUTPUT")
+            _tool("bench.timeline", [str(recording), "--out", str(partial), *window], partial, output)
         case other:
             raise click.UsageError(f"OUTPUT must end in .json, .png, .svg or .pdf, got {other!r}")
 
 
-def _tool(module: str, arguments: list[str]) -> None:
-    """Run a tool as a process of its own: the client imports no part of the cluster."""
+def _tool(module: str, arguments: list[str], partial: Path, output: Path) -> None:
+    """Run a tool as a process of its own: the client imports no part of the cluster. `output` is replaced when all of
+    it is there."""
     root = Path(__file__).resolve().parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
-    done = subprocess.run([sys.executable, "-P", "-m", module, *arguments], env=environment)
-    if done.returncode:
-        raise ClientError(f"{module} failed")
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    try:
+        # Ctrl-C and a closed pipe are for this process, which ends the tool: it would speak of them as well.
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, process_group=0) as tool:
+            assert tool.stdout is not None
+            try:
+                for line in tool.stdout:
+                    click.echo(line.replace(str(partial), str(output)), nl=False)
+            except BaseException:
+                tool.kill()
+                raise
+        if tool.returncode:
+            raise ClientError(f"{module} failed")
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)

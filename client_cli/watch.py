@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from client_cli.snapshot import Snapshot, from_metrics, from_stats
@@ -50,12 +50,13 @@ class Processes:
 
 
 class Watcher:
-    """Snapshots of a target. Raises ConnectionLost when it cannot be asked."""
+    """Snapshots of a target, once it is there as far as it says to wait. Raises ConnectionLost when it cannot be
+    asked."""
 
     def __init__(self, target: Target):
         from common.connection import Connection
 
-        self._target = target
+        self._target = replace(target, wait_s=0.0)  # later looks show at once that it is gone
         self.info: dict[str, Any] = {}
         self._connection: Connection | None = None
         self._http: HttpLoop[None] | None = None
@@ -67,7 +68,18 @@ class Watcher:
             from client_cli import http_loop
 
             self._http = http_loop.HttpLoop(target.server())
+            if target.wait_s:
+                self._await_http(target.wait_s)
         self.processes = Processes()
+
+    def _await_http(self, wait_s: float) -> None:
+        """The first look says what is wrong, if nobody has come."""
+        from client_cli.http_models import find_model
+        from common.connection import ConnectionLost
+
+        assert self._http is not None
+        with contextlib.suppress(ConnectionLost):
+            find_model(self._http, "", wait_s)
 
     def look(self) -> list[ProcessRow]:
         """The processes as they are; restarted ones have other pids than before."""

@@ -19,6 +19,18 @@ def run(*args: str, stdin: str = "", **env: str) -> Ended:
     )
 
 
+def run_unread(*args: str, stdin: str = "") -> Ended:
+    """Run the client with nobody at the other end of its stdout."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(
+            [*CLIENT, *args], input=stdin, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S
+        )
+    finally:
+        os.close(writer)
+
+
 def start(*args: str) -> "subprocess.Popen[str]":
     """Start the client for tests that interrupt it."""
     pipe = subprocess.PIPE

@@ -23,6 +23,8 @@ class FakeOpenAI:
         self.requests: queue.Queue[tuple[str, dict[str, str], dict[str, Any]]] = queue.Queue()
         self.gone = threading.Event()
         self.healthy = True
+        self.starting = 0  # how often the list of models is not there yet
+        self.models: str | None = None  # the page, if it is not the usual one
         self._key = key
         self._metrics = metrics
         self._started = threading.Event()
@@ -66,6 +68,11 @@ class FakeOpenAI:
         return web.json_response({"error": {"message": "wrong key", "param": None}}, status=401)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.starting:
+            self.starting -= 1
+            return web.Response(status=503, text="starting")
+        if self.models is not None:
+            return web.Response(text=self.models)
         return self._refused(request) or web.json_response({"data": [{"id": "echo", "max_model_len": 4096}]})
 
     async def _health(self, _: web.Request) -> web.Response:

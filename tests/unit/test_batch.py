@@ -2,7 +2,9 @@
 
 import fcntl
 import json
+import resource
 import signal
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from client_cli.batch_file import BatchError, Line, Outcome, read_earlier, read_lines, without
+from client_cli.batch_http import HttpRunner
 from client_cli.batch_local import to_request
+from client_cli.http_loop import Server
 from common.fields import FieldError
 from common.messages import Abort, ErrorCode, Finish, Generate, RequestError, ints
-from tests.unit.client_runs import run, start
+from tests.unit.client_runs import CLIENT, run, start
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.frontend_world import INFO
@@ -232,9 +236,39 @@ def test_a_batch_over_http(tmp_path: Path) -> None:
     assert results["a"]["body"]["choices"][0]["text"] == "x" and results["a"]["request_id"] == "x1"
     assert results["b"]["body"]["choices"][0]["message"]["content"] == "hi"
     assert (results["c"]["status_code"], results["c"]["body"]["error"]["param"]) == (400, "temperature")
-    ended = run("batch", str(tmp_path / "in"), str(tmp_path / "lost"), "--url", "http://127.0.0.1:1")
-    assert ended.returncode == 1
-    assert {(r["response"], r["error"]["code"]) for r in read(tmp_path / "lost")} == {(None, "connection_error")}
+
+
+def test_a_server_that_is_not_there_costs_no_line(tmp_path: Path) -> None:
+    args = ("batch", write(tmp_path / "in", [line("a", prompt="x")]), str(tmp_path / "out"), "--url")
+    ended = run(*args, "http://127.0.0.1:1")
+    assert ended.returncode == 2 and "no answer at" in ended.stderr and read(tmp_path / "out") == []
+    with FakeOpenAI(key="k") as server:
+        ended = run(*args, server.url)
+        assert ended.returncode == 1 and "wrong key" in ended.stderr and read(tmp_path / "out") == []
+
+
+def test_a_server_that_goes_away_costs_the_lines_in_work(tmp_path: Path) -> None:
+    with FakeOpenAI() as server:
+        runner = HttpRunner(Server(server.url), None, 0.0)
+    runner.start(local(prompt="x"))
+    (outcome,) = runner.poll(TIMEOUT_S)
+    runner.close()
+    assert outcome.body is None and outcome.error is not None and outcome.error["code"] == "connection_error"
+
+
+def test_a_full_disk_is_a_failure_after_which_the_batch_goes_on(short_dir: Path) -> None:
+    source, output = write(short_dir / "in", [line(str(i), prompt="x") for i in range(5)]), short_dir / "out"
+    args = ("batch", source, str(output), "--concurrency", "1", "--run-dir", str(short_dir / "run"))
+    with FakeFrontend(short_dir / "run", serve):
+        ended = subprocess.run(
+            [*CLIENT, *args], capture_output=True, text=True, timeout=TIMEOUT_S,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+        )  # fmt: skip
+        assert ended.returncode == 1 and "cannot be written: File too large; the same command goes on" in ended.stderr
+        whole = output.read_bytes().count(b"\n")
+        assert 0 < whole < 5
+        assert run(*args).returncode == 0
+    assert sorted(r["custom_id"] for r in read(output)) == list("01234")
 
 
 def test_a_model_of_the_command_line_replaces_those_of_the_file(tmp_path: Path) -> None:

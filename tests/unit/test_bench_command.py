@@ -196,6 +196,9 @@ def test_failed_requests_are_counted_and_named(tmp_path: Path) -> None:
         (["--input-len", "0"], "a length must be between 1"),
         (["--output-len", "x"], "a length is N or LOW:HIGH"),
         (["--burstiness", "0"], "--burstiness"),
+        (["--json", "/nowhere/x"], "--json: /nowhere/x cannot be written: No such file"),
+        (["--plot", "/nowhere/x.png"], "--plot: /nowhere/x.png cannot be written: No such file"),
+        (["--plot", "x.xyz"], "--plot: must end in one of ."),
         (["--prompts=ids", "--dataset=multi-turn", "--url=http://127.0.0.1:1"], "--prompts ids: later turns"),
     ],
 )

@@ -92,6 +92,9 @@ def parrot(msg: Any) -> Iterable[Any]:
         said = msg.chat[-1].content if msg.chat else ""
         if said == "wait":
             yield rows(msg.rid, "begun", 11)
+        elif said == "half":
+            yield rows(msg.rid, "half an answer", 11)
+            yield RequestError(msg.rid, ErrorCode.INTERNAL, "broken")
         elif said == "fail":
             yield RequestError(msg.rid, ErrorCode.TOO_LONG, "does not fit", "prompt", 9)
         else:
@@ -113,17 +116,33 @@ def test_lines_of_a_pipe(short_dir: Path) -> None:
         again = run("chat", "--load", str(saved), "--run-dir", str(short_dir / "run"), stdin="five\n/exit\nsix\n")
         last = cluster.next(Generate)
         assert cluster.received.empty()
-    assert ended.returncode == again.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == [
-        "one!1", "two!3", f"(4 messages saved to {saved})", "(conversation forgotten)", "three!1",
-        "(system message set, conversation started anew)", "four!2", "s",
+    assert (ended.returncode, again.returncode) == (1, 0), ended.stderr
+    assert ended.stdout.splitlines() == ["one!1", "two!3", "three!1", "four!2"]
+    assert ended.stderr.splitlines() == [
+        "Error: prompt: does not fit (limit 9)", "Error: /nonsense is no command; /help lists them",
+        f"(4 messages saved to {saved})", "(conversation forgotten)",
+        "(system message set, conversation started anew)", "s", "Error: 2 lines failed",
     ]  # fmt: skip
-    assert "does not fit (limit 9)" in ended.stderr and "/nonsense is no command" in ended.stderr
     assert contents(sent[1]) == [("user", "one"), ("assistant", "one!1"), ("user", "two")]
     assert contents(sent[3]) == [("user", "three")] and contents(sent[4]) == [("system", "s"), ("user", "four")]
     assert (sent[0].params.max_tokens, sent[0].params.temperature) == (9, 0.5)
     assert contents(last) == [*contents(sent[1]), ("assistant", "two!3"), ("user", "five")]
     assert json.loads(saved.read_text())["messages"][-1] == {"role": "assistant", "content": "two!3"}
+
+
+def test_a_message_that_fails_is_taken_back_with_what_came_of_its_answer(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, parrot, info=INFO) as cluster:
+        ended = run("chat", "--run-dir", str(short_dir), stdin="half\ntwo\n")
+        cluster.next(Generate)
+        assert contents(cluster.next(Generate)) == [("user", "two")]
+    assert ended.stdout == "half an answer\ntwo!1\n" and ended.stderr.startswith("Error: broken\n")
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/f", "a\0b", "/nowhere/at/all"])
+def test_names_that_cannot_be_written(short_dir: Path, name: str) -> None:
+    with FakeFrontend(short_dir, parrot, info=INFO):
+        ended = run("chat", "--run-dir", str(short_dir), stdin=f"/save {name}\none\n")
+    assert ended.stdout == "one!1\n" and "cannot be written: " in ended.stderr, ended.stderr
 
 
 class Terminal:

@@ -1,5 +1,6 @@
 """client.py with one prompt, as its users run it: a real process against a played cluster on a real socket."""
 
+import contextlib
 import dataclasses
 import json
 import signal
@@ -11,13 +12,14 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import client
 import client_cli.target
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, ints
 from common.run_dir import RunDir
 from common.sampling_params import Grammar, SamplingParams
-from tests.unit.client_runs import CLIENT, run, start
+from tests.unit.client_runs import CLIENT, run, run_unread, start
 from tests.unit.fake_frontend import (
     TIMEOUT_S,
     FakeFrontend,
@@ -278,6 +280,70 @@ def test_a_closed_pipe_ends_quietly(short_dir: Path) -> None:
         cluster.next(Generate)
         cluster.next(Abort)
     assert (process.returncode, errors) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    "args", [["x"], ["--stats"], ["chat"], ["batch", "IN", "OUT"], ["bench"], ["status"], ["top"], ["top", "--once"]]
+)
+def test_ctrl_c_while_a_command_waits_for_a_cluster(
+    short_dir: Path, args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client_cli.target.time, "sleep", interrupt)
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    (short_dir / "in").write_text(json.dumps(line))
+    files = {"IN": str(short_dir / "in"), "OUT": str(short_dir / "out")}
+    flags = ["--run-dir", str(short_dir), "--wait", "60"]
+    ended = CliRunner().invoke(client.main, [files.get(arg, arg) for arg in args] + flags)
+    assert (ended.exit_code, ended.stderr.strip().startswith("interrupted")) == (130, True), ended.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [["x"], ["--stats"], ["chat"], ["status"], ["top", "--once"], ["bench", "--requests=1", "--warm-up=0"]]
+)
+def test_a_reader_that_has_gone_ends_every_command_alike(short_dir: Path, args: list[str]) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        return [Stats(msg.query, {"a.x": 1})] if isinstance(msg, GetStats) else echo(msg)
+
+    flags = ["--vocab-size=20"] if args[0] == "bench" else []
+    with FakeFrontend(short_dir, bench_answer if flags else answer, info=INFO):
+        ended = run_unread(*args, *flags, "--run-dir", str(short_dir), stdin="hi\n")
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def bench_answer(msg: Any) -> Iterable[Any]:
+    if isinstance(msg, GetStats):
+        yield Stats(msg.query, {"a.x": 1})
+    elif isinstance(msg, Generate):
+        yield rows(msg.rid, "x", 5, finish=Finish.STOP)
+
+
+def test_waits_for_an_address(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody comes to the address while the client waits between two looks."""
+    address, started = f"ipc://{short_dir}/late.sock", []
+    with contextlib.ExitStack() as stack:
+
+        def come(_: float) -> None:
+            if not started:
+                started.append(FakeFrontend(short_dir / "run", echo, address=address, info=INFO))
+                stack.enter_context(started[0])
+
+        monkeypatch.setattr(client_cli.target.time, "sleep", come)
+        link = client_cli.target.Target(address=address, wait_s=60).open()
+        link.close()
+    assert started
+
+
+def test_an_error_begins_a_line_of_its_own(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        yield rows(msg.rid, "begun", 11)
+        yield RequestError(msg.rid, ErrorCode.INTERNAL, "broken")
+
+    with FakeFrontend(short_dir, answer):
+        ended = run("x", "--run-dir", str(short_dir))
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("begun\n", "Error: broken\n", 1)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,14 @@ def test_nothing_is_sent_when_a_line_is_wrong(short_dir: Path) -> None:
         assert cluster.received.empty()
 
 
+def test_nothing_is_sent_when_the_output_cannot_be_written(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, echo) as cluster:
+        source = write_lines(short_dir / "in", [{"prompt": "x"}])
+        ended = run("--jsonl", source, "--output", "/nowhere/x", "--run-dir", str(short_dir))
+        assert ended.returncode == 2 and "--output: " in ended.stderr and "/nowhere/x" in ended.stderr
+        assert cluster.received.empty()
+
+
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b'{"prompt": "\xff"}')
     ended = run("--jsonl", str(tmp_path / "in"))

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from client_cli.batch_http import HttpRunner
 from client_cli.http_link import HttpLink, _Answer
 from client_cli.http_loop import Server
 from client_cli.openai_logprobs import logprobs_of, prompt_logprobs_of
-from common.connection import Answer, Row, Unreachable, result_of, tokens_of
+from client_cli.status import _look
+from client_cli.target import Target
+from client_cli.watch import Watcher
+from common.connection import Answer, ConnectionLost, Row, Unreachable, result_of, tokens_of
 from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError, ints
 from common.sampling_params import Grammar, SamplingParams
@@ -167,8 +171,10 @@ def test_the_tokens_of_several_choices_are_those_of_the_usage(usage: Any, total:
 
 def test_the_key_is_sent_and_its_lack_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeOpenAI(key="secret") as server:
-        with pytest.raises(Unreachable, match="wrong key"):
-            HttpLink(Server(server.url))
+        with pytest.raises(ConnectionLost, match="wrong key") as caught:
+            HttpLink(Server(server.url), wait_s=60)
+        assert not isinstance(caught.value, Unreachable), "it is there, and refuses"
+        assert run("x", "--url", server.url).returncode == run("status", "--url", server.url).returncode == 1
         assert "secret" not in repr(Server(server.url, "secret"))
         ended = run("hi", "--url", server.url + "/v1/", "--api-key-env", "SOME_KEY", SOME_KEY="secret")
         assert (ended.stdout, ended.returncode) == ("hi\n", 0), ended.stderr
@@ -237,3 +243,28 @@ def test_options_that_do_not_go_together(args: list[str], said: str) -> None:
 def test_nobody_answers() -> None:
     ended = run("x", "--url", "http://127.0.0.1:1")
     assert ended.returncode == 2 and "no answer at http://127.0.0.1:1" in ended.stderr
+
+
+@pytest.mark.parametrize("model", [None, "own"])
+def test_a_server_that_is_starting_is_waited_for(server: FakeOpenAI, model: str | None) -> None:
+    server.starting = 2
+    link = HttpLink(Server(server.url), model, wait_s=60)
+    link.close()
+    assert (link.model, server.starting) == (model or "echo", 0)
+    server.starting = 2
+    HttpRunner(Server(server.url), model, wait_s=60).close()
+    assert server.starting == 0
+    server.starting = 2
+    Watcher(Target(url=server.url, model=model, wait_s=60)).close()
+    assert server.starting == 0
+
+
+@pytest.mark.parametrize(
+    "page", ["<html>", "[]", "null", '{"data": []}', '{"data": null}', '{"data": [{}]}', '{"data": 5}']
+)
+def test_a_page_that_is_no_list_of_models(server: FakeOpenAI, page: str) -> None:
+    server.models = page
+    with pytest.raises(Unreachable, match="list of models cannot be read"):
+        HttpLink(Server(server.url))
+    state, code = _look(Target(url=server.url), 5.0)
+    assert (state["problem"], code) == ("/v1/models is not a list of models", 1)

@@ -12,7 +12,7 @@ import gateway_proc.metrics
 from client_cli.snapshot import GAUGES, Snapshot, from_metrics, from_stats, read_metrics
 from common.messages import GetStats, Stats
 from common.run_dir import RunDir
-from tests.unit.client_runs import run
+from tests.unit.client_runs import run, run_unread
 from tests.unit.fake_frontend import FakeFrontend
 from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.recorded import random_workload, recorded
@@ -51,7 +51,8 @@ def test_a_local_cluster_and_a_metrics_page_say_the_same() -> None:
 
 
 def test_pages_of_anybody_are_read() -> None:
-    assert read_metrics('a 1\na 2\nb{x="1"} NaN\nc\nd x\n{} 1\n')["a"] == 3
+    assert read_metrics('a 1\na 2\nb{x="1"} NaN\ne +Inf\nc\nd x\n{} 1\n') == {"a": 3, "": 1}
+    assert from_metrics("rhizome_scheduler_total_pages NaN\nvllm:num_requests_running Inf\n", 0.0) == Snapshot(0.0)
     assert from_metrics("sglang:num_running_reqs 4\nsglang:num_queue_reqs 2\n", 0.0).running == 4
     assert from_metrics("", 0.0) == Snapshot(0.0)
     twice = "rhizome_x_total 1\nrhizome_x_total 2\nvllm:x_total 3\n"
@@ -170,9 +171,25 @@ def test_trace_makes_a_timeline_and_a_picture(tmp_path: Path) -> None:
     assert ended.returncode == 0 and image.read_text().startswith("<?xml"), ended.stderr
 
 
+def test_trace_leaves_no_half_of_a_timeline(tmp_path: Path) -> None:
+    path, out = tmp_path / "run.rec", tmp_path / "run.rec.json"
+    with recorded(path) as scheduler:
+        random_workload(scheduler, seed=1)
+    out.write_text("from before")
+    ended = run_unread("trace", str(path), "--steps")
+    assert (ended.returncode, ended.stderr) == (141, "")
+    assert out.read_text() == "from before" and len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     ("output", "code", "said"),
-    [("x.txt", 2, "must end in .json"), ("x.json", 1, "scheduler_proc.replay failed"), ("x.png", 1, "failed")],
+    [
+        ("x.txt", 2, "must end in .json"),
+        ("no/x.json", 2, "OUTPUT: "),
+        ("no/x.png", 2, "cannot be written"),
+        ("x.json", 1, "scheduler_proc.replay failed"),
+        ("x.png", 1, "failed"),
+    ],
 )
 def test_trace_refuses(tmp_path: Path, output: str, code: int, said: str) -> None:
     (tmp_path / "no.rec").write_text("this is no recording")
