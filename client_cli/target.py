@@ -60,10 +60,13 @@ class Target:
         if self.address is not None:
             _await_answer(self.address, self.wait_s)
             return self.address
+        from common.connection import frontend_in
+        from common.run_dir import RunDirError
+
         try:
-            return str(self.cluster()["addresses"]["frontend"])
-        except (KeyError, TypeError):
-            raise NoClusterError("cluster.json is of another version than this client") from None
+            return frontend_in(self.cluster())
+        except RunDirError as error:
+            raise NoClusterError(str(error)) from None
 
     def server(self) -> "Server":
         """The HTTP server of `url`, with the key from the environment."""

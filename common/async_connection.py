@@ -407,7 +407,7 @@ class AsyncConnection:
         if event == zmq.EVENT_CONNECT_RETRIED:
             self._lose(Unreachable(f"no cluster answers at {self._address}"))
         else:
-            self._lose(ConnectionLost(f"the connection to {self._address} is broken: the cluster has ended"))
+            self._lose(ConnectionLost(f"the connection to {self._address} is broken: its other end is gone"))
 
     async def _watch_silence(self) -> None:
         tick = min(0.5, self._silence_limit_s / 4)

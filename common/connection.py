@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -32,6 +33,7 @@ from common.messages import (
 from common.prompts import Prompt, prompt_fields
 from common.rows import Row as Row
 from common.rows import RowReader
+from common.run_dir import RunDirError
 from common.sampling_params import SamplingParams
 from common.sockets import Inbox, Outbox, open_socket
 from common.stamps import Lost
@@ -52,6 +54,14 @@ class ConnectionLost(RuntimeError):
 
 class Unreachable(ConnectionLost):
     """Nobody is at the address."""
+
+
+def frontend_in(cluster: dict[str, Any]) -> str:
+    """The address that clients connect to, of the values of cluster.json. Raises RunDirError."""
+    try:
+        return str(cluster["addresses"]["frontend"])
+    except (KeyError, TypeError):
+        raise RunDirError("cluster.json is of another version than this package") from None
 
 
 class Connection:
@@ -200,7 +210,7 @@ class Connection:
             self._linger_ms = 0  # nobody is there to take what is left
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CONNECT_RETRIED:
                 raise Unreachable(f"no cluster answers at {self._address}")
-            raise ConnectionLost(f"the connection to {self._address} is broken: the cluster has ended")
+            raise ConnectionLost(f"the connection to {self._address} is broken: its other end is gone")
         self._silent_s += min(time.monotonic() - started, timeout_s)
         if self._live and self._silent_s >= self._silence_limit_s:
             hint = " that this version understands" if self.refused else ""

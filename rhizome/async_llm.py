@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
-from common.async_connection import AsyncConnection, RequestFailed, Stream
+from common.async_connection import AsyncConnection, RequestFailed, Stream, UnreadRows
 from common.chat_answers import ChatFormat
 from common.codec import FrameError
 from common.connection import ConnectionLost
 from common.json_request import JsonRequest
 from common.sockets import PeerStalled
 from rhizome.cluster import ChildCluster
-from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError
+from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError, check_process
 from rhizome.llm import MAX_LIVE, frontend_of
 from rhizome.outputs import RequestOutput, StreamOutput
 from rhizome.requests import (
@@ -48,6 +48,7 @@ class AsyncLLM:
         self._own: ChildCluster | None = None
         self._connection: AsyncConnection | None = None
         self._known_format: ChatFormat | None = None
+        self._owner = os.getpid()
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None) -> "AsyncLLM":
@@ -58,6 +59,7 @@ class AsyncLLM:
 
     async def __aenter__(self) -> "AsyncLLM":
         """Raises ClusterError."""
+        self._owner = os.getpid()
         if self._model is None:
             address = frontend_of(self._run_dir)
         else:
@@ -106,7 +108,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         **options: Unpack[Options],
     ) -> AsyncIterator[StreamOutput]:
-        """As LLM.stream: `async for piece in llm.stream("..."): ...`."""
+        """As LLM.stream: `async for piece in llm.stream("..."): ...`. A reader that lags far behind ends it, too."""
         request = make_request(prompt, params, options)
         await self._reconnect()
         progress = begin(0, request, await self._format([request]))
@@ -116,7 +118,7 @@ class AsyncLLM:
                 row = progress.read(found)
                 progress.take(row)
                 yield stream_output(row)
-        except (RequestFailed, ConnectionLost) as error:
+        except (RequestFailed, UnreadRows, ConnectionLost) as error:
             raise await self._error(0, error) from None
         finally:
             stream.abort()
@@ -131,6 +133,7 @@ class AsyncLLM:
 
     @property
     def _open(self) -> AsyncConnection:
+        check_process(self._owner)
         if self._connection is None:
             raise ClusterError("use AsyncLLM in an `async with` block")
         return self._connection
@@ -178,7 +181,7 @@ class AsyncLLM:
             try:
                 async for row in stream:
                     progress.take(progress.read(row))
-            except (RequestFailed, ConnectionLost) as error:
+            except (RequestFailed, UnreadRows, ConnectionLost) as error:
                 raise await self._error(progress.index, error) from None
             finally:
                 stream.abort()
@@ -189,6 +192,8 @@ class AsyncLLM:
             failed = GenerationError.of(index, error.error)
             if failed.code != SHUTTING_DOWN:
                 return failed
+        if isinstance(error, UnreadRows):
+            return GenerationError(index, "aborted", str(error))
         if self._own is None:
             return ClusterError(str(error))
         return ClusterError(await asyncio.get_running_loop().run_in_executor(None, self._own.why, str(error)))

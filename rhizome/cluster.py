@@ -4,9 +4,11 @@ import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -18,6 +20,7 @@ from rhizome.errors import ClusterError
 STOP_S = 30.0  # launch.py itself takes two seconds at most
 WHY_S = 3.0
 POLL_S = 0.02
+SWITCHES = ("prefix_cache", "cuda_graphs")  # options of launch.py that are on unless --no-... says otherwise
 _pipes: "weakref.WeakSet[ChildCluster]" = weakref.WeakSet()
 
 
@@ -32,6 +35,8 @@ class ChildCluster:
     def __init__(self, model: str | os.PathLike[str], options: dict[str, Any]):
         self.run_dir = Path(tempfile.gettempdir()) / f"rhizome-{secrets.token_hex(8)}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the cluster)
+        self._log_lock = threading.Lock()
+        self._closed = False
         life_out, self._life = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -58,8 +63,9 @@ class ChildCluster:
 
     @property
     def log(self) -> str:
-        """What the cluster printed."""
-        return os.pread(self._log.fileno(), 2**20, 0).decode(errors="replace")
+        """What the cluster printed, nothing once it is closed."""
+        with self._log_lock:
+            return "" if self._log.closed else os.pread(self._log.fileno(), 2**20, 0).decode(errors="replace")
 
     def _wait(self) -> dict[str, Any]:
         """cluster.json once the cluster is ready; launch.py itself gives up after --start-timeout."""
@@ -69,7 +75,7 @@ class ChildCluster:
             except RunDirError:
                 pass
             if self._process.poll() is not None:
-                raise ClusterError(f"the cluster did not start: {_reason(self.log)}")
+                raise ClusterError(f"the cluster did not start: {_reason(self.log, self._process.returncode)}")
             time.sleep(POLL_S)
 
     def why(self, otherwise: str) -> str:
@@ -78,12 +84,16 @@ class ChildCluster:
             self._process.wait(WHY_S)  # a broken connection is seen before the launcher has cleaned up
         except subprocess.TimeoutExpired:
             return otherwise
-        return f"the cluster has ended: {_reason(self.log)}"
+        if self._closed:
+            return "this LLM was closed during the call"
+        return f"the cluster has ended: {_reason(self.log, self._process.returncode)}"
 
     def close(self) -> None:
         """End the cluster and wait for it. Closing twice does nothing."""
+        self._closed = True
         self._finalizer()
-        self._log.close()
+        with self._log_lock:  # calls of other threads ask for what it said
+            self._log.close()
 
     def forget_in_fork(self) -> None:
         """A forked child must not hold the pipe open, and does not own the cluster."""
@@ -101,7 +111,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _command(model: str | os.PathLike[str], options: dict[str, Any], run_dir: Path, life_fd: int) -> list[str]:
-    """How launch.py is started. Options are its flags: `tp=2`, `kv_tokens=65536`, `prefix_cache=False`."""
+    """How launch.py is started. Options are its flags: `tp=2`, `kv_tokens=65536`, `prefix_cache=False`; None leaves one
+    out."""
     spec = importlib.util.find_spec("launch")
     if spec is None or spec.origin is None:
         raise ClusterError("launch.py is not there; Rhizome is not installed completely")
@@ -110,22 +121,26 @@ def _command(model: str | os.PathLike[str], options: dict[str, Any], run_dir: Pa
         flag = "--" + name.replace("_", "-")
         if flag in ("--run-dir", "--parent-fd"):
             raise ValueError(f"{name}: is set by LLM itself")
-        if value is None:
+        if value is None or (value is False and name not in SWITCHES):
             continue
         if value is False:
             flag = "--no-" + flag.removeprefix("--")
         flags += [flag] if isinstance(value, bool) else [flag, str(value)]
     own = ["--model", os.fspath(model), "--run-dir", str(run_dir), "--parent-fd", str(life_fd)]
-    if not {"port", "host", "no_http"} & options.keys():
+    if all(options.get(name) is None for name in ("port", "host", "no_http")):
         own.append("--no-http")  # nobody but this process asks, and several LLMs would fight for one port
     return [sys.executable, spec.origin, *own, *flags]
 
 
-def _reason(log: str) -> str:
-    """The launcher's last words."""
+def _reason(log: str, code: int) -> str:
+    """The launcher's last words if they are an error, else how it ended: `code` is as in Popen.returncode."""
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
-    return errors[-1] if errors else "\n".join(lines[-5:]) or "it said nothing"
+    if errors:
+        return errors[-1]
+    if code < 0:
+        return f"launch.py was ended by {signal.Signals(-code).name}"
+    return "\n".join([f"launch.py ended with exit code {code}", *(lines[-5:] if code else ())])
 
 
 def _stop(process: "subprocess.Popen[bytes]", life: int, run_dir: Path, owner: int) -> None:

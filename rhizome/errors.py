@@ -1,5 +1,7 @@
 """What the Python API raises, beside ValueError for arguments."""
 
+import os
+
 from common.messages import ErrorCode, RequestError
 
 SHUTTING_DOWN = ErrorCode.SHUTTING_DOWN.name.lower()
@@ -7,6 +9,13 @@ SHUTTING_DOWN = ErrorCode.SHUTTING_DOWN.name.lower()
 
 class ClusterError(RuntimeError):
     """The cluster did not start, or went away. The text says why."""
+
+
+def check_process(owner: int) -> None:
+    """Refuse a call in a forked child, whose connections would wait for threads that are not there. Raises
+    ClusterError."""
+    if os.getpid() != owner:
+        raise ClusterError("this LLM is of the process before the fork; make one here, or LLM.connect(run_dir)")
 
 
 class GenerationError(RuntimeError):

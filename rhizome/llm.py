@@ -10,12 +10,12 @@ from typing import Any, Unpack
 
 from common.chat_answers import ChatFormat
 from common.codec import FrameError
-from common.connection import Connection, ConnectionLost
+from common.connection import Connection, ConnectionLost, frontend_in
 from common.json_request import JsonRequest
 from common.run_dir import RunDirError, find_cluster
 from common.sockets import PeerStalled
 from rhizome.cluster import ChildCluster
-from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError
+from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError, check_process
 from rhizome.outputs import RequestOutput, StreamOutput
 from rhizome.requests import (
     Message,
@@ -65,6 +65,7 @@ class LLM:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._closed = False
+        self._owner = os.getpid()
 
     def __enter__(self) -> "LLM":
         return self
@@ -75,7 +76,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the cluster, if it is our own, and wait until nothing of it is left. Calls that run fail."""
+        """End the cluster, if it is our own, and wait until nothing of it is left: calls that run fail. After `connect`
+        the cluster goes on, and calls that run as well. In a forked child nothing happens."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -148,6 +152,7 @@ class LLM:
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
         """A connection of the calling thread alone; kept for the next call if nothing is live on it."""
+        check_process(self._owner)
         with self._lock:
             if self._closed:
                 raise ClusterError("this LLM is closed")
@@ -216,11 +221,9 @@ def run_all(
 def frontend_of(run_dir: str | os.PathLike[str] | None) -> str:
     """The address of a running cluster. Raises ClusterError."""
     try:
-        return str(find_cluster(None if run_dir is None else Path(run_dir))["addresses"]["frontend"])
+        return frontend_in(find_cluster(None if run_dir is None else Path(run_dir)))
     except RunDirError as error:
         raise ClusterError(str(error)) from None
-    except (KeyError, TypeError):
-        raise ClusterError("cluster.json is of another version than this package") from None
 
 
 @contextmanager

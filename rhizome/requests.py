@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, TypeAlias, TypedDict, cast
 
 from common.chat_answers import AnswerReader, ChatFormat, is_read
 from common.connection import Answer, Row, tokens_of
-from common.fields import FieldError
 from common.json_request import JsonRequest, parse_request
 from common.messages import Finish, RequestError
 from rhizome.errors import GenerationError
 from rhizome.outputs import RequestOutput, StreamOutput, to_output
-from rhizome.sampling_params import SamplingParams
+from rhizome.sampling_params import SamplingParams, integers, listed
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, str]
@@ -27,18 +27,18 @@ class Options(TypedDict, total=False):
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of integers is one prompt of token ids."""
+    """One prompt or several, as a list. A list of integers is one prompt of token ids. Raises ValueError."""
     if isinstance(prompts, str):
         return [prompts]
-    found = list(prompts)
-    if found and all(isinstance(p, int) for p in found):
+    found = listed("prompts", prompts, "a text, token ids, or a list of these")
+    if found and all(isinstance(p, Integral) for p in found):
         return [cast(Sequence[int], found)]
     return cast(list[Prompt], found)
 
 
 def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation or several, as a list."""
-    found = list(messages)
+    """One conversation or several, as a list. Raises ValueError."""
+    found = listed("messages", messages, "a conversation or a list of them")
     if found and all(isinstance(m, Mapping) for m in found):
         return [cast(Sequence[Message], found)]
     return cast(list[Sequence[Message]], found)
@@ -55,30 +55,36 @@ def make_requests(kind: str, inputs: Sequence[Any], params: Params, options: Opt
         if len(each) != len(inputs):
             raise ValueError(f"params: as many as prompts ({len(inputs)}) or one for all, got {len(each)}")
     else:
-        each = [params or SamplingParams()] * len(inputs)
+        each = [SamplingParams() if params is None else params] * len(inputs)
+    if not all(isinstance(own, SamplingParams) for own in each):
+        raise ValueError("params: must be SamplingParams, or a list of them")
     found = []
     for index, (given, own) in enumerate(zip(inputs, each, strict=True)):
         try:
             found.append(_request(kind, given, own, options))
-        except FieldError as error:
+        except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
     return found
 
 
 def make_request(given: Prompt | Sequence[Message], params: SamplingParams | None, options: Options) -> JsonRequest:
-    """One checked request from a text, token ids or a conversation."""
-    kind = "prompt" if isinstance(given, str) or not given or isinstance(given[0], int) else "messages"
-    (request,) = make_requests(kind, [given], params, options)
+    """One checked request from a text, token ids or a conversation. Raises as make_requests does."""
+    own = given if isinstance(given, str) else listed("prompt", given, "a text, token ids or a conversation")
+    kind = "messages" if own and not isinstance(own, str) and isinstance(own[0], Mapping) else "prompt"
+    (request,) = make_requests(kind, [own], params, options)
     return request
 
 
 def _request(kind: str, given: Any, params: SamplingParams, options: Options) -> JsonRequest:
     if kind == "messages":
-        value: dict[str, Any] = {"messages": [dict(message) for message in given]}
+        messages = listed("messages", given, "a list of messages")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError("messages: must be a list of objects with role and content")
+        value: dict[str, Any] = {"messages": [dict(message) for message in messages]}
     elif isinstance(given, str):
         value = {"prompt": given}
     else:
-        value = {"token_ids": [int(token) for token in given]}
+        value = {"token_ids": integers("token_ids", given)}
     checked = parse_request({**value, "n": params.n, **options})
     return JsonRequest(
         checked.prompt, params.to_wire(), checked.n, checked.cache_salt, checked.priority, checked.deadline_ms

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +55,12 @@ class SamplingParams:
         """The form on the wire. Raises ValueError."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in (*_GRAMMAR, "n")]
         values = {name: getattr(self, name) for name in names}
-        values["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
-        values["stop_token_ids"] = list(self.stop_token_ids)
-        values["logit_bias"] = dict(self.logit_bias)
+        values["stop"] = self.stop if isinstance(self.stop, str) else listed("stop", self.stop)
+        values["stop_token_ids"] = integers("stop_token_ids", self.stop_token_ids)
+        try:
+            values["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        except (AttributeError, TypeError):
+            raise ValueError(f"logit_bias: must map token ids to numbers, got {self.logit_bias!r:.100}") from None
         try:
             return parse_request({"prompt": "", **values, "n": self.n, "grammar": self._grammar()}).params
         except FieldError as error:
@@ -70,17 +74,42 @@ class SamplingParams:
             case ["json_schema"] if self.json_schema is True:
                 return {"kind": "json_object"}
             case ["json_schema"]:
-                schema = self.json_schema if isinstance(self.json_schema, str) else json.dumps(self.json_schema)
+                try:
+                    schema = self.json_schema if isinstance(self.json_schema, str) else json.dumps(self.json_schema)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"json_schema: must be a JSON schema: {error}") from None
                 return {"kind": "json_schema", "text": schema}
-            case ["regex"]:
-                return {"kind": "regex", "text": str(self.regex)}
             case ["choice"]:
-                return {"kind": "choice", "text": json.dumps(list(self.choice or ()), ensure_ascii=False)}
-            case ["lark"]:
-                return {"kind": "lark", "text": str(self.lark)}
-            case ["ebnf"]:
-                return {"kind": "ebnf", "text": str(self.ebnf)}
+                texts = listed("choice", self.choice)
+                if not all(isinstance(text, str) for text in texts):
+                    raise ValueError("choice: must be a list of texts")
+                return {"kind": "choice", "text": json.dumps(texts, ensure_ascii=False)}
+            case [name]:
+                text = getattr(self, name)
+                if not isinstance(text, str):
+                    raise ValueError(f"{name}: must be text, got {text!r}")
+                return {"kind": name, "text": text}
         return None
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """A list of integers of any type, also numpy's. Raises ValueError with the field's name."""
+    wanted = "a list of integers"
+    try:
+        return [operator.index(value) for value in listed(name, values, wanted)]
+    except TypeError:
+        raise ValueError(f"{name}: must be {wanted}, got {values!r:.100}") from None
+
+
+def listed(name: str, values: Any, wanted: str = "a list") -> list[Any]:
+    """What can be iterated over and is no text, as a list. Raises ValueError with the field's name."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}: must be {wanted}, got {values!r:.100}")
+    return list(values)
+
+
+def _token_id(key: Any) -> str | int:
+    return key if isinstance(key, str) else operator.index(key)  # JSON has texts for keys
 
 
 _GRAMMAR = ("json_schema", "regex", "choice", "lark", "ebnf")

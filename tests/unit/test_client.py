@@ -219,7 +219,7 @@ def test_a_cluster_that_dies(short_dir: Path) -> None:
         assert process.stdout.read(len("begun")) == "begun"
         cluster.close()
         _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1 and "the cluster has ended" in errors and "Traceback" not in errors
+    assert process.returncode == 1 and "its other end is gone" in errors and "Traceback" not in errors
 
 
 def test_an_abort_by_the_cluster_is_a_failure(short_dir: Path) -> None:

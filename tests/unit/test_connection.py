@@ -228,7 +228,7 @@ def test_a_cluster_that_dies_is_noticed(short_dir: Path) -> None:
         connection.submit("x", PARAMS)
         assert len(connection.poll(TIMEOUT_S)) == 1
         cluster.close()
-        with pytest.raises(ConnectionLost, match="the cluster has ended"):
+        with pytest.raises(ConnectionLost, match="its other end is gone"):
             connection.poll(TIMEOUT_S)
 
 

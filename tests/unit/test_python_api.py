@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,12 +12,13 @@ from typing import Any
 
 import pytest
 
+import launch
 from common import sampling_params as wire
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, ints
 from common.sampling_params import Grammar
 from rhizome import LLM, AsyncLLM, ClusterError, GenerationError, SamplingParams
-from rhizome.cluster import _command
-from rhizome.requests import Options, conversations_of, make_requests, prompts_of
+from rhizome.cluster import SWITCHES, ChildCluster, _command, _reason
+from rhizome.requests import Options, conversations_of, make_request, make_requests, prompts_of
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, echo, rows, silent_after_one_row
 from tests.unit.frontend_world import INFO
 
@@ -62,6 +66,15 @@ def test_options_of_a_call() -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids: entries"),
         ({"logit_bias": {5: 1000}}, "logit_bias"),
         ({"regex": "a", "choice": ["a"]}, "choice: excludes regex"),
+        ({"choice": "yes"}, "choice: must be a list, got 'yes'"),
+        ({"choice": [1]}, "choice: must be a list of texts"),
+        ({"regex": 5}, "regex: must be text, got 5"),
+        ({"json_schema": {"a": {1}}}, "json_schema: must be a JSON schema"),
+        ({"stop": None}, "stop: must be a list, got None"),
+        ({"stop_token_ids": 5}, "stop_token_ids: must be a list of integers, got 5"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids: must be a list of integers"),
+        ({"logit_bias": [1]}, "logit_bias: must map token ids to numbers"),
+        ({"logit_bias": {1.5: 1}}, "logit_bias: must map token ids to numbers"),
     ],
 )
 def test_wrong_parameters_are_refused_at_once(values: dict[str, Any], said: str) -> None:
@@ -74,6 +87,37 @@ def test_one_prompt_or_several() -> None:
     assert prompts_of([5, 6]) == [[5, 6]]
     message = {"role": "user", "content": "x"}
     assert conversations_of([message]) == [[message]] and conversations_of([[message], [message]]) == [[message]] * 2
+
+
+def test_arrays_of_numpy_are_token_ids() -> None:
+    numpy = pytest.importorskip("numpy")
+    for given, wanted in ((numpy.array([5, 6]), [[5, 6]]), (numpy.array([[5], [6]]), [[5], [6]])):
+        assert [r.prompt for r in make_requests("prompt", prompts_of(given), None, {})] == wanted
+    assert make_request(numpy.array([5, 6]), None, {}).prompt == [5, 6]
+    params = SamplingParams(stop_token_ids=numpy.array([7]), logit_bias={numpy.int64(7): 1.0, "8": 2.0})  # type: ignore[dict-item]
+    assert params.to_wire() == wire.SamplingParams(stop_token_ids=ints(7), logit_bias={7: 1.0, 8: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: prompts_of(None), "prompts: must be a text, token ids, or a list of these, got None"),
+        (lambda: prompts_of(b"x"), "prompts: must be a text"),
+        (lambda: prompts_of({"x": 1}), "prompts: must be a text"),
+        (lambda: conversations_of("hi"), "messages: must be a conversation"),
+        (lambda: make_requests("messages", ["hi"], None, {}), "prompt 0: messages: must be a list of messages"),
+        (lambda: make_requests("messages", [["hi"]], None, {}), "prompt 0: messages: must be a list of objects"),
+        (lambda: make_requests("prompt", [[1.7, 20.2]], None, {}), "prompt 0: token_ids: must be a list of integers"),
+        (lambda: make_requests("prompt", [["5"]], None, {}), "prompt 0: token_ids: must be a list of integers"),
+        (lambda: make_requests("prompt", [b"hi"], None, {}), "prompt 0: token_ids: must be a list of integers"),
+        (lambda: make_request(["a", "b"], None, {}), "prompt 0: token_ids: must be a list of integers"),
+        (lambda: make_request(None, None, {}), "prompt: must be a text, token ids or a conversation"),
+        (lambda: make_requests("prompt", ["x"], {"n": 2}, {}), "params: must be SamplingParams"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 def test_requests() -> None:
@@ -106,8 +150,54 @@ def test_options_become_flags_of_launch() -> None:
     assert flags[:6] == ["--model", "m", "--run-dir", "/r", "--parent-fd", "7"]
     assert flags[6] == "--no-http" and "--no-http" not in _command("m", {"port": 0}, Path("/r"), 7)
     assert flags[flags.index("--tp") :] == ["--tp", "2", "--kv-memory", "1GiB", "--no-prefix-cache"]
+    command = _command("m", {"strict_fields": False, "no_http": False, "port": None}, Path("/r"), 7)
+    assert command[-2:] == ["--parent-fd", "7"], "off by default, and HTTP as launch.py has it"
+    assert _command("m", {"port": None}, Path("/r"), 7)[-1] == "--no-http"
     with pytest.raises(ValueError, match="run_dir: is set by LLM itself"):
         _command("m", {"run_dir": "x"}, Path("/r"), 7)
+
+
+def test_switches_are_those_of_launch() -> None:
+    switches = {p.name for p in launch.main.params if p.secondary_opts}
+    assert switches == set(SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "said"),
+    [
+        (-9, "ready\n", "launch.py was ended by SIGKILL"),
+        (0, "ready\n", "launch.py ended with exit code 0"),
+        (3, "ready\n\nbroken\n", "launch.py ended with exit code 3\nready\nbroken"),
+        (1, "ready\nError: no memory\nbye\n", "no memory"),
+    ],
+)
+def test_why_a_launcher_ended(code: int, log: str, said: str) -> None:
+    assert _reason(log, code) == said
+
+
+def test_a_forked_child_is_refused(short_dir: Path) -> None:
+    with FakeFrontend(short_dir, answers, info=INFO), LLM.connect(short_dir) as llm:
+        llm.generate("x")
+        child = os.fork()
+        if child == 0:
+            try:
+                llm.generate("x")
+            except ClusterError as error:
+                llm.close()
+                os._exit(7 if "before the fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert texts(llm.generate("x")) == [["x 0!"]]
+
+
+def test_a_cluster_that_is_closed_during_a_call_says_so(tmp_path: Path) -> None:
+    cluster = object.__new__(ChildCluster)
+    cluster._process = subprocess.Popen([sys.executable, "-c", ""])
+    cluster._log, cluster._log_lock, cluster._closed = (tmp_path / "log").open("w+b"), threading.Lock(), False
+    cluster._finalizer = lambda: None  # type: ignore[assignment]
+    assert cluster.why("x") == "the cluster has ended: launch.py ended with exit code 0"
+    cluster.close()
+    assert cluster.why("x") == "this LLM was closed during the call" and cluster.log == ""
 
 
 def answers(msg: Any) -> Iterable[Any]:
@@ -195,7 +285,7 @@ def test_a_cluster_that_dies_and_none_at_all(short_dir: Path) -> None:
         stream = llm.stream("x")
         next(stream)
         cluster.close()
-        with pytest.raises(ClusterError, match="the cluster has ended"):
+        with pytest.raises(ClusterError, match="its other end is gone"):
             next(stream)
     with pytest.raises(ClusterError, match="no cluster is running"):
         LLM.connect(short_dir)
@@ -226,10 +316,28 @@ def test_async(short_dir: Path) -> None:
         asyncio.run(use())
 
 
+def test_a_stream_whose_reader_lags_ends_by_name(short_dir: Path) -> None:
+    def flood(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Generate):
+            yield from (rows(msg.rid, "x", 5) for _ in range(20))
+
+    async def use() -> None:
+        async with AsyncLLM.connect(short_dir) as llm:
+            llm._open._max_unread = 10
+            with pytest.raises(GenerationError, match="rows unread") as caught:
+                async for _ in llm.stream("x"):
+                    while any(stream.unread for stream in llm._open._streams.values()) or llm._open.live:
+                        await asyncio.sleep(0.01)
+            assert caught.value.code == "aborted"
+
+    with FakeFrontend(short_dir, flood):
+        asyncio.run(use())
+
+
 def test_async_when_the_cluster_dies(short_dir: Path) -> None:
     async def use(cluster: FakeFrontend) -> None:
         async with AsyncLLM.connect(short_dir) as llm:
-            with pytest.raises(ClusterError, match="the cluster has ended"):
+            with pytest.raises(ClusterError, match="its other end is gone"):
                 async for _ in llm.stream("x"):
                     cluster.close()
 
