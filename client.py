@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from client_cli.errors import exit_codes
+from client_cli.options import LATE
 
 DEFAULT = "complete"
-LATE = "client.late"  # a command behind an option, where it is taken for a prompt
 COMMANDS = {
     "complete": "Generate text for a prompt or a file of prompts (the default).",
     "chat": "Talk with the model in the terminal.",

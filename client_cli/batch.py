@@ -1,6 +1,7 @@
 """`batch`: run a file of requests in OpenAI's batch format; run again, it does what is missing."""
 
 import fcntl
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -76,9 +77,14 @@ def _output(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """New content in one step, so that a crash leaves the old or the new file."""
+    """New content in one step, so that a crash leaves the old or the new file. A link stays one, and the mode as it
+    was."""
+    path = path.resolve()
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.touch(mode=0o600)
     temporary.write_bytes(data)
+    shutil.copymode(path, temporary)
     temporary.replace(path)
 
 

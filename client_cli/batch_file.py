@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from client_cli.display import json_line
 from client_cli.openai_body import CHAT, COMPLETIONS
 
 URLS = (CHAT, COMPLETIONS)
@@ -59,7 +60,7 @@ class Outcome:
             "id": f"batch_req_{uuid.uuid4().hex}", "custom_id": self.custom_id, "response": response,
             "error": self.error,
         }  # fmt: skip
-        return json.dumps(values, ensure_ascii=False) + "\n"
+        return json_line(values)
 
 
 def read_lines(lines: Iterable[str], name: str) -> list[Line]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from client_cli.batch_file import Line, Outcome
 from client_cli.openai_body import CHAT
+from client_cli.openai_logprobs import chat_logprobs, completion_logprobs
 from client_cli.runs import describe, submit
 from common.connection import Answer, Row, tokens_of
 from common.fields import FieldError
@@ -25,7 +26,11 @@ _STATUS = {
     ErrorCode.INTERNAL: 500,
     ErrorCode.DEADLINE: 504,
 }
-_NAMES = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
+_ABOUT = ("stream", "user", "metadata")  # false as checked before; for logs of the provider
+_NOTHING: dict[str, Any] = {  # what asks for nothing that ipc does not do by itself
+    "echo": False, "best_of": 1, "suffix": "", "store": False, "service_tier": "auto", "tools": [],
+    "tool_choice": "none",
+}  # fmt: skip
 
 
 def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
@@ -36,13 +41,20 @@ def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
         raise FieldError("model", "must be text")
     if model is not None and models and model not in models:
         raise FieldError("model", f"{model!r} is not served here; served is {', '.join(sorted(models))}")
-    for name in ("stream", "user"):  # false as checked before; for logs of the provider
+    for name in _ABOUT:
         body.pop(name, None)
     values = {name: value for name, value in body.items() if value is not None}
-    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        if name in values:
-            raise FieldError(name, "does not work over ipc; use --url with the cluster's HTTP address")
+    for name, nothing in _NOTHING.items():
+        if name in values and type(values[name]) is type(nothing) and values[name] == nothing:
+            del values[name]
+    if "prompt_logprobs" in values:
+        raise FieldError("prompt_logprobs", "does not work over ipc; use --url with the cluster's HTTP address")
+    if "response_format" in values:
+        if values.get("grammar") is not None:
+            raise FieldError("grammar", "excludes response_format")
+        values["grammar"] = _grammar(values.pop("response_format"))
     if line.url == CHAT:
+        values |= _chat_logprobs(values.pop("logprobs", False), values.pop("top_logprobs", None))
         if "prompt" in values:
             raise FieldError("prompt", f"belongs to another url than {CHAT}")
         if "max_completion_tokens" in values:
@@ -59,6 +71,27 @@ def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
             values["token_ids"] = values.pop("prompt")
         values.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     return parse_request(values)
+
+
+def _grammar(form: Any) -> dict[str, Any] | None:
+    """OpenAI's `response_format` as the field `grammar`."""
+    match form:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"kind": "json_object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"kind": "json_schema", "text": schema}
+    raise FieldError("response_format", "must be of type text, json_object, or json_schema with a schema")
+
+
+def _chat_logprobs(wanted: Any, top: Any) -> dict[str, Any]:
+    """OpenAI's `logprobs` and `top_logprobs` of chats as the field `logprobs`."""
+    if type(wanted) is not bool:
+        raise FieldError("logprobs", "must be true or false")
+    if not wanted and top:
+        raise FieldError("top_logprobs", "needs logprobs: true")
+    return {"logprobs": top or 0} if wanted else {}
 
 
 def _message(item: Any, index: int) -> Any:
@@ -80,7 +113,10 @@ def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any
     for index, answer in enumerate(answers):
         text = "".join(answer.texts)
         said = {"message": {"role": "assistant", "content": text, **_thoughts(answer)}} if chat else {"text": text}
-        choices.append({"index": index, **said, "logprobs": None, "finish_reason": _NAMES[answer.finish]})
+        scores = None
+        if answer.logprobs is not None:
+            scores = chat_logprobs(answer.logprobs) if chat else completion_logprobs(answer.logprobs)
+        choices.append({"index": index, **said, "logprobs": scores, "finish_reason": answer.finish.name.lower()})
     prompt, completion = answers[0].prompt_tokens, tokens_of(answers) or 0
     return {
         "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,

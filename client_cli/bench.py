@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from client_cli.link import Link
 
 DATASETS = ("random", "shared-prefix", "multi-turn", "trace")
+MAX_TEMPERATURE = 100
 REMOTE_VOCABULARY = 1000  # ids that every vocabulary has
 
 
@@ -127,6 +128,10 @@ def _plan(flags: dict[str, Any]) -> Plan:
         raise click.UsageError("--dataset trace and --trace go together.")
     if not plan.request_rate > 0:
         raise click.UsageError("--request-rate must be more than 0")
+    if not plan.burstiness < float("inf"):
+        raise click.UsageError("--burstiness must be a number")
+    if not plan.temperature <= MAX_TEMPERATURE:
+        raise click.UsageError(f"--temperature must be at most {MAX_TEMPERATURE}")
     if plan.dataset == "trace" and plan.request_rate != float("inf"):
         raise click.UsageError("--request-rate: a trace has times of its own")
     return plan
@@ -159,7 +164,10 @@ def build(plan: Plan, vocabulary: int) -> "list[Conversation]":
             from client_cli.bench_trace import read_trace
 
             assert plan.trace is not None
-            return read_trace(plan.trace, tokens)
+            try:
+                return read_trace(plan.trace, tokens)
+            except UnicodeDecodeError as error:
+                raise load.LoadError(f"--trace: not UTF-8: {error}") from None
     if plan.request_rate == float("inf"):
         return found
     return load.at_times(found, load.arrivals(len(found), plan.request_rate, plan.burstiness, rng))

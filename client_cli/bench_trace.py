@@ -43,6 +43,8 @@ def read_trace(lines: Iterable[str], tokens: Tokens) -> list[Conversation]:
             length = row["prompt_tokens"] - said.get(key, 0)
             if length < 1:
                 raise LoadError(f"line {number}: prompt_tokens: must be more than the {said[key]} tokens said before")
+            if "prefix_group" in row and key in said:
+                raise LoadError(f"line {number}: prefix_group: only the first line of a session may have one")
             prompt = _prefixed(number, row, length, tokens, seed)
             said[key] = row["prompt_tokens"] + output
         sessions.setdefault(key, []).append(Turn(prompt, output, float(at)))
@@ -92,6 +94,9 @@ def _parse(number: int, text: str) -> dict[str, Any]:
     for name, low in least.items():
         if name in row and (type(row[name]) is not int or not low <= row[name] <= 2**22):
             raise LoadError(f"line {number}: {name}: must be an integer from {low} to {2**22}")
+    for name in ("prefix_group", "session"):
+        if name in row and type(row[name]) not in (str, int):
+            raise LoadError(f"line {number}: {name}: must be a string or an integer")
     ids = row.get("hash_ids", [])
     if type(ids) is not list or not all(type(i) is int for i in ids):
         raise LoadError(f"line {number}: hash_ids: must be a list of integers")

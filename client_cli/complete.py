@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from client_cli.display import Display
+from client_cli.display import Display, json_line
 from client_cli.errors import ClientError
-from client_cli.options import request_options
+from client_cli.options import LATE, request_options
 from client_cli.runs import connected, deferred_interrupt, run_many, run_one
 from client_cli.target import Target, target_options
 
@@ -51,6 +51,8 @@ def command(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
+    if prompt is not None and prompt == click.get_current_context().meta.get(LATE):
+        raise click.UsageError(f"{prompt!r} is a command; `client.py complete ...` takes it for a prompt")
     if sum((prompt is not None, token_ids is not None, jsonl is not None, stats)) > 1:
         raise click.UsageError("Give one of PROMPT, --token-ids, --jsonl and --stats.")
     if output is not None and jsonl is None:
@@ -158,7 +160,7 @@ def answer_prompt(target: Target, request: "JsonRequest", as_json: bool) -> None
                 show("\n")
             raise
         if as_json:
-            show(json.dumps(result_of(answers), ensure_ascii=False) + "\n")
+            show(json_line(result_of(answers)))
         elif request.n == 1:
             show("\n")
 
@@ -174,7 +176,7 @@ def answer_file(target: Target, requests: "list[JsonRequest]", concurrency: int,
     ):
 
         def write(result: dict[str, Any]) -> None:
-            output.write(json.dumps(result, ensure_ascii=False) + "\n")
+            output.write(json_line(result))
             output.flush()
             bar.update()
 

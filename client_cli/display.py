@@ -1,7 +1,10 @@
 """How an answer is shown: its text, and before it what the model thought, where a person reads it."""
 
+import io
+import json
 import os
-from typing import TYPE_CHECKING, TextIO
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -9,6 +12,16 @@ if TYPE_CHECKING:
     from common.connection import Row
 
 DIM, BRIGHT = "\x1b[2m", "\x1b[22m"
+
+
+def json_line(values: Any) -> str:
+    """As JSON Lines have it, readable, unless there is something that UTF-8 cannot say."""
+    text = json.dumps(values, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = json.dumps(values)
+    return text + "\n"
 
 
 def console() -> "Console":
@@ -19,6 +32,8 @@ def console() -> "Console":
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
     return Ours()
 
 

@@ -64,13 +64,21 @@ def _response_format(grammar: Grammar) -> dict[str, Any]:
         case "json_object":
             return {"response_format": {"type": "json_object"}}
         case "json_schema":
-            schema = {"name": "answer", "schema": json.loads(grammar.text)}
+            schema = {"name": "answer", "schema": _json_or_same(grammar.text)}
             return {"response_format": {"type": "json_schema", "json_schema": schema}}
         case "choice":
-            return {"structured_outputs": {"choice": json.loads(grammar.text)}}
+            return {"structured_outputs": {"choice": _json_or_same(grammar.text)}}
         case "regex":
             return {"structured_outputs": {"regex": grammar.text}}
     return {"structured_outputs": {"grammar": grammar.text}}
+
+
+def _json_or_same(text: str) -> Any:
+    """What is no JSON goes as it is: the server refuses it by name."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 @dataclass(frozen=True, slots=True)

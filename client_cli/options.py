@@ -16,6 +16,9 @@ def _logit_bias(_context: click.Context, _parameter: click.Parameter, values: tu
         raise click.BadParameter("TOKEN_ID:VALUE expected, such as 42:-100") from None
 
 
+LATE = "client.late"  # of click's meta: a command behind an option, where it is taken for a prompt
+
+
 def check_output(path: Path, name: str) -> None:
     """Refuse a file that cannot be written before any work is done for it."""
     try:
@@ -113,17 +116,29 @@ def _grammar(
         {"kind": kind, "text": text}
         for kind, text in (
             ("json_object", "" if json_object else None),
-            ("json_schema", json_schema.read() if json_schema else None),
+            ("json_schema", _read("--json-schema", json_schema)),
             ("regex", regex),
             ("choice", json.dumps(list(choices), ensure_ascii=False) if choices else None),
-            ("lark", lark.read() if lark else None),
-            ("ebnf", ebnf.read() if ebnf else None),
+            ("lark", _read("--lark", lark)),
+            ("ebnf", _read("--ebnf", ebnf)),
         )
         if text is not None
     ]
     if len(given) > 1:
         raise click.UsageError("Give one of --json-object, --json-schema, --regex, --choice, --lark and --ebnf.")
+    if given and given[0]["kind"] == "json_schema":
+        try:
+            json.loads(given[0]["text"])
+        except (ValueError, RecursionError) as error:
+            raise click.UsageError(f"--json-schema: not JSON: {error}") from None
     return given[0] if given else None
+
+
+def _read(name: str, file: TextIO | None) -> str | None:
+    try:
+        return None if file is None else file.read()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{name}: {file.name if file else ''} is not UTF-8: {error}") from None
 
 
 def _packed(function: Callable[..., None], decorators: list[Callable[..., Any]]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -39,6 +40,8 @@ class Target:
                     raise click.UsageError(f"{name} belongs to --url.")
         elif not self.url.startswith(("http://", "https://")):
             raise click.UsageError(f"--url must begin with http:// or https://, got {self.url!r}")
+        elif not _names_a_server(self.url):
+            raise click.UsageError(f"--url must name a host, and a port from 1 to 65535 if any, got {self.url!r}")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise click.UsageError(f"--api-key-env: the environment variable {self.api_key_env} is not set")
 
@@ -90,6 +93,14 @@ class Target:
         """Refuse --url for a command that cannot work over HTTP."""
         if self.url is not None:
             raise click.UsageError(f"{command} does not work over HTTP: {why}")
+
+
+def _names_a_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and not any(c.isspace() for c in url)
+    except ValueError:
+        return False
 
 
 def _await_answer(address: str, wait_s: float) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,16 @@ ONCE_S = 0.5  # between the two looks from which --once computes rates
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object.")
 @target_options
 def command(interval: float, once: bool, as_json: bool, target: Target) -> None:
-    """Watch requests, throughput, KV pages, hit rate and processes. Over --url from the server's /metrics page."""
+    """Watch requests, throughput, KV pages, hit rate and processes. Over --url from the server's /metrics page.
+
+    Where the output is no terminal, one view is printed as with --once.
+    """
     if as_json and not once:
         raise click.UsageError("--json belongs to --once.")
+    from client_cli.display import console
     from client_cli.watch import Watcher
 
+    once = once or not sys.stdout.isatty() or console().is_dumb_terminal  # there a live view shows nothing
     watcher = Watcher(target)
     try:
         if once:
@@ -132,4 +138,5 @@ def _bar(now: "Snapshot", width: int = 64) -> str:
     cached = 0
     if now.pages is not None and now.pages["total"]:
         cached = round(now.pages["evictable"] / now.pages["total"] * width)
-    return "█" * used + "▒" * min(cached, width - used) + "·" * max(0, width - used - cached)
+    marks = "█▒·" if (sys.stdout.encoding or "").lower().startswith("utf") else "#=."
+    return marks[0] * used + marks[1] * min(cached, width - used) + marks[2] * max(0, width - used - cached)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class CostError(ValueError):
-    """A file does not describe costs or a model; the text names the file and the field."""
+    """A file does not describe costs or a model, or a rate is none; the text names the file and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,13 @@ class Roofline:
     bytes_per_s: float
     flops_per_s: float
     overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, rate in (("bandwidth", self.bytes_per_s), ("tflops", self.flops_per_s)):
+            if not rate > 0:
+                raise CostError(f"{name}: must be more than 0")
+        if not 0 <= self.overhead_s < float("inf"):
+            raise CostError("step-overhead-us: must be at least 0")
 
     def seconds(self, work: StepWork) -> float:
         shape = self.shape

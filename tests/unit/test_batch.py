@@ -15,10 +15,14 @@ from hypothesis import strategies as st
 
 from client_cli.batch_file import BatchError, Line, Outcome, read_earlier, read_lines, without
 from client_cli.batch_http import HttpRunner
-from client_cli.batch_local import to_request
+from client_cli.batch_local import to_request, to_response
 from client_cli.http_loop import Server
+from common.connection import Answer
 from common.fields import FieldError
+from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import Abort, ErrorCode, Finish, Generate, RequestError, ints
+from common.sampling_params import Grammar
+from gateway_proc.logprobs import CompletionLogprobs, chat_logprobs
 from tests.unit.client_runs import CLIENT, run, start
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.fake_openai import FakeOpenAI
@@ -110,6 +114,39 @@ def test_bodies_become_requests() -> None:
     assert to_request(local(model=None, prompt="x"), frozenset({"m"})).prompt == "x", "HTTP servers need no name either"
 
 
+def test_what_asks_for_nothing_is_no_unknown_field() -> None:
+    body = {"metadata": {"a": "b"}, "echo": False, "best_of": 1, "suffix": "", "store": False, "tools": []}
+    assert to_request(local(prompt="x", **body), frozenset()) == to_request(local(prompt="x"), frozenset())
+    chat: dict[str, Any] = {"url": CHAT, "messages": [{"role": "user", "content": "x"}]}
+    body = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tool_choice": "none"}
+    assert to_request(local(**chat, **body), frozenset()) == to_request(local(**chat), frozenset())
+
+
+def test_formats_and_log_probabilities_are_those_of_the_cluster() -> None:
+    chat: dict[str, Any] = {"url": CHAT, "messages": [{"role": "user", "content": "x"}]}
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    params = to_request(local(**chat, logprobs=True, response_format=schema), frozenset()).params
+    assert (params.logprobs, params.grammar) == (0, Grammar("json_schema", '{"type": "object"}'))
+    json_object = {"type": "json_object"}
+    params = to_request(local(**chat, logprobs=True, top_logprobs=3, response_format=json_object), frozenset()).params
+    assert (params.logprobs, params.grammar) == (3, Grammar("json_object"))
+    assert to_request(local(prompt="x", logprobs=2), frozenset()).params.logprobs == 2
+    with pytest.raises(FieldError, match="top_logprobs: needs logprobs"):
+        to_request(local(**chat, top_logprobs=3), frozenset())
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_log_probabilities_are_written_as_the_gateway_writes_them(url: str) -> None:
+    top = (TopLogprob(5, b"a", -0.5), TopLogprob(6, b"\xc3", -1.0), TopLogprob(8, b"\xff", -1.5))
+    entries = [TokenLogprobs(7, b"bc", -3.0, 9, top), TokenLogprobs(5, b"a", -0.5, 1, top)]
+    line = local(url=url, prompt="x", messages=[])
+    body = to_response(line, [Answer(finish=Finish.LENGTH, logprobs=entries)], "m")
+    theirs: Any = CompletionLogprobs(3, False).take(entries)
+    if url == CHAT:
+        theirs = chat_logprobs(entries, 3, False)
+    assert body["choices"][0]["logprobs"] == theirs
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -117,7 +154,12 @@ def test_bodies_become_requests() -> None:
         ({"model": "other", "prompt": "x"}, "model"),
         ({"prompt": ["x", "y"]}, "prompt"),
         ({"prompt": "x", "messages": []}, "messages"),
-        ({"prompt": "x", "logprobs": 2}, "logprobs"),
+        ({"prompt": "x", "prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs"),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"prompt": "x", "response_format": {"type": "text"}, "grammar": {"kind": "json_object"}}, "grammar"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "echo": True}, "echo"),
         ({"prompt": "x", "temperature": 1000}, "temperature"),
         ({}, "prompt"),
@@ -213,6 +255,26 @@ def test_failed_lines_are_run_again_when_asked(short_dir: Path) -> None:
         assert run(*args, "--retry-failed").returncode == 0
     assert [(r["custom_id"], r["response"]["status_code"]) for r in read(output)] == [("a", 200), ("b", 200)]
     assert not output.with_name("out.tmp").exists()
+
+
+def test_a_link_stays_one_and_the_mode_as_it_was(short_dir: Path) -> None:
+    source, real, output = write(short_dir / "in", [line("a", prompt="bad")]), short_dir / "real", short_dir / "out"
+    real.touch(mode=0o600)
+    output.symlink_to(real)
+    args = ("batch", source, str(output), "--run-dir", str(short_dir / "run"))
+    with FakeFrontend(short_dir / "run", serve):
+        run(*args)
+    with FakeFrontend(short_dir / "run", lambda msg: [rows(msg.rid, "better", 5, finish=Finish.STOP)]):
+        assert run(*args, "--retry-failed").returncode == 0
+    assert output.is_symlink() and real.stat().st_mode & 0o777 == 0o600
+    assert [r["response"]["status_code"] for r in read(real)] == [200]
+
+
+def test_what_utf_8_cannot_say_does_not_end_the_batch() -> None:
+    odd, plain = Outcome("\ud800", 200, {"text": "\udfff"}), Outcome("ä", 200, {"text": "ö"})
+    assert "ö" in plain.as_line()
+    data = odd.as_line().encode() + plain.as_line().encode()
+    assert read_earlier(data, "out").done == {"\ud800", "ä"}
 
 
 def test_two_batches_do_not_write_to_one_file(short_dir: Path) -> None:

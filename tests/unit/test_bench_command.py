@@ -1,6 +1,7 @@
 """The bench command against played servers, and its loop against a played link with a clock of its own."""
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,10 @@ def test_failed_requests_are_counted_and_named(tmp_path: Path) -> None:
         (["--input-len", "0"], "a length must be between 1"),
         (["--output-len", "x"], "a length is N or LOW:HIGH"),
         (["--burstiness", "0"], "--burstiness"),
+        (["--burstiness", "nan", "--request-rate", "5"], "--burstiness must be a number"),
+        (["--burstiness", "inf", "--request-rate", "5"], "--burstiness must be a number"),
+        (["--temperature", "nan"], "--temperature must be at most 100"),
+        (["--dataset", "trace", "--trace", sys.executable], "--trace: not UTF-8"),
         (["--json", "/nowhere/x"], "--json: /nowhere/x cannot be written: No such file"),
         (["--plot", "/nowhere/x.png"], "--plot: /nowhere/x.png cannot be written: No such file"),
         (["--plot", "x.xyz"], "--plot: must end in one of ."),

@@ -139,6 +139,8 @@ GOOD = {"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 1}
         (GOOD | {"output_tokens": 1.5}, "output_tokens: must be an integer"),
         (GOOD | {"arrival_s": "now"}, "arrival_s: must be a number"),
         (GOOD | {"prefix_group": 1}, "prefix_group: goes together"),
+        (GOOD | {"prefix_group": [1], "prefix_tokens": 1}, "prefix_group: must be a string or an integer"),
+        (GOOD | {"session": [1]}, "session: must be a string or an integer"),
         (GOOD | {"prefix_group": 1, "prefix_tokens": 6}, "prefix_tokens: must be at most"),
         ({"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}, "hash_ids: must be a list"),
         ({"timestamp": 0, "input_length": 5}, "output_length: is missing"),
@@ -154,6 +156,16 @@ def test_other_wrong_traces() -> None:
     with pytest.raises(LoadError, match="empty"):
         read_trace(["", "\n"], tokens())
     turn = GOOD | {"session": 1}
+    later = {
+        "arrival_s": 1,
+        "prompt_tokens": 9,
+        "output_tokens": 1,
+        "prefix_group": 1,
+        "prefix_tokens": 1,
+        "session": 1,
+    }
+    with pytest.raises(LoadError, match="line 2: prefix_group: only the first line of a session may have one"):
+        read_trace(trace(turn, later), tokens())
     with pytest.raises(LoadError, match="line 2: prompt_tokens: must be more than the 6 tokens"):
         read_trace(trace(turn, turn | {"prompt_tokens": 6}), tokens())
 

@@ -40,6 +40,15 @@ def test_a_roofline_is_bandwidth_bound_in_decode_and_compute_bound_in_prefill(tm
     assert prefill == pytest.approx(1e-3 + flops / 900e12, rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("rates", "field"),
+    [((0, 1), "bandwidth"), ((1, -1), "tflops"), ((float("nan"), 1), "bandwidth"), ((1, 1, -1), "step")],
+)
+def test_rates_that_are_none_are_refused_by_name(rates, field):
+    with pytest.raises(CostError, match=field):
+        Roofline(ModelShape(1, 1, 1, 1, 1), *rates)
+
+
 def test_gpt2_and_what_is_refused(tmp_path):
     gpt2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     shape = ModelShape.of_config(write(tmp_path / "gpt2.json", gpt2))

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -79,6 +80,8 @@ def test_token_ids_and_every_field_that_is_not_the_default(server: FakeOpenAI) -
         "stream_options": {"include_usage": True},
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}},
     }  # fmt: skip
+    (_, _, body), _ = asked(server, "x", SamplingParams(grammar=Grammar("json_schema", "{")))
+    assert body["response_format"]["json_schema"]["schema"] == "{", "the server says what is wrong with it"
     (_, _, body), _ = asked(server, "x", SamplingParams())
     assert set(body) == {"model", "prompt", "stream", "stream_options"}
 
@@ -225,6 +228,18 @@ def test_prompt_logprobs_of_vllm_are_read() -> None:
     ("args", "said"),
     [
         (["x", "--url", "127.0.0.1:8000"], "must begin with http"),
+        (["x", "--url", "http://"], "--url must name a host"),
+        (["x", "--url", "http://h:99999"], "--url must name a host"),
+        (["x", "--url", "http://h:x"], "--url must name a host"),
+        (["x", "--url", "http://[::1"], "--url must name a host"),
+        (["x", "--url", "http://a b"], "--url must name a host"),
+        (
+            ["--url", "http://h", "status"],
+            "'status' is a command; `client.py complete ...` takes it for a prompt; a comm",
+        ),
+        (["x", "--json-schema", sys.executable], "--json-schema: "),
+        (["x", "--lark", sys.executable], "is not UTF-8"),
+        (["x", "--json-schema", __file__], "--json-schema: not JSON"),
         (["x", "--url", "http://h", "--run-dir", "d"], "--run-dir and --url exclude each other"),
         (["x", "--model", "m"], "--model belongs to --url"),
         (["x", "--api-key-env", "K"], "--api-key-env belongs to --url"),

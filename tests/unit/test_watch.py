@@ -117,6 +117,15 @@ def test_top_on_a_terminal_until_ctrl_c(short_dir: Path) -> None:
         assert terminal.close() == 0
 
 
+def test_top_without_a_terminal_prints_one_view(short_dir: Path) -> None:
+    with Cluster(short_dir, launcher=os.getpid()):
+        shown = run("top", "--interval", "0.1", "--run-dir", str(short_dir), PYTHONIOENCODING="ascii")
+        assert shown.returncode == 0 and "3 running" in shown.stdout and "###===" in shown.stdout, shown.stderr
+        terminal = Terminal("top", "--interval", "0.1", "--run-dir", str(short_dir), term="dumb")
+        terminal.wait_for("3 running")
+        assert terminal.close() == 0
+
+
 def test_top_over_http() -> None:
     with FakeOpenAI(metrics=VLLM) as server:
         shown = run("top", "--once", "--url", server.url)
