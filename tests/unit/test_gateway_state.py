@@ -55,7 +55,7 @@ def test_a_cluster_that_dies_and_stopping(short_dir: Path) -> None:
         await world.generated()
         await asyncio.get_running_loop().run_in_executor(None, world.cluster.close)
         response = await asked
-        assert response.status_code == 503 and "ended" in response.json()["error"]["message"]
+        assert response.status_code == 503 and "other end is gone" in response.json()["error"]["message"]
         assert (await world.client.get("/health/ready")).status_code == 503
         world.service.backend.stop()
         assert "stopping" in (await world.client.get("/health/ready")).json()["reason"]
