@@ -6,7 +6,7 @@ reads calls too. Pure.
 
 from dataclasses import dataclass, replace
 
-from common.messages import ChatMessage, Finish
+from common.messages import ChatMessage, Finish, Info
 from common.parsers import (
     AnswerParser,
     ContentDelta,
@@ -34,8 +34,8 @@ class ChatFormat:
     reasoning: Reasoning
 
     @classmethod
-    def of_template(cls, template: str) -> "ChatFormat":
-        return cls(detect_formats(template).reasoning)
+    def of_model(cls, info: Info) -> "ChatFormat":
+        return cls(detect_formats(info.chat_template, prompt=info.prompt_end).reasoning)
 
     def asked(self, params: SamplingParams) -> SamplingParams:
         """The same for an answer that will be read: with marks that are special tokens, and a grammar for what follows

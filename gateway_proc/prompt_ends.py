@@ -28,7 +28,9 @@ class PromptEnds:
         the arguments. Raises ApiError."""
         if OPEN not in info.chat_template and CLOSE not in info.chat_template:
             return ""
-        key = info.chat_template, json.dumps(arguments, ensure_ascii=False) if arguments else ""
+        if not arguments:
+            return info.prompt_end
+        key = info.chat_template, json.dumps(arguments, ensure_ascii=False)
         end = self._known.get(key)
         if end is None:
             with told_by_cluster({}):

@@ -152,7 +152,7 @@ class AsyncLLM:
             return None
         if self._known_format is None:
             try:
-                self._known_format = ChatFormat.of_template((await self._open.info()).chat_template)
+                self._known_format = ChatFormat.of_model(await self._open.info())
             except (RequestFailed, ConnectionLost) as error:
                 raise await self._error(0, error) from None
         return self._known_format

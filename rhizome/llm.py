@@ -195,7 +195,7 @@ def _broken(connection: Connection) -> bool:
 def _format(connection: Connection, requests: list[JsonRequest]) -> ChatFormat | None:
     """The model's, if one of the requests needs it."""
     needed = any(map(needs_format, requests))
-    return ChatFormat.of_template(connection.info().chat_template) if needed else None
+    return ChatFormat.of_model(connection.info()) if needed else None
 
 
 def run_all(

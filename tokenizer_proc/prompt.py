@@ -7,12 +7,14 @@ from tokenizers import Tokenizer
 
 from common.fields import IntArray
 from common.harmony import speaks_harmony
-from common.messages import Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
+from common.messages import MAX_PROMPT_END, Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
 from tokenizer_proc.chat_request import parse_messages, parse_template_args, parse_tools
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.harmony_prompt import harmony_messages, harmony_tools
 from tokenizer_proc.limits import Limits, Refused
 from tokenizer_proc.tool_prompt import describe_tools
+
+MAX_RENDERED = 2**20  # characters of the prompt whose end is looked at
 
 
 class PromptEncoder:
@@ -105,3 +107,16 @@ class PromptEncoder:
     def _pieces(self, tokens: IntArray) -> tuple[str, ...]:
         pieces = {token: self._tokenizer.id_to_token(token) or "" for token in set(tokens)}
         return tuple(map(pieces.__getitem__, tokens))
+
+
+def prompt_end(template: ChatTemplate | str | None) -> str:
+    """How a chat template ends its prompts, found by rendering a short one; empty where it refuses that."""
+    if not isinstance(template, ChatTemplate):
+        return ""
+    messages = [{"role": "user", "content": "Hello"}]
+    if speaks_harmony(template.source):
+        messages = harmony_messages(messages)
+    try:
+        return template.render(messages, MAX_RENDERED, add_generation_prompt=True)[-MAX_PROMPT_END:]
+    except ChatTemplateError:
+        return ""

@@ -34,7 +34,7 @@ from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.ledger import Ledger, Owner
 from tokenizer_proc.limits import Limits
-from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.prompt import PromptEncoder, prompt_end
 from tokenizer_proc.stories import Stories
 from tokenizer_proc.tokenizer_files import load_chat_template, load_special_tokens, load_tokenizer, longest_token
 
@@ -92,6 +92,7 @@ def main(child: Child) -> None:
     model = Path(child.config.model.path)
     tokenizer = load_tokenizer(model)
     longest, template = longest_token(tokenizer), _load_template(model)
+    end = prompt_end(template)  # now: it may take long, and nobody minds before all are ready
     router = open_socket(child.context, zmq.ROUTER, bind=child.endpoints.frontend)
     if child.config.listen is not None:
         router.bind(child.config.listen)
@@ -105,7 +106,7 @@ def main(child: Child) -> None:
     grammar_pool = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
     grammars = GrammarCheck(tokenizer, go.eos_token_ids, grammar_pool)
     try:
-        uvloop.run(_serve(child, go, limits, encoder, grammars, router, pool))
+        uvloop.run(_serve(child, go, limits, encoder, end, grammars, router, pool))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         grammar_pool.shutdown(wait=False, cancel_futures=True)
@@ -116,6 +117,7 @@ async def _serve(
     go: Go,
     limits: Limits,
     encoder: PromptEncoder,
+    end: str,
     grammars: GrammarCheck,
     router: Socket,
     pool: ThreadPoolExecutor,
@@ -158,7 +160,7 @@ async def _serve(
         send_detokenizer=lambda msg: pass_on(links.detokenizer, msg),
         clock=time.monotonic_ns,
         pool=pool,
-        info=_info(child, go, limits, encoder),
+        info=_info(child, go, limits, encoder, end),
         stories=stories,
     )
     frontend.refused = child.refused
@@ -221,7 +223,7 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend, ne
         frontend.resume()
 
 
-def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder) -> Info:
+def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder, end: str) -> Info:
     config = child.config
     return Info(
         rid=0,
@@ -237,6 +239,7 @@ def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder) -> Info:
         eos_token_ids=go.eos_token_ids,
         chat_template=encoder.chat_template_source[:MAX_TEMPLATE_CHARS],
         started_at=int(time.time()),
+        prompt_end=end,
     )
 
 

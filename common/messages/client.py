@@ -11,6 +11,7 @@ from common.messages.types import (
     MAX_CHOICES,
     MAX_COUNT,
     MAX_PROMPT_CHARS,
+    MAX_PROMPT_END,
     MAX_TEMPLATE_ARGS_CHARS,
     MAX_TEMPLATE_CHARS,
     MAX_TOOLS_CHARS,
@@ -167,7 +168,8 @@ class Info:
 
     `model` is the checkpoint's directory, `names` what clients may call it, the first being its name in answers.
     `max_prompt` is the most tokens of a prompt, `chat_template` the text of the model's own, empty where it has none
-    that can be used, and `started_at` in Unix seconds.
+    that can be used, `started_at` is in Unix seconds, and `prompt_end` the end of a prompt that the template makes
+    without further variables: behind an opened or a closed tag of reasoning, perhaps.
     """
 
     TAG: ClassVar[int] = 25
@@ -187,6 +189,7 @@ class Info:
     eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
     chat_template: Annotated[str, Str(MAX_TEMPLATE_CHARS)]
     started_at: Annotated[int, Int(0, MAX_COUNT)]
+    prompt_end: Annotated[str, Str(MAX_PROMPT_END)] = ""
 
 
 def _check_chat_fields(msg: Generate | Tokenize) -> None:

@@ -41,6 +41,7 @@ from tests.unit.frontend_world import INFO
 from tokenizer_proc.chat_request import parse_messages, parse_template_args
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.limits import Refused
+from tokenizer_proc.prompt import prompt_end
 
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
 STATS = {
@@ -58,7 +59,8 @@ def answering(generate: Callable[[Generate], Iterable[Any]], info: Info = INFO) 
             case Generate():
                 yield from generate(msg)
             case GetInfo():
-                yield replace(info, rid=msg.rid)
+                template = ChatTemplate(info.chat_template, {}) if info.chat_template else None
+                yield replace(info, rid=msg.rid, prompt_end=prompt_end(template))
             case GetStats():
                 yield Stats(msg.query, STATS)
             case Detokenize():

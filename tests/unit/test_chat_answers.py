@@ -26,6 +26,8 @@ from tests.unit.fake_frontend import FakeFrontend, rows
 from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.frontend_world import INFO
 from tests.unit.test_chat_command import Terminal, contents
+from tokenizer_proc.chat_template import ChatTemplate
+from tokenizer_proc.prompt import prompt_end
 
 TAGGED = "<think>\nhm, well\n</think>\n\nYes. <b>"
 CHANNELS = f"{CHANNEL}analysis{MESSAGE}hm, well{END}{START}assistant{CHANNEL}final{MESSAGE}Yes. <b>"
@@ -67,14 +69,18 @@ def test_which_answers_are_read() -> None:
 
 def test_what_is_asked_for() -> None:
     params = SamplingParams(seed=3, grammar=Grammar("regex", "a+"))
-    assert ChatFormat.of_template("").asked(params) == ChatFormat(Reasoning.NONE).asked(params) == params
-    tags = ChatFormat.of_template(QWEN3).asked(params)
+    assert (
+        ChatFormat.of_model(replace(INFO, chat_template="")).asked(params)
+        == ChatFormat(Reasoning.NONE).asked(params)
+        == params
+    )
+    tags = ChatFormat.of_model(replace(INFO, chat_template=QWEN3)).asked(params)
     assert tags == replace(params, grammar=Grammar("regex", "a+", "<think>", "</think>"))
-    channels = ChatFormat.of_template(HARMONY).asked(params)
+    channels = ChatFormat.of_model(replace(INFO, chat_template=HARMONY)).asked(params)
     assert channels.skip_special_tokens is False and channels.seed == 3
     assert channels.grammar is not None and channels.grammar.heading == "<|channel|>final<|message|>"
     own = replace(params, grammar=Grammar("regex", "a+", closing="</x>"))
-    assert ChatFormat.of_template(HARMONY).asked(own).grammar == own.grammar
+    assert ChatFormat.of_model(replace(INFO, chat_template=HARMONY)).asked(own).grammar == own.grammar
 
 
 def saying(text: str) -> Answer:
@@ -186,3 +192,16 @@ def test_the_python_api_with_asyncio(short_dir: Path) -> None:
 
     with FakeFrontend(short_dir, saying(CHANNELS), info=HARMONIC):
         asyncio.run(use())
+
+
+def test_a_model_thinks_where_its_prompts_end_so() -> None:
+    """What a template does without its switch is known from what it renders, not from its text."""
+    for switch, expected in (("false", Reasoning.NONE), ("true", Reasoning.OPENED)):
+        source = "{% if not thinking is defined %}{% set thinking = " + switch + " %}{% endif %}"
+        source += "{{ messages[0].content }}{% if add_generation_prompt %}"
+        source += "{{ '<think>' if thinking else '</think>' }}{% endif %}"
+        info = replace(INFO, chat_template=source, prompt_end=prompt_end(ChatTemplate(source, {})))
+        assert info.prompt_end in ("Hello<think>", "Hello</think>")
+        assert ChatFormat.of_model(info) == ChatFormat(expected)
+    refusing = ChatTemplate("{{ raise_exception('no') }}", {})
+    assert prompt_end(refusing) == prompt_end(None) == prompt_end("no template") == ""

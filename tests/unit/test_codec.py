@@ -252,7 +252,7 @@ def test_a_field_without_a_checker_is_a_programming_error() -> None:
 
 def test_refusals_are_counted_by_cause() -> None:
     counted = RefusedFrames()
-    for frame in (b"", b"\xc1", pack([9, 9]), pack([PROTOCOL_VERSION, 2, -1])):
+    for frame in (b"", b"\xc1", pack([PROTOCOL_VERSION + 1, 9]), pack([PROTOCOL_VERSION, 2, -1])):
         counted.count(refused(frame))
     assert (counted.total, dict(counted.by_cause)) == (4, {"malformed": 2, "version": 1, "invalid": 1})
 
