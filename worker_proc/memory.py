@@ -14,7 +14,7 @@ from worker_proc.kv_cache import KVCache, KVSpec
 log = logging.getLogger(__name__)
 
 _CPU_SHARE = 0.25  # of the available memory, over all ranks: the rest of the machine is in use too
-_CUDA_SHARE = 0.92  # of what is free after the weights and the largest step: the rest is for graphs and fragmentation
+_CUDA_SHARE = 0.92  # of what is free after weights, largest step and logits of graphs: the rest is for fragmentation
 _GIB = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEEP_BYTES, _HEAP_BLOCK_BYTES = 2**28, 2**25  # the second is the most that glibc allows
@@ -31,8 +31,8 @@ def choose_num_pages(
     activations: int = 0,
 ) -> int:
     """Pages for one rank of `ranks` on this machine: `kv_tokens` rounded up, or what fits in `kv_bytes`, or what fits
-    in a share of the memory that is available now, of which a GPU keeps `activations` bytes; the last two at most what
-    `max_running` full context windows need.
+    in a share of the memory that is available now, of which a GPU keeps `activations` bytes for steps and graphs; the
+    last two at most what `max_running` full context windows need.
 
     Raises ModelError with the numbers if not a single page fits. A pool smaller than one context window is allowed,
     because requests that cannot fit are refused one by one, but it is worth a warning.

@@ -116,7 +116,7 @@ def load_worker(
     spec, page_size = replace(model.kv_spec, int8=int8_kv), config.cache.page_size
     activations, steps = 0, config.scheduler
     if device.type == "cuda":
-        from worker_proc.cuda.startup import measure_activations
+        from worker_proc.cuda.startup import graph_memory, measure_activations
         from worker_proc.cuda.warm_up import compile_kernels
 
         rows = steps.max_running
@@ -132,6 +132,7 @@ def load_worker(
             progress=progress,
         )
         activations = measure_activations(model, spec, steps.max_batch_tokens, page_size, rows, device)
+        activations += graph_memory(model, rows) if model_config.cuda_graphs else 0
     num_pages = tp.min(
         choose_num_pages(
             config.cache,

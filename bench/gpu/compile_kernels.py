@@ -5,6 +5,8 @@
 A line per kernel: shared memory in bytes, which matrix instructions it has, whether some of its float32 instructions
 are approximations (divisions, powers), whether it takes its turn as worker_proc/cuda/overlap.py wants it, writing
 nothing before, and, where the CUDA toolkit's cuobjdump is installed, registers per thread and bytes of stack (spills).
+`--smaller` compiles attention over wide heads for GPUs with 99 KiB of shared memory for a program instead, and fails
+where that is too little.
 """
 
 import re
@@ -14,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import click
 import torch
@@ -21,16 +24,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from worker_proc.cuda import attention as launches
 from worker_proc.cuda import attention_kernels as attention
 from worker_proc.cuda import few_rows_kernels as few_rows
 from worker_proc.cuda import layer_kernels as layers
 from worker_proc.cuda import linear_kernels as linear
 from worker_proc.cuda import sampling_kernels as sampling
-from worker_proc.cuda.attention import decode_tiles, prefill_tiles
+from worker_proc.cuda.attention import decode_tiles, prefill_tiles, shared_tiles
 from worker_proc.cuda.few_rows import SIZES, Cut
 from worker_proc.kv_cache import KVCache, KVSpec
 
-HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER, SMALLER = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 89, 32)
+_SMALLER_BYTES = 99 * 2**10
 _FLOATS = {"scale", "softcap", "eps", "attention_factor", "unit", "never"}
 _POINTERS = dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "slots_ptr", "positions_ptr"), "*i64")
 _POINTERS |= dict.fromkeys(
@@ -126,11 +131,27 @@ def cuts(constants: dict[str, Any], numbers: str) -> tuple[dict[str, int], dict[
     return options[0], options[1] | {"BLOCK_M": prefill.block_m}
 
 
-def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
+def wide_heads(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """As `variants`, of attention for GPUs with little shared memory."""
+    dim = 128 if numbers == "fp32" else 256
+    with patch.object(launches, "is_roomy", return_value=False):
+        for group, int8 in product((1, 8), (False, True)):
+            shape = {"PAGE": 16, "GROUP": group, "DIM_K": dim, "DIM_V": dim, "BLOCK_K": dim, "BLOCK_V": dim}
+            constants = shape | {"WINDOW": 0, "SOFTCAP": False, "INT8": int8}
+            decode, prefill = cuts(constants, numbers)
+            together = shared_tiles(KVCache(KVSpec(1, 1, dim, dim, _DTYPES[numbers], int8), 1, 16))
+            shared = {"BLOCK_N": together.block_n, "num_warps": together.warps, "num_stages": together.stages}
+            name = f"group={group} int8={int8}"
+            yield f"decode {name}", attention.decode_kernel, constants | decode | {"BLOCK_G": 16, "SHARED": False}
+            yield f"prefill {name}", attention.prefill_kernel, constants | prefill | {"SINKS": False, "ALIKE": True}
+            yield f"shared {name}", attention.shared_kernel, constants | shared | {"BLOCK_G": 16 * group, "MEMBERS": 16}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], numbers: str, target: GPUTarget = HOPPER) -> Any:
     """The kernel for tensors of `numbers` ("bf16", "fp16", "fp32"). Raises what Triton or ptxas object to."""
     names = kernel.arg_names
     if "OVERLAP" in names:
-        constants = constants | {"OVERLAP": True}
+        constants = constants | {"OVERLAP": target is HOPPER}
     signature = {name: "constexpr" if name in constants else _type(name, numbers) for name in names}
     if constants.get("INT8"):
         signature |= dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*i8")
@@ -139,7 +160,7 @@ def compiled(kernel: Any, constants: dict[str, Any], numbers: str) -> Any:
     specialized = [param for param in kernel.params if not param.do_not_specialize and param.name not in constants]
     aligned = [param.num for param in specialized if param.name in _ALIGNED or param.name.endswith("_ptr")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    return triton.compile(ASTSource(kernel, signature, values, attributes), target=HOPPER, options=options)
+    return triton.compile(ASTSource(kernel, signature, values, attributes), target=target, options=options)
 
 
 def _type(name: str, numbers: str) -> str:
@@ -170,8 +191,15 @@ def resources(cubin: bytes) -> str:
 
 @click.command()
 @click.option("--dtype", "dtypes", multiple=True, default=("bf16", "fp16", "fp32"), show_default=True)
-def main(dtypes: tuple[str, ...]) -> None:
-    for numbers in dtypes:
+@click.option("--smaller", is_flag=True, help="For GPUs with 99 KiB of shared memory for a program.")
+def main(dtypes: tuple[str, ...], smaller: bool) -> None:
+    for numbers in dtypes if smaller else ():
+        for name, kernel, constants in wide_heads(numbers):
+            taken = compiled(kernel, constants, numbers, SMALLER).metadata.shared
+            print(f"{numbers}  {name:<28} shared {taken:>6}", flush=True)
+            if taken > _SMALLER_BYTES:
+                raise SystemExit(f"{name} takes more than {_SMALLER_BYTES} bytes of shared memory")
+    for numbers in () if smaller else dtypes:
         for name, kernel, constants in variants(numbers):
             made = compiled(kernel, constants, numbers)
             unit = "wgmma" if "wgmma" in made.asm["ptx"] else "mma" if "mma.sync" in made.asm["ptx"] else "-"

@@ -28,6 +28,15 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert all("mma" in line for line in lines if "decode" in line or "shared group" in line), done.stdout
 
 
+def test_attention_fits_in_the_shared_memory_of_smaller_gpus(tmp_path: Path) -> None:
+    """Of compute capabilities 8.6, 8.9 and 12.0."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.gpu.compile_kernels", "--smaller", "--dtype", "bf16", "--dtype", "fp32"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 24
+
+
 def launches(tmp_path: Path, *what: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.helpers_launches", *what]

@@ -44,6 +44,7 @@ _DECODE, _DECODE_INT8 = Tiles(16, 64, 4, 3), Tiles(16, 128, 4, 2)
 # where those take too much shared memory
 _PREFILL_WIDE, _PREFILL_WIDEST = Tiles(64, 64, 4, 3), Tiles(32, 32, 4, 2)
 _DECODE_WIDEST = Tiles(16, 32, 4, 2)
+_SHARED, _SHARED_WIDE, _SHARED_WIDEST = Tiles(16, 64, 4, 3), Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +194,12 @@ def decode(
         **turn,
     )  # fmt: skip
     if shared is not None:
+        together = shared_tiles(cache)
         shared_kernel[len(shared.tiles), kv_heads, more](
             q, *held, partial, sums, page_table, shared.tiles, scale, softcap or 1.0, splits, more, parts,
             q.stride(0), q.stride(1), *strides, cache.page_size, group, dim_k, dim_v, TILE_ROWS,
-            max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *widths, _BLOCK_N,
-            softcap is not None, cache.spec.int8, **turn,
+            max(_MIN_GROUP, triton.next_power_of_2(TILE_ROWS * group)), *widths, together.block_n,
+            softcap is not None, cache.spec.int8, num_warps=together.warps, num_stages=together.stages, **turn,
         )  # fmt: skip
     combine_kernel[rows, heads](
         partial, sums, out, levels, kv_lens if sinks is None else sinks, splits, more, parts,
@@ -246,6 +248,14 @@ def decode_tiles(cache: KVCache) -> Tiles:
     if width > 512:
         return _DECODE_WIDEST
     return _DECODE_INT8 if cache.spec.int8 and width <= 256 else _DECODE
+
+
+def shared_tiles(cache: KVCache) -> Tiles:
+    """How pages are that rows have in common: a program has many queries, which take shared memory, too."""
+    width = _head_bytes(cache)
+    if width <= 256 or is_roomy(cache.k[0].device):
+        return _SHARED
+    return _SHARED_WIDE if width <= 512 else _SHARED_WIDEST
 
 
 def _head_bytes(cache: KVCache) -> int:

@@ -80,7 +80,7 @@ class CudaDecoder:
                 batch.loads.before(index)  # the layer's own keys and values may go to such a page
             q = self.enter(index, x, delta, batch.positions, batch.slot_mapping, cache)
             delta = self.leave(index, x, self.attend(index, q, batch, cache))
-        return self.finish(x, delta, batch.logit_rows)
+        return self.finish(x, delta, batch)
 
     def enter(
         self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, slot_mapping: Tensor, cache: KVCache,
@@ -109,9 +109,10 @@ class CudaDecoder:
         inner = multiply_gated(add_rms_norm(x, delta, _rms(layer.post_norm)), layer.up)
         return self.tp.all_reduce(multiply(inner, layer.down))
 
-    def finish(self, x: Tensor, delta: Tensor | None, rows: Tensor) -> Tensor:
-        """Logits of `rows` of `x` + `delta`."""
-        if len(rows) < len(x):  # else they are all of them, in order
+    def finish(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
+        """Logits of the rows of `x` + `delta` that `batch` wants."""
+        rows = batch.logit_rows
+        if batch.num_prefill_rows or len(rows) < len(x):  # of decodes alone they are all, in order
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
         hidden = add_rms_norm(x, delta, _rms(self.weights.norm))
         logits = self.tp.gather_to_rank0(multiply(hidden, self.weights.head))

@@ -32,6 +32,12 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in steps if size < largest] + [largest]
 
 
+def kept_bytes(max_rows: int, vocab_size: int, dtype: torch.dtype, *, shares_pages: bool) -> int:
+    """Memory of the logits of all graphs, which each keeps from one replay to the next."""
+    rows = sum(size * (1 + (shares_pages and size >= _SHARED_FROM)) for size in graph_sizes(max_rows))
+    return rows * vocab_size * dtype.itemsize
+
+
 # what it reads, the replay, and what that writes to: logits `[rows, vocab]`, likeliest tokens int64 `[rows]`
 _Graph = tuple[ForwardBatch, Callable[[], None], Outputs]
 

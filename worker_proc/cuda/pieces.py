@@ -124,4 +124,4 @@ class PieceGraphs:
             replay()
             model.attend(index, self._q[here], batch, self._cache, out=self._seen[here])
         last()
-        return model.finish(self._x[here], self._delta[here], batch.logit_rows)
+        return model.finish(self._x[here], self._delta[here], batch)

@@ -6,10 +6,20 @@ from itertools import accumulate
 import torch
 
 from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cuda.decoder import CudaDecoder
+from worker_proc.cuda.graphs import kept_bytes
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.interface import LanguageModel
 
 log = logging.getLogger(__name__)
+
+
+def graph_memory(model: LanguageModel, max_running: int) -> int:
+    """Bytes that the graphs of decodes will keep; 0 for a model that gets none."""
+    if not isinstance(model, CudaDecoder):
+        return 0
+    shares = model.attention.shares_pages
+    return kept_bytes(max_running, model.vocab_size, model.kv_spec.dtype, shares_pages=shares)
 
 
 @torch.inference_mode()
