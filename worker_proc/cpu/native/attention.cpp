@@ -144,6 +144,15 @@ class Attention {
     }
   }
 
+  // Whether the values of `queries` are finite, before they are divided by sums of weights.
+  bool all_finite(const float* sums, int queries) const {
+    Words bits = {};  // of zeros and NaN; sums would wait for each other
+    for (int d = 0; d < queries * v_stride_; d += kLanes) bits |= (Words)(load(sums + d) * 0.0f);
+    uint32_t any = 0;
+    for (int i = 0; i < kLanes; ++i) any |= bits[i];
+    return any << 1 == 0;
+  }
+
   char* scratch(int thread) const { return static_cast<char*>(batch_.workspace) + thread * sizes_.thread(); }
 
   // The memory for the n-th tile of a task: its queries, its results.
@@ -262,13 +271,37 @@ class Attention {
     int token = task.first / group_, head = task.first % group_;
     for (int n = 0; n < num_tiles; ++n) {
       const State total = state(thread, n);
+      const bool finite = all_finite(total.out, tiles[n].count);
       for (int i = 0; i < tiles[n].count; ++i) {
-        write(task.row, token, task.kv_head * group_ + head, total.out + i * v_stride_, total.sum[i], total.shift[i]);
+        const float* sums = total.out + i * v_stride_;
+        if (!finite && std::isfinite(total.sum[i]) && !all_finite(sums, 1)) {
+          attend_alone(kernel, keys, tiles[n], i, thread, now);
+          sums = now.out;  // sums of weights are the same
+        }
+        write(task.row, token, task.kv_head * group_ + head, sums, total.sum[i], total.shift[i]);
         if (++head == group_) {
           head = 0;
           ++token;
         }
       }
+    }
+  }
+
+  // Query i of a tile once more, alone, into the first row of `total`: blocks end with the last token that it sees, so that
+  // values of later ones, which are not finite, are not multiplied by its weights of 0.
+  void attend_alone(Kernel& kernel, const KeySource& keys, const Tile& tile, int i, int thread, const State& total) const {
+    Tile alone;
+    alone.count = 1;
+    alone.q[0] = tile.q[i], alone.first[0] = tile.first[i], alone.end[0] = tile.end[i];
+    constexpr int kHalf = kTile / 2;  // of the rows: a kernel overwrites no more of them for one query
+    const State now{total.out + kHalf * v_stride_, total.shift + kHalf, total.sum + kHalf};
+    char* const query = queries(thread, kMaxQueries / kTile);
+    kernel.set_queries(alone, 1, query);
+    const int first_block = alone.first[0] / kAttentionBlock;
+    for (int block = first_block; block * kAttentionBlock < alone.end[0]; ++block) {
+      const int begin = block * kAttentionBlock, end = std::min(alone.end[0], begin + kAttentionBlock);
+      kernel.set_block(keys, begin, end, 1);
+      kernel.extend(alone, query, std::max(begin, alone.first[0]), end, scores_, total, now, block == first_block);
     }
   }
 

@@ -109,7 +109,8 @@ inline void squash(float* numbers, int count, float scale, float cap) {
   const __m512 whole = _mm512_set1_ps(cap), minus = _mm512_set1_ps(-2 * cap);
   for (int i = 0; i < count; i += 16) {
     const __m512 x = _mm512_mul_ps(_mm512_load_ps(numbers + i), factor);
-    const __m512 bounded = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-40.0f)), _mm512_set1_ps(40.0f));
+    // of two numbers, these instructions take the second one where one is NaN
+    const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(40.0f), _mm512_max_ps(_mm512_set1_ps(-40.0f), x));
     const __m512 e = _mm512_add_ps(exp2_accurate(bounded), one);
     _mm512_store_ps(numbers + i, _mm512_add_ps(_mm512_div_ps(minus, e), whole));
   }

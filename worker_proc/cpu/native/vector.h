@@ -87,7 +87,7 @@ inline float reduce_max(Floats x) {
   return parts[0];
 }
 
-// 2^x for x <= 127, relative error 1e-7; 0 below -126, -inf included.
+// 2^x for x <= 127, relative error 1e-7; 0 below -126, -inf included. NaN stays NaN.
 inline Floats exp2(Floats x) {
   const Floats low = broadcast(-127.0f);
   const Floats bounded = max(x, low);
@@ -106,7 +106,7 @@ inline Floats exp2(Floats x) {
   std::memcpy(&exponent, &shifted, sizeof exponent);
   bits += exponent << 23;
   std::memcpy(&p, &bits, sizeof p);
-  return x > low + 1.0f ? p : Floats{};
+  return x > low + 1.0f ? p : max(Floats{}, x);  // the second one where x is NaN
 }
 
 inline Floats tanh(Floats x) {
