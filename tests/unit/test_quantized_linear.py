@@ -299,6 +299,22 @@ def test_codes_are_the_nearest(scheme: Scheme, outputs: int, inputs: int, scale:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "scheme", [Scheme(8), W8A8, Scheme(8, 32), Scheme(4), Scheme(4, 32), Scheme(4, 32, dynamic=True), FP8], ids=str
+)
+def test_weights_that_are_not_numbers_show(scheme: Scheme, level: Level) -> None:
+    """In sums, and as in torch in what codes and scales stand for: those of their group, at its begin and its end."""
+    rows, x = random(5, 70, seed=1), random(9, 70, seed=2)
+    rows[1, 3], rows[3, 69] = torch.nan, torch.nan
+    for source in (rows, rows.float()):
+        native = NativeQuantizer(load_library(level))(source, scheme)
+        want = quantize_rows(source, scheme).dequantize(torch.float32)
+        torch.testing.assert_close(native.dequantize(torch.float32), want, rtol=0, atol=0, equal_nan=True)
+        sums = packed(level, native).linear(x, Finish.STORE_FLOAT, torch.empty(9, 5))
+        assert bool(sums[:, [1, 3]].isnan().all()) and bool(sums[:, [0, 2, 4]].isfinite().all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_fp8_is_rounded_to_nearest_even(level: Level) -> None:
     """Numbers of FP8, those halfway between two, and their neighbours, with a scale of 1."""
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -23,19 +23,30 @@ inline float number(bf16 x) { return to_float(x); }
 // What codes a scheme has.
 enum class Codes { kInt4, kInt8, kFloat8 };
 
-// One group of `count` numbers; returns the scale.
+// One group of `count` numbers; returns the scale, NaN where one of them is.
 template <class Element>
 float quantize_group(const Element* x, int64_t count, Codes kind, uint8_t* codes) {
   floats lows = {}, highs = {};
+  words nans = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     const floats value = load(x + i);
     lows = select(value < lows, value, lows);
     highs = select(value > highs, value, highs);
+    nans |= (words)(value != value);
   }
   float low = 0, high = 0;
-  for (; i < count; ++i) low = std::min(low, number(x[i])), high = std::max(high, number(x[i]));
-  for (int lane = 0; lane < kLanes; ++lane) low = std::min(low, lows[lane]), high = std::max(high, highs[lane]);
+  bool nan = false;
+  for (; i < count; ++i) {
+    const float value = number(x[i]);
+    low = std::min(low, value), high = std::max(high, value), nan |= value != value;
+  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    low = std::min(low, lows[lane]), high = std::max(high, highs[lane]), nan |= nans[lane] != 0;
+  if (nan) {
+    std::memset(codes, 0, count);
+    return __builtin_nanf("");
+  }
   const float largest = std::max(-low, high);
   float scale = kind == Codes::kInt4 ? (-low > high ? -low : -high) / 8 : largest / (kind == Codes::kInt8 ? 127.0f : kMostFloat8);
   if (std::abs(scale) < 1e-30f) scale = 0;
