@@ -44,7 +44,8 @@ class SegmentRows {
       const int64_t begin = segment * segment_, count = std::min(segment_, inputs_ - begin);
       const FixedPoint point(largest_bits(from + begin, count), true);
       units[segment] = point.unit;
-      sums[segment] = round_some(from + begin, count, point.factor, to + begin);
+      const bool finite = point.unit == point.unit;  // else what the codes are does not matter
+      sums[segment] = finite ? round_some(from + begin, count, point.factor, to + begin) : 0;
     }
   }
 
@@ -61,7 +62,6 @@ class SegmentRows {
   }
 #else
   static int32_t round_some(const bf16* from, int64_t count, float factor, int8_t* to) {
-    if (!(factor < __builtin_inff())) return 0;
     int32_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t number = static_cast<int32_t>(__builtin_nearbyintf(to_float(from[i]) * factor));
