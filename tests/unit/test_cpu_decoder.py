@@ -162,6 +162,17 @@ def test_tokens_go_through_the_experts_of_the_torch_decoder(kind: str, level: Le
     assert sum(near) >= 18, near
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_router_that_is_not_a_number_shows(level: Level, tmp_path: Path) -> None:
+    """Rather than that the others' outputs decide alone, which experts compute and with which shares."""
+    path = make_checkpoint("mixtral", tmp_path)
+    weights = load_file(path / SINGLE_FILE)
+    (name,) = (name for name in weights if name.startswith("model.layers.1.") and name.endswith(".gate.weight"))
+    weights[name][1] = torch.nan
+    save_file(weights, path / SINGLE_FILE)
+    assert bool(logits(load_native(path, level)).isnan().all())
+
+
 def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path)
     native = load_native(path, LEVELS[0])

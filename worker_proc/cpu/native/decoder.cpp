@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "decoder_last.h"
 #include "experts.h"
@@ -283,7 +284,8 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
   attend(model, step, buffers, layer, last.batch(), last.count());
 }
 
-// Which experts a token goes through, and with which shares: a softmax over all, of which the largest are taken.
+// Which experts a token goes through, and with which shares: a softmax over all, of which the largest are taken. They are
+// distinct, as two threads would add to one row; where outputs of the router are not finite, the first ones, with NaN.
 void choose_experts(const DecoderModel& model, const Buffers& buffers, int64_t tokens) {
   const int64_t experts = model.experts, each = model.experts_each;
   for_rows(tokens, 16 * experts, [&](int64_t token) {
@@ -293,6 +295,11 @@ void choose_experts(const DecoderModel& model, const Buffers& buffers, int64_t t
     const float most = *std::max_element(routes, routes + experts);
     float total = 0.0f, of_chosen = 0.0f;
     for (int64_t i = 0; i < experts; ++i) total += routes[i] = expf(routes[i] - most);
+    if (!std::isfinite(total)) {
+      std::iota(chosen, chosen + each, 0);
+      std::fill(shares, shares + each, total);
+      return;
+    }
     for (int64_t j = 0; j < each; ++j) {
       float* const best = std::max_element(routes, routes + experts);
       chosen[j] = best - routes;
