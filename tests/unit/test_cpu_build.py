@@ -206,17 +206,6 @@ def helped(native: library.NativeLibrary, operations: int = 2000) -> bool:
 
 
 @needs_compiler
-def test_threads_can_be_bound_to_cpus() -> None:
-    native = load_library("generic")
-    cpus = sorted(os.sched_getaffinity(0))
-    before = {int(path.name) for path in Path("/proc/self/task").iterdir()}
-    assert native.set_threads(2, [cpus[0], cpus[-1]]) == 2
-    helpers = {int(path.name) for path in Path("/proc/self/task").iterdir()} - before
-    assert [os.sched_getaffinity(helper) for helper in helpers] == [{cpus[-1]}]
-    native.set_threads(1)
-
-
-@needs_compiler
 def test_a_level_that_the_cpu_lacks_is_not_among_its_levels() -> None:
     assert cpu_features().levels()[-1] == "generic"
     assert NativeLibrary("generic").functions.rhizome_enable() == 1

@@ -15,7 +15,7 @@ _SPIN_NS = 50_000
 
 # name: result, arguments
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
-    "rhizome_set_threads": (_INT, [_INT, _POINTER, _LONG]),
+    "rhizome_set_threads": (_INT, [_INT, _LONG]),
     "rhizome_alone": (None, [_INT]),
     "rhizome_test_tasks": (None, [_LONG, _POINTER]),
     "rhizome_enable": (_INT, []),
@@ -96,11 +96,10 @@ class NativeLibrary:
         """Whether the scales of FP8 in groups multiply sums, instead of weights that are rounded to bfloat16."""
         return bool(self.functions.rhizome_scales_sums())
 
-    def set_threads(self, threads: int, cpus: list[int] | None = None) -> int:
-        """Use `threads` threads, the caller's included; with `cpus`, each but the caller's is bound to its own. Returns
-        how many there are. One pool serves the whole process."""
-        bound = (ctypes.c_int * threads)(*cpus) if cpus is not None else None
-        return int(self.functions.rhizome_set_threads(threads, bound, _SPIN_NS))
+    def set_threads(self, threads: int) -> int:
+        """Use `threads` threads, the caller's included. Returns how many there are. One pool serves the whole
+        process."""
+        return int(self.functions.rhizome_set_threads(threads, _SPIN_NS))
 
     def work_alone(self, alone: bool) -> None:
         """Whether the caller computes what comes next without the other threads, until it says otherwise: for so little

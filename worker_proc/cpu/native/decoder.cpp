@@ -66,12 +66,10 @@ struct Buffers {
   }
 };
 
-// What follows the last number of a row up to the next multiple of 32 must be 0, see linear.h.
-void clear_padding(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
+void clear_buffers(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
   auto clear = [&](bf16* buffer, int64_t size, int64_t stride) {
-    const int64_t padding = blocks(size) * 32 - size;
-    if (padding == 0) return;
-    for (int64_t row = 0; row < step.tokens; ++row) memset(buffer + row * stride + size, 0, padding * sizeof(bf16));
+    if (size % 32 == 0) return;
+    for (int64_t row = 0; row < step.tokens; ++row) clear_padding(buffer + row * stride, size);
   };
   clear(buffers.normed, model.hidden, buffers.normed_stride);
   clear(buffers.attended, model.heads * model.head_dim, buffers.attended_stride);
@@ -106,7 +104,7 @@ void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& bu
       }
     }
   });
-  clear_padding(model, step, buffers);
+  clear_buffers(model, step, buffers);
 }
 
 // What was kept apart and is not yet in the hidden states.

@@ -15,9 +15,6 @@ struct Place {
   float share;
 };
 
-// The numbers of a row, and zeros up to a multiple of 32, see linear.h.
-void clear_padding(bf16* row, int64_t size) { memset(row + size, 0, (blocks(size) * 32 - size) * sizeof(bf16)); }
-
 }  // namespace
 }  // namespace rhizome
 

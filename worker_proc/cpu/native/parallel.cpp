@@ -1,7 +1,6 @@
 #include "parallel.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <time.h>
 
 #include <atomic>
@@ -128,9 +127,9 @@ void run_tasks(int64_t num_tasks, void* context, TaskFunction function) {
 
 }  // namespace rhizome
 
-// Use `threads` threads from now on, the caller's included. With `cpus` (of that length, or null) each thread but the
-// caller's is bound to its CPU. Helpers spin for `spin_ns` before they sleep. Returns the number of threads there are.
-RHIZOME_EXPORT int rhizome_set_threads(int threads, const int* cpus, int64_t spin_ns) {
+// Use `threads` threads from now on, the caller's included. Helpers spin for `spin_ns` before they sleep. Returns the number
+// of threads there are.
+RHIZOME_EXPORT int rhizome_set_threads(int threads, int64_t spin_ns) {
   using namespace rhizome;
   if (threads < 1) threads = 1;
   if (threads > kMaxThreads) threads = kMaxThreads;
@@ -141,16 +140,6 @@ RHIZOME_EXPORT int rhizome_set_threads(int threads, const int* cpus, int64_t spi
   for (int i = 1; i < threads; ++i) {
     if (pthread_create(&pool.helpers[i], nullptr, helper_main, reinterpret_cast<void*>(intptr_t{i})) != 0) break;
     pool.threads = i + 1;
-#if defined(__linux__)
-    if (cpus != nullptr) {
-      cpu_set_t set;
-      CPU_ZERO(&set);
-      CPU_SET(cpus[i], &set);
-      pthread_setaffinity_np(pool.helpers[i], sizeof(set), &set);
-    }
-#else
-    (void)cpus;
-#endif
   }
   pool.busy.store(false, std::memory_order_release);
   return pool.threads;

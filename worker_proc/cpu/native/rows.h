@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "linear.h"
 #include "parallel.h"
@@ -15,6 +16,11 @@ inline int64_t row_stride(int64_t size) { return (blocks(size) | 1) * 32; }
 
 // The same for float32.
 inline int64_t float_stride(int64_t size) { return ((size + 15) / 16 | 1) * 16; }
+
+// What follows the last number of a row up to the next multiple of 32 must be 0, see linear.h.
+inline void clear_padding(bf16* row, int64_t size) {
+  std::memset(row + size, 0, (blocks(size) * 32 - size) * sizeof(bf16));
+}
 
 // Calls body(row) for all rows, in tasks of about `kTaskElements` numbers.
 template <class Body>
