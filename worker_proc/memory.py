@@ -2,12 +2,11 @@
 
 import ctypes
 import logging
-import os
-from pathlib import Path
 
 import torch
 
 from common.config import CacheConfig
+from worker_proc.cpu.machine import available_memory
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVSpec
 
@@ -103,22 +102,3 @@ def _budget(cache: CacheConfig, device: torch.device, ranks: int, activations: i
     available = available_memory()
     share = f"{_CPU_SHARE:.0%} of {available / _GIB:.2f} GiB of available memory, for {ranks} ranks"
     return int(_CPU_SHARE * available) // ranks, share
-
-
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this machine, or the container that it is, can give without swapping."""
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: all of the memory, as what is in use is not known
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            room = int((cgroup / limit).read_text()) - int((cgroup / used).read_text())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-        available = min(available, max(room, 0))
-    return available

@@ -1,7 +1,6 @@
 """From the configuration to a model runner that is ready to serve: device, precision, ranks, weights, KV cache."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import LEVELS, cpu_features
 from worker_proc.cpu.library import NativeLibrary, best_library
 from worker_proc.cpu.linear import Format
+from worker_proc.cpu.machine import num_cpus
 from worker_proc.cpu.prefault import Prefault
 from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
@@ -346,11 +346,5 @@ def choose_threads(model: ModelConfig, info: ModelInfo) -> int:
 
 
 def share_of_cores(model: ModelConfig) -> int:
-    """Cores of this machine for each rank."""
-    return max(1, _num_cores() // model.tp)
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use, for each rank."""
+    return max(1, num_cpus() // model.tp)

@@ -15,9 +15,10 @@ from tests.helpers_models import make_checkpoint
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import CpuFeatures
+from worker_proc.cpu.machine import available_memory
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
-from worker_proc.memory import available_memory, choose_num_pages
+from worker_proc.memory import choose_num_pages
 from worker_proc.models.describe import describe
 from worker_proc.models.interface import ModelInfo
 from worker_proc.startup import (
@@ -172,7 +173,7 @@ def test_ready_info() -> None:
 def test_a_small_model_runs_on_one_thread_and_a_large_one_on_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_proc.startup._num_cores", lambda: 8)
+    monkeypatch.setattr("worker_proc.startup.num_cpus", lambda: 8)
     large = replace(INFO, parameter_bytes=2**30)
     assert choose_threads(MODEL, INFO) == 1
     assert choose_threads(MODEL, large) == 8

@@ -2,11 +2,11 @@
 
 import ctypes
 import logging
-import os
 from functools import cache
 
 from worker_proc.cpu.build import BuildError, build
 from worker_proc.cpu.features import CpuFeatures, Level, cpu_features
+from worker_proc.cpu.machine import num_cpus as num_cpus  # benchmarks take it from here
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +123,3 @@ def best_library(wanted: Level | None = None) -> NativeLibrary | None:
             failed.append(str(error))
     log.warning("the native CPU kernels are not available, torch computes instead and is slower: %s", failed[0])
     return None
-
-
-def num_cpus() -> int:
-    """CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
