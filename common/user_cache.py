@@ -10,10 +10,15 @@ class CacheError(RuntimeError):
 
 
 def cache_directory(name: str) -> Path:
-    """`rhizome/NAME` in the user's cache directory (XDG Base Directory specification)."""
+    """`rhizome/NAME` in the user's cache directory (XDG Base Directory specification). Raises CacheError where there is
+    none."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "rhizome" / name
+    if Path(base).is_absolute():
+        return Path(base) / "rhizome" / name
+    try:
+        return Path.home() / ".cache" / "rhizome" / name
+    except RuntimeError as error:  # a user without an entry, and without HOME
+        raise CacheError(f"there is no cache directory: {error}") from None
 
 
 def make_private(directory: Path) -> None:
@@ -27,6 +32,9 @@ def make_private(directory: Path) -> None:
 
 def check_private(path: Path) -> None:
     """Refuse, with a CacheError, what others could have written, or could write later."""
-    found = path.lstat()
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise CacheError(f"{path} cannot be looked at: {error}") from None
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise CacheError(f"{path} must belong to the user and be writable by nobody else")

@@ -1,9 +1,12 @@
 """Building, caching and loading the native kernels, and their thread pool."""
 
+import errno
 import os
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.user_cache import cache_directory
+from common.user_cache import CacheError, cache_directory
 from worker_proc.cpu import build as build_module
 from worker_proc.cpu import library
 from worker_proc.cpu.build import BuildError, build, find_compiler, knows
@@ -93,8 +96,9 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path, mon
 
 
 def test_without_a_compiler_there_is_one_warning_and_no_library(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build_module, "COMPILERS", ("no-such-compiler",))
     load_library.cache_clear()
     assert best_library() is None
@@ -107,6 +111,157 @@ def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory("kernels") == tmp_path / ".cache" / "rhizome" / "kernels"
+
+
+def test_without_a_home_there_is_one_warning_and_no_library(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(CacheError, match="home directory"):
+        cache_directory("kernels")
+    load_library.cache_clear()
+    assert best_library() is None
+    assert len(caplog.records) == 1 and "home directory" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("fails", ["fcntl.flock", "tempfile.TemporaryDirectory"])
+def test_what_the_system_refuses_is_told(
+    fails: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fails, refused)
+    with pytest.raises(BuildError, match="No space left"):
+        build("generic", cpu_features(), tmp_path / "cache", sources)
+
+
+@needs_compiler
+def test_a_library_is_used_where_the_cache_can_only_be_read(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build("generic", cpu_features(), tmp_path / "cache", sources)
+
+    def read_only(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(os, "utime", read_only)
+    assert build("generic", cpu_features(), tmp_path / "cache", sources) == made
+
+
+@needs_compiler
+def test_a_library_is_used_where_its_compiler_is_not_installed(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build("generic", cpu_features(), tmp_path / "cache", sources)
+    monkeypatch.setattr(build_module, "COMPILERS", ("no-such-compiler",))
+    assert build("generic", cpu_features(), tmp_path / "cache", sources) == made
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        build("generic", CpuFeatures("other", frozenset()), tmp_path / "cache", sources)
+    made.chmod(0o777)
+    with pytest.raises(BuildError, match="must belong to the user"):
+        build("generic", cpu_features(), tmp_path / "cache", sources)
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_once_more(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = build("generic", cpu_features(), tmp_path / "cache", sources)
+    whole = made.stat().st_size
+    made.write_bytes(b"")
+    monkeypatch.setattr(
+        library, "build", lambda level, features, **how: build(level, features, tmp_path / "cache", sources, **how)
+    )
+    assert library._load("generic", cpu_features()).answer() == 42
+    assert made.stat().st_size == whole and "built once more" in caplog.text
+    at = made.stat().st_ino
+    assert build("generic", cpu_features(), tmp_path / "cache", sources, again=True).stat().st_ino == at, "it loads"
+
+
+@needs_compiler
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(handle: int) -> None:
+        done.append(f"fsync {Path(f'/proc/self/fd/{handle}').readlink().name}")
+        sync(handle)
+
+    def replaced(path: Path, target: Path) -> Path:
+        done.append(f"replace {path.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    build("generic", cpu_features(), tmp_path / "cache", sources)
+    assert done == ["fsync linked.so", "replace linked.so"]
+
+
+@needs_compiler
+def test_a_compiler_that_is_too_old_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Path(find_compiler()).resolve()
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\necho \"unrecognized command-line option '-std=c++20'\" >&2\nexit 1\n")
+    old.chmod(0o700)
+    monkeypatch.setattr(build_module, "COMPILERS", (str(old), str(good)))
+    assert find_compiler() == str(good)
+    monkeypatch.setattr(build_module, "COMPILERS", (str(old),))
+    with pytest.raises(BuildError, match=r"knows C\+\+20"):
+        find_compiler()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("cpus", "memory", "jobs"), [(3, 2**40, 3), (8, 12 * 10**8, 2), (8, 10**6, 1)])
+def test_compilers_run_on_the_cpus_and_in_the_memory_that_there_are(
+    cpus: int, memory: int, jobs: int, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[int] = []
+    pool = build_module.ThreadPoolExecutor
+
+    def noted(workers: int) -> ThreadPoolExecutor:
+        pools.append(workers)
+        return pool(workers)
+
+    monkeypatch.setattr(build_module, "ThreadPoolExecutor", noted)
+    monkeypatch.setattr(build_module, "num_cpus", lambda: cpus)
+    monkeypatch.setattr(build_module, "available_memory", lambda: memory)
+    build("generic", cpu_features(), tmp_path / "cache", sources)
+    assert pools == [jobs]
+
+
+@needs_compiler
+def test_a_build_removes_what_nobody_needs_any_more(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    used = build("generic", cpu_features(), cache, sources)
+    days = {
+        "build-of-today": 0,
+        "build-cut-off": 2,
+        "generic-1.so": 61,
+        "generic-1.lock": 61,
+        "generic-2.so": 59,
+        "x": 99,
+    }
+    for name, age in days.items():
+        path = cache / name
+        path.mkdir() if name.startswith("build-") else path.touch()
+        os.utime(path, (time.time() - age * 86400,) * 2)
+    (cache / "build-cut-off" / "linear.o").touch()
+    os.utime(cache / "build-cut-off", (time.time() - 2 * 86400,) * 2)
+    os.utime(used, (time.time() - 61 * 86400,) * 2)
+    assert build("generic", cpu_features(), cache, sources) == used, "which is a use"
+    other = build("generic", CpuFeatures("other", frozenset()), cache, sources)
+    left = {path.name for path in cache.iterdir() if path.suffix != ".lock"}
+    assert left == {used.name, other.name, "build-of-today", "generic-2.so", "x"}
+    assert not (cache / "generic-1.lock").exists()
 
 
 @needs_compiler

@@ -56,11 +56,7 @@ class NativeLibrary:
         """`features` are the CPU's, unless tests leave some out. Raises BuildError where the library cannot be built or
         loaded, or the system does not allow its use."""
         self.level = level
-        path = build(level, features or cpu_features())
-        try:
-            self.functions = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise BuildError(f"{path} cannot be loaded: {error}") from None
+        self.functions = _load(level, features or cpu_features())
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self.functions, name)
             function.restype, function.argtypes = result, arguments
@@ -105,6 +101,18 @@ class NativeLibrary:
         """Whether the caller computes what comes next without the other threads, until it says otherwise: for so little
         work, waking them costs more than they do."""
         self.functions.rhizome_alone(alone)
+
+
+def _load(level: Level, features: CpuFeatures) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(build(level, features)))
+    except OSError as error:
+        log.warning("the native CPU kernels are built once more: %s", error)  # damaged, as by a power failure
+    path = build(level, features, again=True)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from None
 
 
 @cache
