@@ -265,6 +265,18 @@ def test_a_build_removes_what_nobody_needs_any_more(sources: Path, tmp_path: Pat
 
 
 @needs_compiler
+@pytest.mark.skipif("avx2" not in cpu_features().flags, reason="options for x86")
+@pytest.mark.parametrize("flags", [("avx2",), ("avx2", "f16c"), ("avx2", "avx_vnni")], ids=" ".join)
+def test_sources_compile_for_avx2_without_fma(flags: tuple[str, ...]) -> None:
+    """As some emulators and virtual machines have it. Without optimization, intrinsics are looked up all the same."""
+    compiler = find_compiler()
+    options = [one for one in CpuFeatures("x86_64", frozenset(flags)).options("generic") if knows(compiler, one)]
+    command = [compiler, "-std=c++20", "-O0", "-w", *options, "-c", "-o", os.devnull]
+    done = subprocess.run([*command, str(build_module.SOURCES / "linear.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_compiler
 def test_an_option_that_the_compiler_does_not_know_is_left_out(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

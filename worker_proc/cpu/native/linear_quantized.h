@@ -33,9 +33,10 @@
 
 namespace rhizome {
 
-#if !defined(__AMX_INT8__) && (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
+// Those of AVX2 need FMA, too: sums of segments are scaled and added in one rounding.
+#if !defined(__AMX_INT8__) && (defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && defined(__FMA__) && !defined(__AVX512F__)))
 #define RHIZOME_INT8_DOTS  // rows of int8 are multiplied as bytes, see plane_rows.h
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define RHIZOME_BYTE_PAIRS  // rows of int8 are multiplied as bytes with codes of 4 bits, see segment_sums.h
 #endif
 #if defined(RHIZOME_INT8_DOTS) || defined(RHIZOME_BYTE_PAIRS)
