@@ -183,7 +183,8 @@ def test_the_frontend_passes_scores_and_reasons_on() -> None:
 
 
 def test_an_answer_with_many_scores_comes_in_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenizer_proc.frontend.MAX_HELD", 5)
+    for module in ("frontend", "rows"):  # what is held for one row, and for one batch
+        monkeypatch.setattr(f"tokenizer_proc.{module}.MAX_SCORED", 5)
 
     async def test() -> None:
         world = World()
