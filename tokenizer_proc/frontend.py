@@ -47,6 +47,7 @@ from tokenizer_proc.stories import Stories, cause
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CHARS = 2**26  # text waiting for tokenization, all requests together
+OVERDUE_NS = 500_000_000  # after a deadline, when the scheduler should have answered
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
@@ -347,6 +348,14 @@ class Frontend:
             if owner not in fed:
                 self._answers.send(owner, Beat())
         self._clients.take_fed()
+        self._end_overdue()
+
+    def _end_overdue(self) -> None:
+        """The scheduler ends requests at their deadlines, unless it hangs or is being replaced."""
+        latest = self._clock() - OVERDUE_NS
+        for entry in self._ledger.admitted:
+            if entry.deadline_ms and entry.time_left(latest) <= 0:
+                self._answers.refuse(entry, expired(entry))
 
     def drain(self) -> None:
         """Refuse new requests from now on; those that are here go on."""

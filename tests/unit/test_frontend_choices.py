@@ -280,3 +280,22 @@ def test_a_deadline_that_the_scheduler_noticed_is_told_in_the_clients_terms() ->
         assert world.scheduler == [Abort(first)]
 
     run(test)
+
+
+def test_a_deadline_is_answered_when_the_scheduler_is_silent() -> None:
+    async def test() -> None:
+        world = World()
+        first, second = await world.choices(2, deadline_ms=500)
+        world.now += 999_000_000
+        world.frontend.beat()
+        assert not any(isinstance(m, RequestError) for m in world.answers.get(b"a", [])), "it may be about to answer"
+        world.now += 1_000_000
+        world.frontend.beat()
+        error = world.answers[b"a"][-1]
+        assert (error.rid, error.code, error.limit) == (5, ErrorCode.DEADLINE, 500)
+        assert world.scheduler == [Abort(first), Abort(second)]
+        answers = len(world.answers[b"a"])
+        world.frontend.on_detokenizer(RequestError(first, ErrorCode.DEADLINE, "after 490 ms", "deadline_ms", 490))
+        assert len(world.answers[b"a"]) == answers
+
+    run(test)
