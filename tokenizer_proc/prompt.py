@@ -14,12 +14,13 @@ from tokenizer_proc.harmony_prompt import harmony_messages, harmony_tools
 from tokenizer_proc.limits import Limits, Refused
 from tokenizer_proc.tool_prompt import describe_tools
 
+SHORT = 4096  # characters of a text that may keep other threads waiting: some milliseconds
 MAX_RENDERED = 2**20  # characters of the prompt whose end is looked at
 
 
 class PromptEncoder:
     """Turns requests into prompt tokens within the limits. Without state, so threads may share it. While the library
-    works on a batch, even of one, other threads run; with its calls for a single text they would wait.
+    works on a batch, even of one, other threads run; with its calls for a single text they wait.
 
     Text is encoded with the special tokens that the tokenizer itself adds (such as BOS); a chat is not, because its
     template writes them; token ids are used as they are. `chat_template` is None where the model has none, or the
@@ -102,6 +103,8 @@ class PromptEncoder:
         return tokens
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> IntArray:
+        if len(text) <= SHORT:  # handing the turn over and back takes longer, where the event loop is busy
+            return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         return array("i", self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def _pieces(self, tokens: IntArray) -> tuple[str, ...]:
