@@ -26,7 +26,8 @@ import torch
 from bench.clusters import ROOT, machine
 from bench.peers.systems import BenchError, Case, HttpSystem, InProcess, Rhizome, System, free_port
 from scheduler_proc.cost_model import CostError, ModelShape
-from worker_proc.cpu.library import best_library, num_cpus
+from worker_proc.cpu.library import best_library
+from worker_proc.cpu.machine import num_cpus
 
 CASES = (
     Case("in 128 out 128, concurrency 1", 3, 0, 128, 128, 1),

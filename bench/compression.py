@@ -15,7 +15,8 @@ from bench.clusters import machine
 from bench.cpu_steps import filled_cache, load_decoder, make_step
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
-from worker_proc.cpu.library import load_library, num_cpus
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.machine import num_cpus
 
 
 def measure(models: list[CpuDecoder], rows: int, new: int, total: int, repeats: int) -> list[float]:

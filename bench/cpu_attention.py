@@ -19,7 +19,8 @@ from bench.limits import limits
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.attention import NativeAttention
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
-from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
+from worker_proc.cpu.library import NativeLibrary, load_library
+from worker_proc.cpu.machine import num_cpus
 from worker_proc.kv_cache import KVCache, KVSpec
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _PAGE_SIZE = 16, 8, 128, 16

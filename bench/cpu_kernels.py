@@ -17,8 +17,9 @@ import torch
 from bench.limits import limits, seconds
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
-from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
+from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
+from worker_proc.cpu.machine import num_cpus
 from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix

@@ -22,8 +22,9 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
-from worker_proc.cpu.library import NativeLibrary, load_library, num_cpus
+from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import PackedMatrix
+from worker_proc.cpu.machine import num_cpus
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel

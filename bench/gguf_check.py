@@ -23,7 +23,8 @@ from torch import Tensor
 from bench.cpu_steps import PAGE_SIZE, make_step
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import cpu_features
-from worker_proc.cpu.library import load_library, num_cpus
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.machine import num_cpus
 from worker_proc.gguf.directory import directory_for
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model

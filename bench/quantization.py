@@ -27,7 +27,8 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import cpu_features
-from worker_proc.cpu.library import load_library, num_cpus
+from worker_proc.cpu.library import load_library
+from worker_proc.cpu.machine import num_cpus
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel

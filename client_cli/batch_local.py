@@ -2,17 +2,20 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from client_cli.batch_file import Line, Outcome
 from client_cli.openai_body import CHAT
-from client_cli.openai_logprobs import chat_logprobs, completion_logprobs
 from client_cli.runs import describe, submit
 from common.connection import Answer, Row, tokens_of
 from common.fields import FieldError
 from common.json_request import JsonRequest, parse_request
+from common.logprobs import TokenLogprobs
 from common.messages import ErrorCode, Finish, RequestError
+from common.openai_logprobs import CompletionLogprobs, chat_logprobs
+from common.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from client_cli.link import Link
@@ -106,6 +109,13 @@ def _message(item: Any, index: int) -> Any:
     return {**item, "content": "\n".join(texts)}  # as the gateway and vLLM join them
 
 
+def _scores(entries: Sequence[TokenLogprobs], *, chat: bool) -> dict[str, Any]:
+    """With all alternatives that came: as many as were asked for."""
+    if chat:
+        return chat_logprobs(entries, MAX_LOGPROBS, as_ids=False)
+    return CompletionLogprobs(MAX_LOGPROBS, as_ids=False).take(entries)
+
+
 def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any]:
     """A whole answer as OpenAI's response body. `served` is the model's name for lines that name none."""
     chat = line.url == CHAT
@@ -115,7 +125,7 @@ def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any
         said = {"message": {"role": "assistant", "content": text, **_thoughts(answer)}} if chat else {"text": text}
         scores = None
         if answer.logprobs is not None:
-            scores = chat_logprobs(answer.logprobs) if chat else completion_logprobs(answer.logprobs)
+            scores = _scores(answer.logprobs, chat=chat)
         choices.append({"index": index, **said, "logprobs": scores, "finish_reason": answer.finish.name.lower()})
     prompt, completion = answers[0].prompt_tokens, tokens_of(answers) or 0
     return {

@@ -1,7 +1,5 @@
-"""Log probabilities in the two formats of OpenAI's API, read and written, and in vLLM's for prompts, read."""
+"""Log probabilities in the two formats of OpenAI's API, and in vLLM's for prompts, read as those of a cluster."""
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from common.logprobs import TokenLogprobs, TopLogprob
@@ -29,39 +27,6 @@ def logprobs_of(choice: dict[str, Any], top: int) -> tuple[TokenLogprobs, ...] |
         alternatives = [_top({"token": token, "logprob": value}) for token, value in likely]
         entries.append(_entry({"token": text, "logprob": logprob}, alternatives, top))
     return tuple(entries)
-
-
-def chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """`choices[].logprobs` of chats."""
-    content = [{**_said(entry), "top_logprobs": [_said(top) for top in entry.top]} for entry in entries]
-    return {"content": content, "refusal": None}
-
-
-def _said(token: TokenLogprobs | TopLogprob) -> dict[str, Any]:
-    return {"token": _text(token), "logprob": token.logprob, "bytes": list(token.token)}
-
-
-def completion_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """`choices[].logprobs` of completions. Of equal texts the likelier one counts; the token itself comes last where it
-    is not among the likeliest."""
-    texts = [_text(entry) for entry in entries]
-    tops: list[dict[str, float]] = []
-    for entry in entries:
-        found: dict[str, float] = {}
-        likely: list[TokenLogprobs | TopLogprob] = [*entry.top, entry]
-        for each in likely:
-            found.setdefault(_text(each), each.logprob)
-        tops.append(found)
-    return {
-        "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "tokens": texts,
-        "top_logprobs": tops,
-    }
-
-
-def _text(token: TokenLogprobs | TopLogprob) -> str:
-    return token.token.decode(errors="replace")
 
 
 def prompt_logprobs_of(said: list[dict[str, dict[str, Any]] | None], top: int) -> tuple[TokenLogprobs | None, ...]:

@@ -139,6 +139,14 @@ def control_identity(name: str, pid: int) -> bytes:
     return f"{name}.{pid}.".encode()
 
 
+def signal_name(number: int) -> str:
+    """What killed a process, in words."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
+
+
 def run_child(name: str, run_dir: Path, life_fd: int, main: Callable[[Child], None]) -> None:
     """Run `main(child)`; tell the launcher the reason when it fails."""
     _allow_many_files()

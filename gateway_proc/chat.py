@@ -8,13 +8,13 @@ from typing import Any
 from starlette.requests import Request
 
 from common.messages import Finish
+from common.openai_logprobs import chat_logprobs, prompt_logprobs
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
 from gateway_proc.conversation import Conversation, conversation_of, template_arguments
 from gateway_proc.errors import refused
 from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, event, while_connected
-from gateway_proc.logprobs import chat_logprobs, prompt_logprobs
 from gateway_proc.params import sampling_params
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.service import Service

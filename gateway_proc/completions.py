@@ -8,12 +8,12 @@ from typing import Any, cast
 from starlette.requests import Request
 
 from common.messages import MAX_CHOICES, Finish
+from common.openai_logprobs import CompletionLogprobs, Scored, prompt_logprobs
 from common.rows import Row
 from gateway_proc.echoes import Echo, echoes_of
 from gateway_proc.errors import refused
 from gateway_proc.generation import Choice, Generation, Prompt, finish_reason
 from gateway_proc.http import EventStream, Json, event, while_connected
-from gateway_proc.logprobs import CompletionLogprobs, Scored, prompt_logprobs
 from gateway_proc.params import grammar_of, sampling_params
 from gateway_proc.schemas.completions import CompletionRequest
 from gateway_proc.service import Service

@@ -7,9 +7,9 @@ from typing import cast
 
 from common.async_connection import AsyncConnection
 from common.logprobs import TokenLogprobs
+from common.openai_logprobs import FirstToken, Scored
 from gateway_proc.errors import told_by_cluster
 from gateway_proc.generation import Prompt
-from gateway_proc.logprobs import FirstToken, Scored
 
 AT_ONCE = 16  # questions to the tokenizer, which has many clients
 

@@ -9,12 +9,12 @@ from starlette.requests import Request
 
 from common.logprobs import TopLogprob
 from common.messages import Finish
+from common.openai_logprobs import FirstToken, Scored
 from common.rows import Row
 from gateway_proc.echoes import Echo, echoes_of
 from gateway_proc.errors import refused
 from gateway_proc.generation import Choice, Generation, Prompt
 from gateway_proc.http import EventStream, Json, event, while_connected
-from gateway_proc.logprobs import FirstToken, Scored
 from gateway_proc.params import grammar_of, sampling_params
 from gateway_proc.schemas.native import NativeParams, NativeRequest
 from gateway_proc.schemas.sampling import SamplingFields

@@ -1,14 +1,13 @@
 """One child process, and the group of those that live and die together."""
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from common.child import control_identity
+from common.child import control_identity, signal_name
 from common.config import KEYS_VARIABLE
 from common.messages import Joined, Ready
 from launcher.restarts import Restarts
@@ -59,14 +58,7 @@ class Proc:
         code = self.popen.poll()
         if code is None:
             return None
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most real-time signals have none
-        return f"signal {number}"
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
 class Spawner:

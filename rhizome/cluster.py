@@ -4,7 +4,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
+from common.child import signal_name
 from common.run_dir import RunDirError, find_cluster
 from rhizome.errors import ClusterError
 
@@ -139,7 +139,7 @@ def _reason(log: str, code: int) -> str:
     if errors:
         return errors[-1]
     if code < 0:
-        return f"launch.py was ended by {signal.Signals(-code).name}"
+        return f"launch.py was ended by {signal_name(-code)}"
     return "\n".join([f"launch.py ended with exit code {code}", *(lines[-5:] if code else ())])
 
 

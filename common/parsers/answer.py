@@ -20,9 +20,7 @@ class AnswerParser:
     """See the package's docstring. Without a splitter all is content and calls, without tools all is content. Of calls
     beyond `most` nothing is shown (None: of all calls everything is)."""
 
-    def __init__(
-        self, splitter: ReasoningSplitter | ReasoningPasser | None, tools: TextParser | None, most: int | None = None
-    ) -> None:
+    def __init__(self, splitter: ReasoningSplitter | None, tools: TextParser | None, most: int | None = None) -> None:
         self._splitter = splitter
         self._tools = tools
         self._most = most

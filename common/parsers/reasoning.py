@@ -71,20 +71,8 @@ class ReasoningSplitter:
         return Split(reasoning, content)
 
 
-class ReasoningPasser:
+class ReasoningPasser(ReasoningSplitter):
     """The same for an answer whose reasoning is shown with its content: every character of it stays, tags too."""
-
-    def __init__(self, *, opened: bool) -> None:
-        self._opened = opened
-        self._state = _State.BEGINNING
-        self._text = ""
-
-    def feed(self, text: str) -> Split:
-        self._text += text
-        return self._run(final=False)
-
-    def finish(self) -> Split:
-        return self._run(final=True)
 
     def _run(self, *, final: bool) -> Split:
         if self._state is _State.BEGINNING:

@@ -21,8 +21,8 @@ from common.connection import Answer
 from common.fields import FieldError
 from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import Abort, ErrorCode, Finish, Generate, RequestError, ints
+from common.openai_logprobs import CompletionLogprobs, chat_logprobs
 from common.sampling_params import Grammar
-from gateway_proc.logprobs import CompletionLogprobs, chat_logprobs
 from tests.unit.client_runs import CLIENT, run, start
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.fake_openai import FakeOpenAI

@@ -6,7 +6,6 @@ from functools import cache
 
 from worker_proc.cpu.build import BuildError, build
 from worker_proc.cpu.features import CpuFeatures, Level, cpu_features
-from worker_proc.cpu.machine import num_cpus as num_cpus  # benchmarks take it from here
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,13 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 def kept_bytes(max_rows: int, vocab_size: int, dtype: torch.dtype, *, shares_pages: bool) -> int:
     """Memory of the logits of all graphs, which each keeps from one replay to the next."""
-    rows = sum(size * (1 + (shares_pages and size >= _SHARED_FROM)) for size in graph_sizes(max_rows))
+    rows = sum(size * len(_kinds(size, shares_pages)) for size in graph_sizes(max_rows))
     return rows * vocab_size * dtype.itemsize
+
+
+def _kinds(size: int, shares_pages: bool) -> tuple[bool, ...]:
+    """Whether decodes share pages, for each graph of this size."""
+    return (False, True) if shares_pages and size >= _SHARED_FROM else (False,)
 
 
 # what it reads, the replay, and what that writes to: logits `[rows, vocab]`, likeliest tokens int64 `[rows]`
@@ -142,7 +147,8 @@ class GraphedDecoder:
         self._inputs = _Inputs.idle(self._sizes[-1], columns, cache, device)
         self._pieces = PieceGraphs(self._model, cache, self._max_tokens)
         with _cuda_recorder(device) if self._record is None else nullcontext(self._record) as record:
-            wanted = [(size, shared) for size in reversed(self._sizes) for shared in self._kinds(size)]
+            shares = self._model.attention.shares_pages
+            wanted = [(size, shared) for size in reversed(self._sizes) for shared in _kinds(size, shares)]
             tasks = [partial(self._capture_decodes, size, shared, cache, record) for size, shared in wanted]
             tasks += [partial(self._pieces.capture, size, record) for size in reversed(self._pieces.sizes)]
             for done, task in enumerate(tasks):
@@ -157,9 +163,6 @@ class GraphedDecoder:
         batch = self._inputs.batch(size, shared=shared)
         self._model.attention.bind(batch)
         self._graphs[size, shared] = (batch, *record(partial(self._step, batch, cache)))
-
-    def _kinds(self, size: int) -> tuple[bool, ...]:
-        return (False, True) if self._model.attention.shares_pages and size >= _SHARED_FROM else (False,)
 
     def _step(self, batch: ForwardBatch, cache: KVCache) -> Outputs:
         logits = self._model.step(batch, cache)

@@ -1,4 +1,4 @@
-"""Log probabilities in the two formats of OpenAI's API, and in vLLM's for prompts."""
+"""Log probabilities in the two formats of OpenAI's API, and in vLLM's for prompts, as a server writes them."""
 
 import codecs
 from collections.abc import Sequence
