@@ -10,8 +10,8 @@ from worker_proc.cpu.build import SOURCES
 from worker_proc.cpu.features import cpu_features
 
 FILES = (
-    "cpu_attention", "cpu_compressed", "cpu_decoder", "cpu_linear", "native_draws", "native_logprobs",
-    "quantized_linear", "quantized_models",
+    "cpu_attention", "cpu_attention_not_finite", "cpu_compressed", "cpu_decoder", "cpu_linear", "native_draws",
+    "native_logprobs", "quantized_linear", "quantized_models",
 )  # fmt: skip
 
 
