@@ -51,9 +51,9 @@ needed "profiles of the worker and of compilation" llguidance
 needed "clusters" zmq llguidance uvloop jinja2 tokenizers transformers tqdm
 # eight processes compile side by side; of products with codes, those in bfloat16 and whole models
 part 125 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:cacheprovider -n 8 --dist worksteal \
-    tests/unit/test_cuda_attention.py tests/unit/test_shared_pages.py tests/unit/test_cuda_decoder.py \
-    tests/unit/test_cuda_draws.py tests/unit/test_cuda_sampling.py tests/unit/test_host_pages.py \
-    tests/unit/test_cuda_few_rows.py tests/unit/test_cuda_linear.py -k "not (test_cuda_linear and (torch.float or any_shape))"
+    tests/worker/test_cuda_attention.py tests/worker/test_shared_pages.py tests/worker/test_cuda_decoder.py \
+    tests/worker/test_cuda_draws.py tests/worker/test_cuda_sampling.py tests/worker/test_host_pages.py \
+    tests/worker/test_cuda_few_rows.py tests/worker/test_cuda_linear.py -k "not (test_cuda_linear and (torch.float or any_shape))"
 part 80 "parity in bfloat16" "$python" -m bench.gpu.parity
 part 25 "attention: Triton, shared pages, int8" "$python" -m bench.gpu.attention --backend triton
 part 60 "quantized weights" "$python" -m bench.gpu.quantized

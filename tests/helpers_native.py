@@ -45,8 +45,8 @@ def packed(level: Level, weight: Tensor, paired: bool = False) -> PackedMatrix:
 
 
 def check_emulated(option: str, level: Level, names: Sequence[str]) -> None:
-    """The tests of a level in the unit tests of these names pass, with an option that emulates its instructions."""
-    files = (f"tests/unit/test_{name}.py" for name in names)
+    """The tests of a level in the tests of these names pass, with an option that emulates its instructions."""
+    files = (f"tests/worker/test_{name}.py" for name in names)
     command = [sys.executable, "-m", "pytest", "-q", option, "-p", "no:cacheprovider", "-k", level, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     passed = re.search(r"(\d+) passed", done.stdout)

@@ -15,7 +15,7 @@ from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import quantize_checkpoint, store_bytes, store_mxfp4
 from tests.integration.cluster import ROOT, Cluster, running
 from tests.integration.test_cluster import GREEDY, collect, crowd
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel

@@ -7,7 +7,7 @@ from common.sampling_params import SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.integration.cluster import running
 from tests.integration.test_sampling import ask_all
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 
 PASSAGE = [(7 * i + i * i) % (VOCAB_SIZE - 10) + 5 for i in range(13)]
 

@@ -94,9 +94,9 @@ def test_most_parts_need_little_beside_torch() -> None:
     """All but profiles of the worker and clusters. Tests of kernels, too."""
     pytest.importorskip("triton")
     modules = ["attention", "checkpoint", "compile_kernels", "parity", "quantized", "sampling", "worker"]
-    tests = re.findall(r"tests/unit/(test_\w+)\.py", SCRIPT.read_text())
+    tests = re.findall(r"tests/worker/(test_\w+)\.py", SCRIPT.read_text())
     assert len(tests) == 8
-    names = [f"bench.gpu.{name}" for name in modules] + [f"tests.unit.{name}" for name in tests]
+    names = [f"bench.gpu.{name}" for name in modules] + [f"tests.worker.{name}" for name in tests]
     code = f"import sys; sys.modules.update(dict.fromkeys({NOT_THERE})); import {', '.join(names)}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

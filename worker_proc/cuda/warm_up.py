@@ -3,7 +3,7 @@
 A kernel takes a second or more the first time on a machine, and some hundredths when Triton finds it on disk. Which
 there are depends on the model and on what a step looks like: chunks and decodes, how decodes are cut into parts and
 whether they share pages (`TritonAttention.decode_kinds`), how many rows products have (`few_rows.SIZES`,
-`PackedWeight.row_counts`). `bench.gpu.compiles` and tests/unit/test_cuda_compile.py look for steps that need others.
+`PackedWeight.row_counts`). `bench.gpu.compiles` and tests/worker/test_cuda_compile.py look for steps that need others.
 """
 
 from collections.abc import Callable, Iterator

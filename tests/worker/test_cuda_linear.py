@@ -19,7 +19,7 @@ from tests.helpers_codes import SCHEMES, random_rows
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import quantize_checkpoint
-from tests.unit.test_cuda_decoder import OnDevice, load
+from tests.worker.test_cuda_decoder import OnDevice, load
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.quantized import Launch, PackedWeight
 from worker_proc.cuda.widening import float4

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.test_cpu_attention import LEVELS, Shape, make_step, with_two_threads
+from tests.worker.test_cpu_attention import LEVELS, Shape, make_step, with_two_threads
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.cpu.library import NativeLibrary
 

@@ -17,7 +17,7 @@ from common.messages import StepPlan, ints
 from tests.helpers_models import make_checkpoint
 from tests.helpers_paged import Row, copy_of, fill, make_batch
 from tests.helpers_plans import GREEDY, empty_plan
-from tests.unit.test_cuda_decoder import load, run_again
+from tests.worker.test_cuda_decoder import load, run_again
 from worker_proc.attention.interface import SHARED_LEVELS, TILE_COLUMNS, TILE_ROWS, ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.attention import TritonAttention
@@ -244,7 +244,7 @@ def test_shared_pages_equal_the_reference(
 @pytest.mark.parametrize("window", [5, 48])
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 def test_with_a_window_rows_are_read_one_by_one(int8: bool, window: int) -> None:
-    """Whatever else is asked for: tests/unit/test_cuda_attention.py has such rows beside softcaps and sinks."""
+    """Whatever else is asked for: tests/worker/test_cuda_attention.py has such rows beside softcaps and sinks."""
     compare(4, 2, 16, 16, None, None, int8, window)
 
 

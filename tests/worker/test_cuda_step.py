@@ -20,7 +20,7 @@ from common.sampling_params import DrawParams, LogitEdits
 from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import GREEDY, PlanWriter
 from tests.helpers_simulated_gpu import GPU, SimulatedGpu, on_gpu, on_host
-from tests.unit.test_cuda_decoder import load
+from tests.worker.test_cuda_decoder import load
 from worker_proc import host_tier
 from worker_proc.attention.interface import ForwardBatch, LayerLoads, SharedPages
 from worker_proc.cuda.decoder import CudaDecoder
@@ -134,7 +134,7 @@ def make_runner(
 
 
 class Streams:
-    """Of a GPU on paper, which does everything at once. Their order is for tests/unit/test_host_pages.py."""
+    """Of a GPU on paper, which does everything at once. Their order is for tests/worker/test_host_pages.py."""
 
     def current(self) -> None: ...
 

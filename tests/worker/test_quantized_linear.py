@@ -28,7 +28,7 @@ from tests.helpers_codes import (
     widened,
     without_nan,
 )
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Finish

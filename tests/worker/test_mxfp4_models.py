@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import mxfp4_config, store_mxfp4
-from tests.unit.test_cpu_build import needs_compiler
-from tests.unit.test_quantized_models import (
+from tests.worker.test_cpu_build import needs_compiler
+from tests.worker.test_quantized_models import (
     INT4,
     INT8,
     LEVELS,
@@ -24,7 +24,7 @@ from tests.unit.test_quantized_models import (
     logits,
     shard_weights,
 )
-from tests.unit.test_stored_config import check_field
+from tests.worker.test_stored_config import check_field
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.linear import Format
 from worker_proc.models.describe import describe

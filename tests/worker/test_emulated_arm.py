@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers_native import check_emulated
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import cpu_features
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.emulated_avx_vnni import with_avx_vnni, without_avx_vnni
 from tests.helpers_codes import Q4_K, ROWS, SIZES, packed, random, random_rows, rounded_format
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish, Format

@@ -18,7 +18,7 @@ from tests.helpers_quantized import (
     quantize_checkpoint,
     store_bytes,
 )
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.decoder import CpuDecoder

@@ -13,7 +13,7 @@ from bench.gpu.steady import SteadyDecode
 from bench.gpu.trace import read, table
 from common.sampling_params import DrawParams
 from tests.helpers_models import make_checkpoint
-from tests.unit.test_cuda_decoder import load, run_again
+from tests.worker.test_cuda_decoder import load, run_again
 from worker_proc.cuda.graphs import GraphedDecoder
 from worker_proc.kv_cache import KVCache
 

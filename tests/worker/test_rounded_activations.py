@@ -12,9 +12,9 @@ from tests.helpers_gguf import directory_of, write_gguf
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts
 from tests.helpers_quantized import bytes_config, quantization_config, quantize_checkpoint, store_bytes, store_mxfp4
-from tests.unit.test_cpu_build import needs_compiler
-from tests.unit.test_gguf_models import K
-from tests.unit.test_quantized_models import error, load_native, load_torch, logits
+from tests.worker.test_cpu_build import needs_compiler
+from tests.worker.test_gguf_models import K
+from tests.worker.test_quantized_models import error, load_native, load_torch, logits
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library

@@ -15,7 +15,7 @@ from common.messages import Scoring, ints
 from common.sampling_params import DrawParams
 from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import PlanWriter
-from tests.unit.test_cuda_decoder import load, run_again
+from tests.worker.test_cuda_decoder import load, run_again
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.graphs import GraphedDecoder
 from worker_proc.kv_cache import KVCache

@@ -12,8 +12,8 @@ from common.sampling_params import DrawParams, Grammar, LogitEdits
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import make_prompts
 from tests.helpers_plans import GREEDY, PlanWriter
-from tests.unit.test_cpu_build import needs_compiler
-from tests.unit.test_model_runner import NUM_PAGES, make_runner, make_writer, run
+from tests.worker.test_cpu_build import needs_compiler
+from tests.worker.test_model_runner import NUM_PAGES, make_runner, make_writer, run
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import cpu_features
 from worker_proc.cpu.library import load_library

@@ -6,7 +6,7 @@ import pytest
 
 from bench.limits import limits
 from tests.emulated_avx_vnni import with_avx_vnni
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Format

@@ -15,7 +15,7 @@ from scheduler_proc.speculation import NgramSpeculation
 from scheduler_proc.speculation_gain import Choice
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_serving import Request, serve
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import cpu_features
 from worker_proc.cpu.library import load_library

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from tests.helpers_models import make_checkpoint
 from tests.helpers_paged import fill
 from tests.helpers_quantized import store_mxfp4
-from tests.unit.test_cuda_decoder import load, load_as_gpu
+from tests.worker.test_cuda_decoder import load, load_as_gpu
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.sampling import draw_rows
 from worker_proc.cuda.warm_up import compile_kernels

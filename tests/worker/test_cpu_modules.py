@@ -16,7 +16,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint, make_config
 from tests.helpers_native import COMPRESSING
 from tests.helpers_paged import Row, make_batch, make_prompts
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.features import Level, cpu_features

@@ -11,7 +11,7 @@ from common.sampling_params import DrawParams
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import make_prompts
 from tests.helpers_plans import GREEDY, PlanWriter, bitmap, empty_plan
-from tests.unit.test_cpu_build import needs_compiler
+from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import cpu_features

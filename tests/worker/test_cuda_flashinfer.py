@@ -17,7 +17,7 @@ from common.config import ConfigError, ModelConfig
 from tests.helpers_flashinfer import LIBRARY
 from tests.helpers_models import make_checkpoint
 from tests.helpers_paged import Row, make_batch
-from tests.unit.test_cuda_decoder import load, run_again
+from tests.worker.test_cuda_decoder import load, run_again
 from worker_proc import startup
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda import backends

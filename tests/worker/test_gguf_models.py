@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from tests.helpers_gguf import directory_of, write_gguf
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_paged import generate, make_prompts
-from tests.unit.test_cpu_build import needs_compiler
-from tests.unit.test_quantized_models import LEVELS, error, load_native, load_torch, logits, shard_weights
+from tests.worker.test_cpu_build import needs_compiler
+from tests.worker.test_quantized_models import LEVELS, error, load_native, load_torch, logits, shard_weights
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Format

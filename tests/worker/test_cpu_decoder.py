@@ -19,7 +19,7 @@ from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_native import COMPRESSING
 from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_prompts
-from tests.unit.test_cpu_build import helped, needs_compiler
+from tests.worker.test_cpu_build import helped, needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.decoder import CpuDecoder
