@@ -19,7 +19,7 @@ settings.load_profile("rhizome")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, default=400, help="runs of the scheduler's state machine test")
+    parser.addoption("--soak", type=int, help="runs of the scheduler's state machine; tests marked `soak` run, too")
     parser.addoption("--emulate-amx", action="store_true", help="see tests/emulated_amx.py")
     parser.addoption("--emulate-arm", action="store_true", help="see tests/emulated_arm.py")
     parser.addoption("--fuzz-seconds", type=int, help="of new inputs for each description of the HTTP API")
@@ -41,8 +41,16 @@ def short_dir() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what takes many seconds. `make test` has it all."""
+    if config.getoption("--soak") is None:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are collected, which asks for the CPU's features."""
+    config.addinivalue_line("markers", "soak: takes many seconds, and runs where `--soak N` is given")
     if config.getoption("--emulate-amx"):
         from tests.emulated_amx import emulate_amx
 

@@ -9,6 +9,7 @@ from gateway_proc.requests import BodyReader
 READER = BodyReader(2**26)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("path", bodies())
 def test_wrong_values_are_refused_by_name(path: str) -> None:
     wrong = 0

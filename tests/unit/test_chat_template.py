@@ -91,6 +91,7 @@ def test_errors_say_what_went_wrong(template: str, words: str) -> None:
         ChatTemplate(template, {}).render([USER], 1000)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "template",
     [

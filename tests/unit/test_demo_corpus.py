@@ -96,6 +96,7 @@ def test_conversations_end_every_turn_and_the_document() -> None:
         assert len(document) < MAX_ANSWER_CHARS + 200
 
 
+@pytest.mark.soak
 def test_the_corpus_is_the_same_twice_and_split_without_overlap() -> None:
     corpus = build_corpus()
     assert corpus == build_corpus()

@@ -90,6 +90,7 @@ def test_wheels_come_before_what_the_caller_has(tmp_path: Path) -> None:
         assert paths[0] == f"path: {before}" and set(paths[1:]) == {f"path: {wanted}"}
 
 
+@pytest.mark.soak
 def test_most_parts_need_little_beside_torch() -> None:
     """All but profiles of the worker and clusters. Tests of kernels, too."""
     pytest.importorskip("triton")
@@ -102,6 +103,7 @@ def test_most_parts_need_little_beside_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.soak
 def test_a_backend_that_cannot_be_had_is_a_failure() -> None:
     pytest.importorskip("triton")
     code = 'import sys; sys.modules["flashinfer"] = None; from bench.gpu.attention import main; main()'

@@ -48,6 +48,7 @@ def find(items: list[Any], kind: Kind, number: int = 0) -> int:
     return [i for i, item in enumerate(items) if item[0] == kind and item[-1] is not None][number]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("policy", POLICIES)

@@ -321,13 +321,13 @@ def condemned(end):
 
 
 def test_random_schedules(request, monkeypatch):
-    """400 runs, or as many as `--soak N` says. The bounds of a plan are small enough to be met."""
-    run_machine(SchedulerMachine, request.config.getoption("--soak"), monkeypatch)
+    """As many runs as `--soak N` says, else 40. The bounds of a plan are small enough to be met."""
+    run_machine(SchedulerMachine, request.config.getoption("--soak") or 40, monkeypatch)
 
 
 def test_random_schedules_over_a_host_tier(request, monkeypatch):
     """A quarter as many. A copy that is missing, wrong or in the wrong order changes what is read from pages."""
-    run_machine(HostTierMachine, request.config.getoption("--soak") // 4, monkeypatch)
+    run_machine(HostTierMachine, (request.config.getoption("--soak") or 40) // 4, monkeypatch)
 
 
 def run_machine(machine, runs, monkeypatch):

@@ -55,6 +55,7 @@ def test_high_priority_keeps_its_pages_and_goes_first():
     assert next(iter(rig.finish)) == 9 and requests[9].preemptions == 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("admission", ["ratio", "peak", "reserve"])
 def test_32_pages_and_64_requests_that_fit_one_by_one_all_finish_as_if_alone(admission):
     rig = Rig(pages=32, page_size=4, context=128, max_running=64, max_batch_tokens=64, admission=admission)

@@ -66,6 +66,7 @@ def test_repeated_text_is_faster(cost: LinearCost, requests: int) -> None:
     assert stats["accepted_tokens"] > 0.9 * stats["draft_tokens"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cost", [CHEAP, DEAR, SMALL])
 @pytest.mark.parametrize("requests", [1, 8, 32])
 @pytest.mark.parametrize("noise", [1.0, 0.6, 0.3, 0.1])

@@ -53,6 +53,7 @@ def skipped(monkeypatch):
     return counts
 
 
+@pytest.mark.soak
 @settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),

@@ -125,6 +125,7 @@ def test_other_decoders_are_refused_by_name(named: str) -> None:
         TextDecoders(tokenizer)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "word-piece"])
 def test_work_is_linear_over_100_000_tokens(kind: str) -> None:
     tokenizer = tokenizer_of(kind)

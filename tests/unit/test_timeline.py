@@ -64,6 +64,7 @@ def totals(entries: list[Entry]) -> dict[str, int]:
     return dict(count)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_totals_are_the_counters(tmp_path: Path, policy: str, admission: str) -> None:
