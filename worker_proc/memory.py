@@ -33,8 +33,9 @@ def choose_num_pages(
     in a share of the memory that is available now, of which a GPU keeps `activations` bytes for steps and graphs; the
     last two at most what `max_running` full context windows need.
 
-    Raises ModelError with the numbers if not a single page fits. A pool smaller than one context window is allowed,
-    because requests that cannot fit are refused one by one, but it is worth a warning.
+    Raises ModelError with the numbers if not a single page fits, or if the memory that is available does not hold what
+    was asked for. A pool smaller than one context window is allowed, because requests that cannot fit are refused one
+    by one, but it is worth a warning.
     """
     page_bytes = cache.page_size * spec.bytes_per_token
     window_pages = -(-context_len // cache.page_size)
@@ -49,6 +50,13 @@ def choose_num_pages(
                 budget,
                 f"bytes ({source}) do not hold one page of {cache.page_size} tokens, which needs {page_bytes} bytes",
             )
+    if cache.kv_tokens is not None or cache.kv_bytes is not None:
+        room, where = _room(device)
+        ranks_here = ranks if device.type == "cpu" else 1  # a GPU is of one rank alone
+        if pages * page_bytes * ranks_here > room:
+            name, asked = ("kv_tokens", cache.kv_tokens) if cache.kv_tokens is not None else ("kv_memory", cache.kv_bytes)
+            needs = f"needs {pages * page_bytes / _GIB:.2f} GiB for each of {ranks} ranks"
+            raise ModelError(name, asked, f"{needs}, and {room / _GIB:.2f} GiB of {where} are available")
     if pages < window_pages:
         log.warning(
             "the KV cache holds %d tokens, less than the context window of %d, which would need %.2f GiB per rank: "
@@ -96,9 +104,16 @@ def _budget(cache: CacheConfig, device: torch.device, ranks: int, activations: i
     """Bytes for one rank, and where the number comes from."""
     if cache.kv_bytes is not None:
         return cache.kv_bytes, "as configured"
+    available, where = _room(device)
     if device.type == "cuda":
-        free = max(0, torch.cuda.mem_get_info(device)[0] - activations)
-        return int(_CUDA_SHARE * free), f"{_CUDA_SHARE:.0%} of {free / _GIB:.2f} GiB of free GPU memory"
-    available = available_memory()
-    share = f"{_CPU_SHARE:.0%} of {available / _GIB:.2f} GiB of available memory, for {ranks} ranks"
+        free = max(0, available - activations)
+        return int(_CUDA_SHARE * free), f"{_CUDA_SHARE:.0%} of {free / _GIB:.2f} GiB of free {where}"
+    share = f"{_CPU_SHARE:.0%} of {available / _GIB:.2f} GiB of available {where}, for {ranks} ranks"
     return int(_CPU_SHARE * available) // ranks, share
+
+
+def _room(device: torch.device) -> tuple[int, str]:
+    """Bytes that `device` can give now, and of what."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], "GPU memory"
+    return available_memory(), "memory"

@@ -66,6 +66,16 @@ def test_too_little_memory_is_named_with_the_numbers() -> None:
         pages(CacheConfig(page_size=16, kv_bytes=8191))
 
 
+def test_more_than_the_memory_that_is_available_is_named_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_proc.memory.available_memory", lambda: 3 * 2**30)
+    tokens = 2 * 2**30 // 512
+    assert pages(CacheConfig(page_size=16, kv_tokens=tokens)) == tokens // 16
+    with pytest.raises(ModelError, match=r"kv_tokens = 4194304: needs 2.00 GiB for each of 2 ranks, and 3.00 GiB of"):
+        pages(CacheConfig(page_size=16, kv_tokens=tokens), ranks=2)
+    with pytest.raises(ModelError, match=r"kv_memory = 4294967296: needs 4.00 GiB for each of 1 ranks"):
+        pages(CacheConfig(page_size=16, kv_bytes=2**32), context_len=2**20, max_running=64)
+
+
 def test_less_than_a_context_window_is_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert pages(CacheConfig(page_size=16, kv_tokens=64)) == 4
