@@ -142,9 +142,13 @@ class SchedulerConfig:
         _check(
             self.max_running <= self.max_batch_tokens <= 2**20,
             "max_batch_tokens",
-            f"between max_running ({self.max_running}) and {2**20}",
+            f"between max-running ({self.max_running}) and {2**20}",
         )
-        _check(1 <= self.chunk_tokens <= self.max_batch_tokens, "chunk_tokens", "between 1 and max_batch_tokens")
+        _check(
+            1 <= self.chunk_tokens <= self.max_batch_tokens,
+            "chunk_tokens",
+            f"between 1 and max-batch-tokens ({self.max_batch_tokens})",
+        )
         slowdown = self.chunk_slowdown
         _check(slowdown == 0 or 1 <= slowdown <= 1000, "chunk_slowdown", "0 (off) or between 1 and 1000")
         _check(1 <= self.max_waiting <= 10**6, "max_waiting", "between 1 and 1000000")
@@ -153,14 +157,14 @@ class SchedulerConfig:
         _check(self.admission in ADMISSIONS, "admission", f"one of {', '.join(ADMISSIONS)}")
         _check(0 < self.ageing_s <= 86400, "ageing", "more than 0 and at most 86400 seconds")
         _check(self.in_batch_gain >= 1, "in_batch_gain", "at least 1 token")
-        _check(0 <= self.itl_target_ms <= 60000, "itl_target", "between 0 (off) and 60000 ms")
+        _check(0 <= self.itl_target_ms <= 60000, "itl_target_ms", "between 0 (off) and 60000")
         _check(self.speculation in SPECULATIONS, "speculation", f"one of {', '.join(SPECULATIONS)}")
         _check(1 <= self.num_speculative_tokens <= 64, "num_speculative_tokens", "between 1 and 64")
         _check(1 <= self.prompt_lookup_min <= 32, "prompt_lookup_min", "between 1 and 32 tokens")
         _check(
             self.prompt_lookup_min <= self.prompt_lookup_max <= 32,
             "prompt_lookup_max",
-            f"between prompt_lookup_min ({self.prompt_lookup_min}) and 32 tokens",
+            f"between prompt-lookup-min ({self.prompt_lookup_min}) and 32 tokens",
         )
 
 

@@ -54,7 +54,8 @@ def choose_num_pages(
         room, where = _room(device)
         ranks_here = ranks if device.type == "cpu" else 1  # a GPU is of one rank alone
         if pages * page_bytes * ranks_here > room:
-            name, asked = ("kv_tokens", cache.kv_tokens) if cache.kv_tokens is not None else ("kv_memory", cache.kv_bytes)
+            name = "kv_tokens" if cache.kv_tokens is not None else "kv_memory"
+            asked = cache.kv_bytes if cache.kv_tokens is None else cache.kv_tokens
             needs = f"needs {pages * page_bytes / _GIB:.2f} GiB for each of {ranks} ranks"
             raise ModelError(name, asked, f"{needs}, and {room / _GIB:.2f} GiB of {where} are available")
     if pages < window_pages:
