@@ -29,6 +29,9 @@ def command(as_json: bool, timeout_s: float, target: Target) -> None:
         for name in ("server", "model", "context_len", "kv_tokens", "requests", "answered_ms"):
             if state.get(name) is not None:
                 click.echo(f"  {name:<12} {_words(state[name])}")
+        if state.get("processes"):
+            named = (f"{row['name']} {row['pid']}" for row in state["processes"])
+            click.echo(f"  {'processes':<12} {'  '.join(named)}")
     raise SystemExit(code)
 
 

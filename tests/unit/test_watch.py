@@ -140,6 +140,7 @@ def test_status_of_a_healthy_cluster(short_dir: Path) -> None:
         ended = run("status", "--run-dir", str(short_dir))
         state = json.loads(run("status", "--json", "--run-dir", str(short_dir)).stdout)
     assert ended.returncode == 0 and ended.stdout.startswith("healthy\n") and "3 running, 1 waiting" in ended.stdout
+    assert f"  processes    launcher {os.getpid()}\n" in ended.stdout
     assert (state["status"], state["problem"], state["model"]) == ("healthy", None, "/models/m")
     assert state["requests"] == {"running": 3, "waiting": 1}
 
