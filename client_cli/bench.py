@@ -19,7 +19,7 @@ from client_cli.runs import connected, deferred_interrupt
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
-    from client_cli.bench_load import Conversation
+    from client_cli.bench_load import Conversation, Length
     from client_cli.bench_metrics import Record
     from client_cli.link import Link
 
@@ -49,6 +49,12 @@ class Plan:
     temperature: float
     ignore_eos: bool
     seed: int
+
+    def lengths(self) -> "tuple[Length, Length]":
+        """Of prompts and answers. Raises LoadError with the flag."""
+        from client_cli.bench_load import Length
+
+        return Length.parse(self.input_len, "--input-len"), Length.parse(self.output_len, "--output-len")
 
 
 @click.command("bench", context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -151,7 +157,7 @@ def build(plan: Plan, vocabulary: int) -> "list[Conversation]":
 
     rng = random.Random(plan.seed)
     tokens = load.Tokens(vocabulary, rng)
-    inputs, outputs = load.Length.parse(plan.input_len), load.Length.parse(plan.output_len)
+    inputs, outputs = plan.lengths()
     match plan.dataset:
         case "random":
             found = load.single(plan.requests, inputs, outputs, tokens)
@@ -193,7 +199,7 @@ def measure(
         check = stack.enter_context(deferred_interrupt())
         if plan.warm_up:
             tokens = load.Tokens(vocabulary, random.Random(f"{plan.seed} warm-up"))
-            inputs, outputs = load.Length.parse(plan.input_len), load.Length.parse(plan.output_len)
+            inputs, outputs = plan.lengths()
             bench.run(load.single(plan.warm_up, inputs, outputs, tokens), plan.concurrency or 1, check)
         before = link.stats() if isinstance(link, Connection) else {}
         advance = stack.enter_context(_progress(planned))

@@ -53,15 +53,15 @@ class Length:
     high: int
 
     @classmethod
-    def parse(cls, text: str) -> "Length":
-        """Raises LoadError."""
+    def parse(cls, text: str, flag: str) -> "Length":
+        """Raises LoadError with the name of the flag."""
         low, _, high = text.partition(":")
         try:
             found = cls(int(low), int(high or low))
         except ValueError:
-            raise LoadError(f"a length is N or LOW:HIGH in tokens, got {text!r}") from None
+            raise LoadError(f"{flag}: a length is N or LOW:HIGH in tokens, got {text!r}") from None
         if not 1 <= found.low <= found.high <= 2**22:
-            raise LoadError(f"a length must be between 1 and {2**22} and LOW at most HIGH, got {text!r}")
+            raise LoadError(f"{flag}: a length must be between 1 and {2**22} and LOW at most HIGH, got {text!r}")
         return found
 
     def draw(self, rng: random.Random) -> int:

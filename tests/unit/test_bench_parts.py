@@ -28,7 +28,7 @@ def tokens(seed: int = 1, vocabulary: int = 500) -> Tokens:
 
 @pytest.mark.parametrize(("text", "low", "high"), [("5", 5, 5), ("5:9", 5, 9)])
 def test_lengths(text: str, low: int, high: int) -> None:
-    length = Length.parse(text)
+    length = Length.parse(text, "--input-len")
     assert (length.low, length.high) == (low, high)
     assert {length.draw(random.Random(s)) for s in range(100)} == set(range(low, high + 1))
 
@@ -36,10 +36,10 @@ def test_lengths(text: str, low: int, high: int) -> None:
 @pytest.mark.parametrize("text", ["", "x", "0", "-3", "9:5", "1:2:3", "5:", "9999999999"])
 def test_wrong_lengths(text: str) -> None:
     if text == "5:":
-        assert Length.parse(text) == Length(5, 5)
+        assert Length.parse(text, "--input-len") == Length(5, 5)
         return
     with pytest.raises(LoadError, match="length"):
-        Length.parse(text)
+        Length.parse(text, "--input-len")
 
 
 @given(st.integers(1, 40), st.integers(0, 2**32), st.integers(2, 60))
