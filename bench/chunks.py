@@ -15,7 +15,7 @@ from scheduler_proc.sim_report import Report
 from scheduler_proc.simulator import configure, simulate
 from scheduler_proc.workload import Lengths, Recipe, Vocabulary, generate
 
-RULES = {"before": (0.0, 1.4), "now": (chunk_budget.HEADROOM, chunk_budget.CROWD)}
+RULES = {"slowdown alone": (0.0, 1.4), "keeping up": (chunk_budget.HEADROOM, chunk_budget.CROWD)}
 LLAMA_8B = ModelShape(
     weight_bytes=15_009_000_000, kv_bytes_per_token=131_072, flops_per_token=13_960_000_000,
     flops_per_sample=1_050_700_000, flops_per_pair=524_288,

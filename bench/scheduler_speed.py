@@ -113,7 +113,7 @@ def main(repeats: int) -> None:
     rows.append(
         (
             "tree of a million tokens, resident",
-            f"{(_rss()) / 1024:.0f} MB of the process ({before / 1024:.0f} before)",
+            f"{(_rss()) / 1024:.0f} MB of the process ({before / 1024:.0f} without it)",
             "100 MB",
         )
     )
