@@ -34,6 +34,9 @@ class Target:
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise click.UsageError(f"{' and '.join(names)} exclude each other.")
+        if self.address is not None and not _names_a_socket(self.address):
+            other = "; HTTP is --url" if self.address.startswith(("http://", "https://")) else ""
+            raise click.UsageError(f"--address must be tcp://HOST:PORT or ipc://PATH, got {self.address!r}{other}")
         if self.url is None:
             for name, value in (("--api-key-env", self.api_key_env), ("--model", self.model)):
                 if value is not None:
@@ -99,6 +102,14 @@ def _names_a_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0 and not any(c.isspace() for c in url)
+    except ValueError:
+        return False
+
+
+def _names_a_socket(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    try:
+        return bool(rest) if scheme == "ipc" else scheme == "tcp" and bool(urlsplit(address).port)
     except ValueError:
         return False
 

@@ -233,6 +233,10 @@ def test_prompt_logprobs_of_vllm_are_read() -> None:
         (["x", "--url", "http://h:x"], "--url must name a host"),
         (["x", "--url", "http://[::1"], "--url must name a host"),
         (["x", "--url", "http://a b"], "--url must name a host"),
+        (["x", "--address", "tcp://127.0.0.1"], "--address must be tcp://HOST:PORT or ipc://PATH"),
+        (["x", "--address", "tcp://h:99999"], "--address must be tcp://HOST:PORT or ipc://PATH"),
+        (["x", "--address", "ipc://"], "--address must be tcp://HOST:PORT or ipc://PATH"),
+        (["x", "--address", "http://127.0.0.1:8000"], "got 'http://127.0.0.1:8000'; HTTP is --url"),
         (
             ["--url", "http://h", "status"],
             "'status' is a command; `client.py complete ...` takes it for a prompt; a comm",
