@@ -75,8 +75,8 @@ class Choice:
         """Keep what came with a row, whose tokens are in `emitted`, for later."""
         self.texts.append(row.text)
         self.scores.extend(row.scores)
-        if row.scores:
-            self.token_bytes.update(token_bytes)
+        for token in row.scores.named:  # a batch has those of all other rows, too
+            self.token_bytes[token] = token_bytes[token]
 
     def release(self) -> tuple[IntArray, str, Scores, dict[int, bytes]]:
         """All that has not been sent: tokens, text, log probabilities and the bytes of the tokens in them."""

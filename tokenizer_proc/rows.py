@@ -32,6 +32,12 @@ class Scores:
         parts = [part for part in (self.tokens, self.prompt) if part is not None]
         return sum(len(part) + len(part.top_ids) for part in parts)
 
+    @property
+    def named(self) -> set[int]:
+        """The tokens themselves."""
+        parts = [part for part in (self.tokens, self.prompt) if part is not None]
+        return {token for part in parts for column in (part.token_ids, part.top_ids) for token in column}
+
     def extend(self, other: "Scores") -> None:
         """Append what `other` has."""
         if other.tokens is not None:
@@ -126,9 +132,9 @@ class Rows:
         for column, own in ((self.logprobs, scores.tokens), (self.prompt_logprobs, scores.prompt)):
             if own is not None:
                 column[row] = own
-                for token in {*own.token_ids, *own.top_ids}:
-                    if token not in self.token_bytes:
-                        self.token_bytes[token] = bytes_of(token)
+        for token in scores.named:
+            if token not in self.token_bytes:
+                self.token_bytes[token] = bytes_of(token)
 
     def add_stop(self, string: str | None, token: int | None = None) -> None:
         """The stop string or else the stop token that ended the row added last, if one did."""

@@ -1,12 +1,16 @@
 """The request ledger."""
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import Generate, ints
+from common.logprobs import Logprobs
+from common.messages import Finish, Generate, ints
 from common.sampling_params import SamplingParams
 from tokenizer_proc.ledger import Entry, Ledger
+from tokenizer_proc.rows import Scores, TextRow
 
 
 def request(rid: int, seed: int | None = None, **more: int | str) -> Generate:
@@ -64,6 +68,17 @@ def test_closing_a_request_tells_which_choices_were_live() -> None:
     ledger.end(ended)
     ledger.close(entry)
     assert entry.choices == live and ledger.choices == 1 and ledger.holds(other)
+
+
+def test_an_answer_holds_the_bytes_of_its_own_tokens() -> None:
+    """A batch has those of all rows: to hold them all would grow with the square of the answers under way."""
+    (choice,) = Ledger(lambda: 0).open(b"a", request(1, stream=False), 0).choices
+    named = Logprobs(ints(3), array("f", [-1]), ints(2), ints(1), ints(4), array("f", [-0.5]))
+    row = TextRow(choice.rid, ints(3), "x", Finish.NONE, 0, Scores(named, named), None, 0)
+    of_batch = {token: bytes([token]) for token in range(100)}
+    choice.hold(row, of_batch)
+    *_, token_bytes = choice.release()
+    assert token_bytes == {3: b"\3", 4: b"\4"}
 
 
 def test_ids_are_unique_over_clients_and_not_reused_at_once() -> None:
