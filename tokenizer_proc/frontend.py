@@ -37,7 +37,7 @@ from tokenizer_proc.handover import Handover
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.measures import Measures
-from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.prompt import PromptEncoder, chars_of
 from tokenizer_proc.questions import Questions
 from tokenizer_proc.rows import MAX_SCORED, Rows, TextRow, rows_of
 from tokenizer_proc.sampling_checks import check_sampling, stop_token
@@ -136,7 +136,7 @@ class Frontend:
             self._answers.send(owner, refusal.answer(msg.rid))
             return
         entry = self._ledger.open(owner, msg, self._clock())
-        self._pending_chars += _chars(msg)  # now: several messages may arrive before a task begins
+        self._pending_chars += chars_of(msg)  # now: several messages may arrive before a task begins
         task = asyncio.get_running_loop().create_task(self._prepare(entry, msg))
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
@@ -152,8 +152,8 @@ class Frontend:
         self._limits.check_live(self._ledger.choices, msg.n)
         check_sampling(msg, self._limits, self._eos)
         field = "text" if msg.text is not None else "chat"
-        self._limits.check_chars(_chars(msg), field)
-        if self._pending_chars and self._pending_chars + _chars(msg) > MAX_PENDING_CHARS:
+        self._limits.check_chars(chars_of(msg), field)
+        if self._pending_chars and self._pending_chars + chars_of(msg) > MAX_PENDING_CHARS:
             problem = "too much text waits for tokenization; try again later"
             raise Refused(ErrorCode.OVERLOADED, problem, field, MAX_PENDING_CHARS, RETRY_AFTER_S)
 
@@ -175,7 +175,7 @@ class Frontend:
             failure = Refused(ErrorCode.INTERNAL, "an internal error in the tokenizer; its log says more")
             self._answers.refuse(entry, failure)
         finally:
-            self._pending_chars -= _chars(msg)
+            self._pending_chars -= chars_of(msg)
 
     async def _encode(self, entry: Entry, msg: Generate) -> IntArray:
         """Tokenize in the pool."""
@@ -372,8 +372,3 @@ class Frontend:
         for owner in self._ledger.owners:
             for entry in self._ledger.close_all_of(owner, cause(stopping())):
                 self._answers.send(owner, stopping().answer(entry.client_rid))
-
-
-def _chars(msg: Generate) -> int:
-    """Characters to tokenize, as far as the message itself tells."""
-    return len(msg.text or "") + len(msg.tools) + sum(len(m.content) + len(m.extra) for m in msg.chat or ())

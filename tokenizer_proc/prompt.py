@@ -112,6 +112,11 @@ class PromptEncoder:
         return tuple(map(pieces.__getitem__, tokens))
 
 
+def chars_of(msg: Generate | Tokenize) -> int:
+    """Characters to tokenize, as far as the message itself tells."""
+    return len(msg.text or "") + len(msg.tools) + sum(len(m.content) + len(m.extra) for m in msg.chat or ())
+
+
 def prompt_end(template: ChatTemplate | str | None) -> str:
     """How a chat template ends its prompts, found by rendering a short one; empty where it refuses that."""
     if not isinstance(template, ChatTemplate):

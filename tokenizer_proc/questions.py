@@ -10,7 +10,7 @@ from common.codec import FrameError, Message
 from common.messages import Detokenize, ErrorCode, GetInfo, Info, Tokenize
 from tokenizer_proc.ledger import Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Refused
-from tokenizer_proc.prompt import PromptEncoder
+from tokenizer_proc.prompt import PromptEncoder, chars_of
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Questions:
         if isinstance(question, GetInfo):
             self._send(owner, replace(self._info, rid=question.rid))
             return
-        size = _size(question)
+        size = len(question.token_ids) if isinstance(question, Detokenize) else chars_of(question)
         if len(self._open) >= MAX_OPEN or (self._open and self._chars + size > MAX_OPEN_CHARS):
             problem = "too many questions about tokens are in work; try again later"
             refusal = Refused(ErrorCode.OVERLOADED, problem, "", MAX_OPEN, RETRY_AFTER_S)
@@ -70,9 +70,3 @@ class Questions:
         if isinstance(question, Tokenize):
             return self._encoder.tokenize(question)
         return self._encoder.detokenize(question)
-
-
-def _size(question: Tokenize | Detokenize) -> int:
-    if isinstance(question, Detokenize):
-        return len(question.token_ids)
-    return len(question.text or "") + sum(len(m.content) for m in question.chat or ())

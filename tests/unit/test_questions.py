@@ -117,6 +117,24 @@ def test_questions_in_work_are_bounded_and_a_client_may_leave(monkeypatch: pytes
     run(test)
 
 
+@pytest.mark.parametrize("large", ["tools", "extra"])
+def test_all_of_a_chat_counts_among_the_questions_in_work(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "MAX_OPEN_CHARS", 10)
+
+    async def test() -> None:
+        world = World()
+        gate = threading.Event()
+        world.pool.submit(gate.wait, 10)
+        world.receive(Tokenize(1, "x", None))
+        extra, tools = (" " * 20, "") if large == "extra" else ("", " " * 20)
+        world.receive(Tokenize(2, None, (ChatMessage("user", "y", extra),), tools=tools), b"b")
+        assert [(m.rid, m.code) for m in world.answers.get(b"b", ())] == [(2, ErrorCode.OVERLOADED)]
+        gate.set()
+        await world.settle()
+
+    run(test)
+
+
 def test_an_answer_larger_than_a_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         world = World()
