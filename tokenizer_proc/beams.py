@@ -41,6 +41,7 @@ class Beams:
 
     def step(self, left_ms: int, *, again: bool = False) -> None:
         """Ask what follows each beam. The request's deadline is in `left_ms`, 0 is none."""
+        again = again or bool(self.search.beams[0].tokens)  # what has begun is not refused by a queue that is full
         self._found.clear()
         entry = self.entry
         assert entry.prompt is not None

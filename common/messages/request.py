@@ -35,7 +35,8 @@ class AddRequest:
 
     The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
     `max_tokens` counts them too. The client also has the `prompt_logprobs` that the first `scored` tokens predict.
-    `again`: it was handed in before, in an earlier term, so no limit of the queue refuses it.
+    `again`: it was handed in before, in an earlier term or as an earlier step of a beam search, so that no limit of the
+    queue refuses it.
     """
 
     TAG: ClassVar[int] = 4

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.logprobs import LogprobRows, Logprobs
 from common.messages import (
     Abort,
     AddRequest,
@@ -188,6 +190,23 @@ def test_a_beam_search_takes_its_last_step_again() -> None:
         world.frontend.resume()
         (step,) = world.added
         assert list(step.prompt) == [1, 2, 3] and (step.max_tokens, step.again) == (1, True)
+
+    run(test)
+
+
+def test_a_beam_search_that_has_begun_is_not_refused_by_a_full_queue() -> None:
+    async def test() -> None:
+        world = World()
+        params = SamplingParams(temperature=0.0, use_beam_search=True, max_tokens=3)
+        world.receive(request(n=2, params=params))
+        await world.settle()
+        (first,) = world.added
+        assert not first.again
+        world.scheduler.clear()
+        four = Logprobs(ints(5), array("f", [-1]), ints(1), ints(4), ints(5, 6, 7, 8), array("f", [-1, -2, -3, -4]))
+        batch = text_batch(first.rid, "", Finish.LENGTH, (5,))
+        world.frontend.on_detokenizer(replace(batch, logprobs=LogprobRows.of({0: four})))
+        assert [(list(m.prompt), m.again) for m in world.added] == [([1, 2, 3, 5], True), ([1, 2, 3, 6], True)]
 
     run(test)
 
