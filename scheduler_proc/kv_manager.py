@@ -14,7 +14,8 @@ from scheduler_proc.radix_node import Match
 from scheduler_proc.radix_tree import RadixTree
 from scheduler_proc.request import Request
 
-_EVICTED_AHEAD, _AHEAD_SHARE = 256, 64  # pages evicted at once, at most, and the part of those that could be
+_FORGOTTEN_AHEAD, _MOVED_AHEAD = 256, 16  # pages evicted at once, at most; a step waits for those that go to the host
+_AHEAD_SHARE = 64  # the part of those that could be evicted
 
 
 class KVManager:
@@ -135,7 +136,8 @@ class KVManager:
         if missing > self.available:
             raise PoolExhausted(f"request {request.rid} needs {missing} pages, {self.available} can be had")
         if missing > self.pool.free:
-            ahead = min(_EVICTED_AHEAD, self.tree.evictable // _AHEAD_SHARE)  # of a long edge, the rest is copied
+            most = _MOVED_AHEAD if self.tier is not None else _FORGOTTEN_AHEAD
+            ahead = min(most, self.tree.evictable // _AHEAD_SHARE)  # of a long edge, the rest is copied
             self.tree.evict(max(missing - self.pool.free, ahead))
 
     def publish(self, request: Request) -> None:

@@ -10,9 +10,9 @@ def request(rid: int, tokens: range) -> Request:
     return Request(rid, ints(*tokens), len(tokens), 8, frozenset(), DrawParams(), seq=rid)
 
 
-def with_one_leaf(pages: int) -> KVManager:
+def with_one_leaf(pages: int, host_pages: int = 0) -> KVManager:
     """All but one page cached, as one edge that nobody uses."""
-    kv = KVManager(pages, 1)
+    kv = KVManager(pages, 1, host_pages=host_pages)
     first = request(0, range(pages - 1))
     kv.take_room(first, kv.lock_prefix(first))
     first.cached_len = pages - 1
@@ -33,6 +33,18 @@ def test_a_long_edge_gives_up_many_pages_at_once():
     for length in range(300, 400):
         kv.grow(other, length)
     assert kv.tree.version - evictions <= 2
+
+
+def test_few_pages_go_to_the_host_at_once():
+    """A page can have megabytes, and the step that needs one waits for all that are moved before it."""
+    kv = with_one_leaf(16_384, host_pages=16_384)
+    other = request(1, range(20_000, 20_001))
+    kv.take_room(other, kv.lock_prefix(other))
+    moved = []
+    for length in range(2, 300):
+        kv.grow(other, length)
+        moved.append(len(kv.take_copies()) // 2)
+    assert max(moved) <= 16 and sum(map(bool, moved)) < 30, "and not each time"
 
 
 def test_few_pages_are_given_up_one_by_one():
