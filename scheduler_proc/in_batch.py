@@ -2,7 +2,7 @@
 
 The others wait for it, but no longer than computing it themselves would take: whoever they wait for is already as far
 as they would start from, and computes the same tokens at the same rate. (Under round-robin it shares its steps with
-other prompts, as they would.)
+other prompts, as they would. By priority it must be the first one at work, or go before them.)
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,6 @@ def better_off_waiting(request: Request, kv: KVManager, prefilling: Sequence[Req
 
     For less than `least_gain` tokens a step of waiting does not pay.
     """
-    if not prefilling:
-        return False
     cached = kv.cached(request)
     limit = request.match_limit
     for other in prefilling:

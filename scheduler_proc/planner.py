@@ -170,8 +170,10 @@ class Planner:
             self._started(request, now)
 
     def _shares_soon(self, request: Request) -> bool:
-        gain = self._config.in_batch_gain
-        return self._kv.prefix_cache and better_off_waiting(request, self._kv, self._residents.prefilling, gain)
+        prefilling, gain = self._residents.prefilling, self._config.in_batch_gain
+        if not (prefilling and self._kv.prefix_cache):
+            return False
+        return better_off_waiting(request, self._kv, self._waiting.not_behind(request, prefilling), gain)
 
     def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
         match = self._kv.lock_prefix(request)

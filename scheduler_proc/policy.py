@@ -50,6 +50,10 @@ class Policy:
         """Whether `request` starts although prompts that have started fill the steps to come."""
         return False
 
+    def not_behind(self, request: Request, prefilling: Sequence[Request]) -> Sequence[Request]:
+        """Those of `prefilling` that get their chunks no later than `request` would, if it were one of them."""
+        return prefilling
+
     def chunk_order(self, prefilling: Sequence[Request]) -> Sequence[Request]:
         """In which order running prefills, given in the order of admission, get their chunks in this step."""
         return prefilling
@@ -90,6 +94,11 @@ class Priority(Policy):
     def starts_beside(self, request: Request, prefilling: Sequence[Request]) -> bool:
         """When it goes before all of them."""
         return len(prefilling) < MAX_PREFILLS and all(self._before(request, other) for other in prefilling)
+
+    def not_behind(self, request: Request, prefilling: Sequence[Request]) -> Sequence[Request]:
+        """The first one, whoever it is, and those before it."""
+        order = self.chunk_order(prefilling)
+        return [other for i, other in enumerate(order) if i == 0 or self._before(other, request)]
 
     def chunk_order(self, prefilling: Sequence[Request]) -> Sequence[Request]:
         return sorted(prefilling, key=lambda r: (self._key(r), r.seq))

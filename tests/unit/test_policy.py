@@ -121,3 +121,16 @@ def test_a_request_of_high_priority_starts_beside_a_long_prompt():
         rig.step()
         steps += 1
     assert steps <= 2 and 2 not in rig.out
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_nobody_waits_for_a_prefix_whose_maker_gives_way_to_less_urgent_prompts(steps_in_flight):
+    rig = Rig(policy="priority", pages=3000, context=10_000, max_running=64, steps_in_flight=steps_in_flight)
+    rig.add(1, range(5000), 2, priority=-10)
+    rig.step()
+    rig.add(2, [*range(1000), 7], 2, priority=900)
+    for rid in range(10, 50):
+        rig.add(rid, [rid, *range(100)], 1, priority=500)
+        rig.step()
+    others = [rid for rid in rig.out if rid >= 10]
+    assert 2 in rig.out and len(others) < 20
