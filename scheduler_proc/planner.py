@@ -126,6 +126,8 @@ class Planner:
     def _admit(self, step: PlanBuilder, budget: int, now: int) -> None:
         """Start waiting requests while they fit and there is budget that running prefills leave."""
         planned = sum(r.extend_len for r in self._residents.prefilling)
+        if planned >= budget and not self._waiting.overtakes:
+            return  # before the queue is put in order, which may take long
         admitted: list[Request] = []
         looked = entering = 0
         for request in self._waiting.order(now):

@@ -22,6 +22,7 @@ class Policy:
     never changes while a request waits, then by arrival."""
 
     concurrent_prefills = False  # several unfinished prompts advance in the same steps
+    overtakes = False  # `starts_beside` may be true of some
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Request]] = []
@@ -64,6 +65,7 @@ class RoundRobin(Policy):
     short prompt does not wait for a long one."""
 
     concurrent_prefills = True
+    overtakes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +85,8 @@ class RoundRobin(Policy):
 class Priority(Policy):
     """Higher priority first; one step of priority is worth `ageing` of waiting, so the lowest comes through as well:
     only what arrives within `ageing` times the difference can overtake it."""
+
+    overtakes = True
 
     def __init__(self, ageing_s: float = 10.0) -> None:
         super().__init__()

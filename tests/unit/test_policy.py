@@ -134,3 +134,18 @@ def test_nobody_waits_for_a_prefix_whose_maker_gives_way_to_less_urgent_prompts(
         rig.step()
     others = [rid for rid in rig.out if rid >= 10]
     assert 2 in rig.out and len(others) < 20
+
+
+def test_the_queue_is_put_in_order_only_when_somebody_could_start(monkeypatch):
+    """Under longest-prefix-match that compares 64 prompts with the tree, which a prompt at work changes each step."""
+    rig = Rig(policy="lpm", pages=3000, context=10_000)
+    compared = []
+    monkeypatch.setattr(rig.scheduler.kv, "cached", lambda request: compared.append(request.rid) or 0)
+    rig.add(1, range(2000), 2)
+    rig.step()
+    for rid in range(10, 20):
+        rig.add(rid, [rid, *range(2000)], 1)
+    compared.clear()
+    for _ in range(20):
+        rig.step()
+    assert not compared and 1 not in rig.out
