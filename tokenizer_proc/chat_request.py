@@ -96,13 +96,13 @@ _NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
 def _decode(text: str, field: str, expected: type) -> Any:
     try:
         value = json.loads(text)
+        if _ESCAPED_SURROGATE in text.lower():
+            value = _whole(value)
     except ValueError as error:
         raise refused(field, f"is not JSON: {error}") from None
     except RecursionError:
         raise refused(field, "is nested too deeply") from None
-    return (
-        _whole(_typed(value, field, expected)) if _ESCAPED_SURROGATE in text.lower() else _typed(value, field, expected)
-    )
+    return _typed(value, field, expected)
 
 
 def _whole(value: Any) -> Any:

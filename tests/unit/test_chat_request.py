@@ -114,6 +114,7 @@ def test_a_template_that_does_not_show_the_last_message() -> None:
     [
         ({"tools": "{"}, "tools", "not JSON"),
         ({"tools": "[" * 100_000}, "tools", "nested too deeply"),
+        ({"tools": "[" * 700 + '"\\ud83d"' + "]" * 700}, "tools", "nested too deeply"),
         ({"tools": "{}"}, "tools", "a list"),
         ({"tools": "[1]"}, "tools[0]", "an object"),
         ({"tools": '[{"type": "function"}]'}, "tools[0].function", "missing"),
