@@ -48,6 +48,7 @@ def request_of(msg: AddRequest, seq: int, most: int, now: int) -> Request:
         grammar=msg.grammar,
         ignore_eos=msg.ignore_eos,
         arrival=now,
+        since=now - msg.waited_ms * 10**6,
         seq=seq,
         scored=msg.scored,
     )

@@ -19,7 +19,7 @@ MAX_PREFILLS = 8  # prompts that are in work at once
 
 class Policy:
     """First come, first served; prompts are prefilled one after another. Others order by a `_key` of their own, which
-    never changes while a request waits, then by arrival."""
+    never changes while a request waits."""
 
     concurrent_prefills = False  # several unfinished prompts advance in the same steps
     overtakes = False  # `starts_beside` may be true of some
@@ -31,7 +31,7 @@ class Policy:
         return len(self._entries)
 
     def _key(self, request: Request) -> int:
-        return 0
+        return request.since
 
     def add(self, request: Request) -> None:
         insort(self._entries, (self._key(request), request.seq, request), key=lambda e: e[:2])
@@ -93,7 +93,7 @@ class Priority(Policy):
         self._ageing = int(ageing_s * SECOND)
 
     def _key(self, request: Request) -> int:
-        return request.arrival - request.priority * self._ageing
+        return request.since - request.priority * self._ageing
 
     def starts_beside(self, request: Request, prefilling: Sequence[Request]) -> bool:
         """When it goes before all of them."""
@@ -130,7 +130,7 @@ class LongestPrefix(Policy):
 
     def order(self, now: int) -> Iterator[Request]:
         window = list(islice(super().order(now), LPM_WINDOW))
-        if window and now - window[0].arrival >= self._patience:
+        if window and now - window[0].since >= self._patience:
             return iter(window)
         return iter(sorted(window, key=self._cached, reverse=True))
 

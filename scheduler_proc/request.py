@@ -75,6 +75,7 @@ class Request:
     grammar: Grammar | None = None
     ignore_eos: bool = False
     arrival: int = 0  # ns
+    since: int = 0  # ns; when it came to the cluster, perhaps in an earlier term: its wait counts from then
     started: int = 0  # ns; when it was first admitted
     seq: int = 0  # order of arrival, unique
     status: Status = Status.WAITING
@@ -136,9 +137,9 @@ class Request:
         return self.max_tokens - self.generated
 
     @property
-    def seniority(self) -> tuple[int, int]:
+    def seniority(self) -> tuple[int, int, int]:
         """Sorts those first who keep their pages longest under pressure: high priority, then early arrival."""
-        return (-self.priority, self.seq)
+        return (-self.priority, self.since, self.seq)
 
     @property
     def is_running(self) -> bool:

@@ -135,7 +135,7 @@ class Scheduler:
             return RequestError(msg.rid, ErrorCode.INTERNAL, "this request id is in use", "rid")
         problem = never_fits(msg, self.context_len, self._pool_tokens, self.vocab_size)
         problem = problem or self.quarantine.refusal(msg, now)
-        if problem is None and len(self.waiting) >= self.config.max_waiting and not msg.again:
+        if problem is None and len(self.waiting) >= self.config.max_waiting and not msg.waited_ms:
             text = f"the queue is full ({self.config.max_waiting} requests)"
             wait = self._service.seconds_for(len(self.waiting))
             return RequestError(msg.rid, ErrorCode.OVERLOADED, text, "", self.config.max_waiting, wait)

@@ -39,9 +39,8 @@ class Beams:
         self._choices = list(entry.choices)  # a beam each, and in the end a hypothesis
         self._found: dict[int, list[tuple[int, float]]] = {}  # by id: what follows each beam
 
-    def step(self, left_ms: int, *, again: bool = False) -> None:
-        """Ask what follows each beam. The request's deadline is in `left_ms`, 0 is none."""
-        again = again or bool(self.search.beams[0].tokens)  # what has begun is not refused by a queue that is full
+    def step(self, left_ms: int, waited_ms: int = 0) -> None:
+        """Ask what follows each beam. Times as in AddRequest."""
         self._found.clear()
         entry = self.entry
         assert entry.prompt is not None
@@ -50,15 +49,17 @@ class Beams:
             tokens = entry.prompt + ints(*beam.tokens)
             self._send_detokenizer(OpenStream(choice.rid, (), entry.params.skip_special_tokens))
             self._send_scheduler(
-                AddRequest(choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, again=again)
+                AddRequest(
+                    choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, waited_ms=waited_ms
+                )
             )
 
-    def resume(self, left_ms: int) -> None:
+    def resume(self, left_ms: int, waited_ms: int) -> None:
         """Do what was done last again: whoever should have answered is no more."""
         if self.search.done:
             self.finish(array("q"))
         else:
-            self.step(left_ms, again=True)
+            self.step(left_ms, waited_ms)
 
     def take(self, choice: Choice, row: TextRow) -> bool:
         """The answer of one beam. Whether it was the last one of the step, so that the search has advanced."""

@@ -299,7 +299,7 @@ class Frontend:
             beams.finish(times[:-2])  # without those of detokenizer and tokenizer
             return
         try:
-            beams.step(self._handover.left_ms(beams.entry))
+            beams.step(self._handover.left_ms(beams.entry), self._handover.waited_ms(beams.entry))
         except Refused as refusal:
             self._answers.refuse(beams.entry, refusal)
 

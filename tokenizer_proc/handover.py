@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from common.codec import Message
 from common.fields import IntArray
-from common.messages import AddRequest, OpenStream
+from common.messages import MAX_MS, AddRequest, OpenStream
 from tokenizer_proc.answers import expired
 from tokenizer_proc.beams import Beams
 from tokenizer_proc.ledger import Choice, Entry
@@ -57,10 +57,10 @@ class Handover:
         assert entry.prompt is not None
         left_ms = self.left_ms(entry)
         if entry.beams is not None:
-            entry.beams.resume(left_ms)
+            entry.beams.resume(left_ms, self.waited_ms(entry))
             return
         for choice in entry.choices:
-            self._submit(choice, entry.prompt, left_ms, again=True)
+            self._submit(choice, entry.prompt, left_ms, self.waited_ms(entry))
 
     def left_ms(self, entry: Entry) -> int:
         """Until the request's deadline, or 0 where it has none. Raises Refused when it has passed."""
@@ -71,7 +71,11 @@ class Handover:
             raise expired(entry)
         return max(1, left // 10**6)
 
-    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, *, again: bool = False) -> None:
+    def waited_ms(self, entry: Entry) -> int:
+        """Since the request came, for handing it in again: at least 1."""
+        return min(MAX_MS, max(1, (self._clock() - entry.arrival) // 10**6))
+
+    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, waited_ms: int = 0) -> None:
         """Hand a choice over to detokenizer and scheduler, from where its client is."""
         entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
         if params.use_beam_search:
@@ -83,7 +87,7 @@ class Handover:
         self._send_scheduler(
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
-                entry.priority, left_ms, len(emitted), choice.scored, again, params.grammar,
+                entry.priority, left_ms, len(emitted), choice.scored, waited_ms, params.grammar,
                 params.grammar is not None and params.ignore_eos,
             )
         )  # fmt: skip

@@ -35,8 +35,8 @@ class AddRequest:
 
     The last `generated` tokens of `prompt` are output that the client has already: the request goes on after them.
     `max_tokens` counts them too. The client also has the `prompt_logprobs` that the first `scored` tokens predict.
-    `again`: it was handed in before, in an earlier term or as an earlier step of a beam search, so that no limit of the
-    queue refuses it.
+    `waited_ms` after its request came to the cluster it is handed in again, in a new term or as a later step of a beam
+    search; 0 is the first time. Then no limit of the queue refuses it, and its place there is by when the request came.
     """
 
     TAG: ClassVar[int] = 4
@@ -50,7 +50,7 @@ class AddRequest:
     deadline_ms: Milliseconds = 0  # from arrival at the scheduler; 0 is none
     generated: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
     scored: Annotated[int, Int(0, MAX_BATCH_TOKENS)] = 0
-    again: Annotated[bool, Bool()] = False
+    waited_ms: Milliseconds = 0
     grammar: Annotated[Grammar | None, Maybe(GRAMMAR)] = None
     ignore_eos: Annotated[bool, Bool()] = False  # the grammar's answer ends only where it cannot go on
 

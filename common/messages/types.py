@@ -22,6 +22,7 @@ MAX_TOOLS_CHARS = 2**20
 MAX_TEMPLATE_ARGS_CHARS = 2**16
 MAX_COPIES = 2**21  # of pages in a plan, so that it fits in a frame
 MAX_COUNT = 2**62
+MAX_MS = 2**31 - 1
 
 Rid = Annotated[int, Int(0, MAX_RID)]
 Rids = Annotated[IntArray, Ints(MAX_SLOTS)]
@@ -30,7 +31,7 @@ Counts = Annotated[IntArray, Ints(MAX_SLOTS)]
 Times = Annotated[IntArray, Ints(16, 0, 2**63 - 1, "q")]
 CacheSalt = Annotated[str, Str(256)]
 Priority = Annotated[int, Int(-1000, 1000)]
-Milliseconds = Annotated[int, Int(0, 2**31 - 1)]
+Milliseconds = Annotated[int, Int(0, MAX_MS)]
 Number = Annotated[int, Int(0, MAX_RID)]
 
 

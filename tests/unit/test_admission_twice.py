@@ -37,7 +37,7 @@ def test_a_full_queue_and_an_id_in_use() -> None:
         assert rig.add(rid, [rid], 5) == []
     (full,) = rig.add(4, [4], 5)
     assert full.code == ErrorCode.OVERLOADED and full.limit == 3
-    assert rig.add(5, [5], 5, again=True) == [], "it had passed the limit before"
+    assert rig.add(5, [5], 5, waited_ms=1) == [], "it had passed the limit before"
     (twice,) = rig.add(1, [1], 5)
     assert twice.code == ErrorCode.INTERNAL
     rig.run()

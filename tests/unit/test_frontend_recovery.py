@@ -58,8 +58,8 @@ def test_choices_go_on_after_the_last_token_that_their_client_was_sent() -> None
         world.frontend.resume()
         draws = [params.draw(seed, 3, ints(0)) for seed in (7, 8)]
         assert world.scheduler == [
-            AddRequest(first, ints(1, 2, 3), 9, ints(0), draws[0], "tenant", -4, 0, again=True),
-            AddRequest(second, ints(1, 2, 3, 8, 9), 9, ints(0), draws[1], "tenant", -4, 0, 2, again=True),
+            AddRequest(first, ints(1, 2, 3), 9, ints(0), draws[0], "tenant", -4, 0, waited_ms=1),
+            AddRequest(second, ints(1, 2, 3, 8, 9), 9, ints(0), draws[1], "tenant", -4, 0, 2, waited_ms=1),
         ]
         assert world.detokenizer == [
             OpenStream(first, ("x",), True, 2),
@@ -106,7 +106,7 @@ def test_a_request_that_is_being_tokenized_is_handed_in_once() -> None:
         assert world.scheduler == world.detokenizer == []
         world.encoder.gate.set()
         await world.settle()
-        assert len(world.added) == 1 and not world.added[0].again
+        assert len(world.added) == 1 and not world.added[0].waited_ms
 
     run(test)
 
@@ -156,7 +156,7 @@ def test_the_time_lost_counts_against_the_deadline() -> None:
         forget(world)
         world.now += 30 * 10**6
         world.frontend.resume()
-        assert [(m.deadline_ms, m.again) for m in world.added] == [(20, True)]
+        assert [(m.deadline_ms, m.waited_ms) for m in world.added] == [(20, 30)]
         (error,) = world.answers[b"a"]
         assert (error.rid, error.code) == (1, ErrorCode.DEADLINE)
 
@@ -189,24 +189,25 @@ def test_a_beam_search_takes_its_last_step_again() -> None:
         await world.choices(2, params=params)
         world.frontend.resume()
         (step,) = world.added
-        assert list(step.prompt) == [1, 2, 3] and (step.max_tokens, step.again) == (1, True)
+        assert list(step.prompt) == [1, 2, 3] and (step.max_tokens, step.waited_ms) == (1, 1)
 
     run(test)
 
 
-def test_a_beam_search_that_has_begun_is_not_refused_by_a_full_queue() -> None:
+def test_a_beam_search_that_has_begun_keeps_its_place_in_the_queue() -> None:
     async def test() -> None:
         world = World()
         params = SamplingParams(temperature=0.0, use_beam_search=True, max_tokens=3)
         world.receive(request(n=2, params=params))
         await world.settle()
         (first,) = world.added
-        assert not first.again
+        assert not first.waited_ms
         world.scheduler.clear()
+        world.now += 70 * 10**6
         four = Logprobs(ints(5), array("f", [-1]), ints(1), ints(4), ints(5, 6, 7, 8), array("f", [-1, -2, -3, -4]))
         batch = text_batch(first.rid, "", Finish.LENGTH, (5,))
         world.frontend.on_detokenizer(replace(batch, logprobs=LogprobRows.of({0: four})))
-        assert [(list(m.prompt), m.again) for m in world.added] == [([1, 2, 3, 5], True), ([1, 2, 3, 6], True)]
+        assert [(list(m.prompt), m.waited_ms) for m in world.added] == [([1, 2, 3, 5], 70), ([1, 2, 3, 6], 70)]
 
     run(test)
 

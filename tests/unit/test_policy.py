@@ -102,6 +102,20 @@ def test_a_held_up_step_hardly_changes_the_step_time_model():
     assert model.predict(StepShape(100, 64_000)) == pytest.approx(0.15, rel=0.1)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "round-robin", "priority"])
+def test_who_is_handed_in_again_keeps_its_place(policy):
+    """As each step of a beam search is: behind the queue, each of its tokens would wait as long as a request."""
+    rig = Rig(policy=policy, max_running=1)
+    rig.now = 100 * SECOND
+    rig.add(0, [1, 2], 3)
+    rig.step()
+    for rid in (1, 2):
+        rig.add(rid, [rid], 1)
+    rig.add(3, [3], 1, waited_ms=50_000)
+    rig.run()
+    assert list(rig.out) == [0, 3, 1, 2]
+
+
 def test_round_robin_gives_everyone_a_turn_whatever_the_order_of_admission():
     turns = make_policy("round-robin", KVManager(10, 4), 10.0)
     prefilling = [Request(seq, ints(1), 1, 1, frozenset(), DrawParams(), seq=seq) for seq in (5, 3, 4)]

@@ -105,7 +105,7 @@ def test_what_a_culprit_asked_for_is_refused_for_a_while() -> None:
     (refusal,) = rig.add(2, [1, POISON], 50)
     assert refusal.code == ErrorCode.INTERNAL and rig.deaths == 2
     assert rig.add(3, [1, 2], 5) == []
-    (refusal,) = rig.add(4, [1, POISON, 7], 5, generated=1, again=True)
+    (refusal,) = rig.add(4, [1, POISON, 7], 5, generated=1, waited_ms=1)
     assert refusal.rid == 4, "a choice that is handed in again, too"
     rig.survive()
     assert rig.out[3] == solo_output([1, 2], 5)

@@ -30,7 +30,7 @@ def test_a_grammar_sees_the_answer_so_far_after_preemption(in_flight: int) -> No
 def test_a_resumed_grammar_sees_what_the_client_has_already() -> None:
     """As after a loss: the end of the prompt is output, and only what comes after it is sent."""
     whole, rig = solo_output([1, 5], 9), Rig()
-    rig.add(1, [1, 5, *whole[:4]], 9, grammar=FOLLOWED, generated=4, again=True)
+    rig.add(1, [1, 5, *whole[:4]], 9, grammar=FOLLOWED, generated=4, waited_ms=1)
     (first,) = [plan for plan in rig.run() if plan.enter_grammars]
     assert first.enter_grammars[0].generated.tolist() == whole[:4]
     assert rig.out[1] == whole[4:]

@@ -189,12 +189,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for rid, msg in self.asked.items():
             if rid in self.ended:
                 continue
-            left = 0
+            left, waited = 0, max(1, (self.now - self.arrived[rid]) // 10**6)
             if msg.deadline_ms:
                 left = max(1, msg.deadline_ms - (self.now - self.arrived[rid]) // 10**6)
             got, scored = self.got[rid], len(self.prompt_logprobs.get(rid, ()))
             tokens = msg.prompt + ints(*got)
-            again = replace(msg, prompt=tokens, deadline_ms=left, generated=len(got), scored=scored, again=True)
+            again = replace(msg, prompt=tokens, deadline_ms=left, generated=len(got), scored=scored, waited_ms=waited)
             self.take(self.scheduler.handle(decode(encode(again), {AddRequest}), self.now))
             refused = rid in self.ended
             assert not refused or condemned(self.ended[rid]), "nobody is refused whom an earlier scheduler had taken"
