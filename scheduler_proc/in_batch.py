@@ -22,6 +22,8 @@ def better_off_waiting(request: Request, kv: KVManager, prefilling: Sequence[Req
     for other in prefilling:
         if other.salt != request.salt or other.cached_len < cached or other.cached_len >= limit:
             continue
+        if other.unscored:
+            continue  # it computes fewer tokens a step
         near = cached + least_gain
         if limit < near or request.tokens[cached:near] != other.tokens[cached:near]:
             continue

@@ -125,16 +125,22 @@ class Planner:
 
     def _admit(self, step: PlanBuilder, budget: int, now: int) -> None:
         """Start waiting requests while they fit and there is budget that running prefills leave."""
-        planned = sum(r.extend_len for r in self._residents.prefilling)
-        if planned >= budget and not self._waiting.overtakes:
+        load = _Load()
+        for request in self._residents.prefilling:
+            load.add(request)
+        if load.tokens >= budget and not self._waiting.overtakes:
             return  # before the queue is put in order, which may take long
         admitted: list[Request] = []
         looked = entering = 0
         for request in self._waiting.order(now):
             if budget <= 0 or self._residents.full or looked > LOOK_AHEAD:
                 break
-            if planned >= budget and not self._waiting.starts_beside(request, self._residents.prefilling):
-                break
+            full = load.tokens >= budget
+            if (full or load.delays(request)) and not self._waiting.starts_beside(request, self._residents.prefilling):
+                if full:
+                    break
+                looked += 1
+                continue
             if step.grammar_chars > MAX_GRAMMAR_CHARS_PER_STEP:
                 break
             if self._shares_soon(request):
@@ -146,7 +152,7 @@ class Planner:
             if (entering and entering + size > MOST_ENTERING) or not self._try_admit(step, request):
                 break
             admitted.append(request)
-            planned += request.extend_len
+            load.add(request)
             entering += size
         for request in admitted:
             self._started(request, now)
@@ -220,6 +226,27 @@ class Planner:
         for request in step.chunks:
             if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len:
                 self._kv.publish(request)
+
+
+class _Load:
+    """What prompts in work would take of one step: all that they have left, but for the bound on what is scored."""
+
+    def __init__(self) -> None:
+        self._plain = self._scored = 0
+
+    def add(self, request: Request) -> None:
+        if request.unscored:
+            self._scored += request.extend_len
+        else:
+            self._plain += request.extend_len
+
+    def delays(self, request: Request) -> bool:
+        """Whether `request` would get no chunk, because others of its kind are in work."""
+        return request.unscored and self._scored >= SCORED_TOKENS
+
+    @property
+    def tokens(self) -> int:
+        return self._plain + min(self._scored, SCORED_TOKENS)
 
 
 def _least(room: int, limit: int | None) -> int:

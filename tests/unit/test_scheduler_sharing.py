@@ -1,5 +1,9 @@
 """Prefix sharing: exact to the token, copy-on-write, namespaces, in-batch sharing."""
 
+import pytest
+
+from common.messages import AddRequest, Finish, ints
+from common.sampling_params import DrawParams
 from tests.paper_worker import solo_output
 from tests.rig import Rig
 
@@ -71,3 +75,33 @@ def test_equal_prompts_are_computed_once_with_two_steps_in_flight():
         rig.run()
         assert rig.cached == {0: 0, 1: shared, 2: shared, 3: shared}
         assert list(rig.out.values()) == [solo_output(list(range(100)), 3)] * 4
+
+
+def scored(rig, rid, prompt):
+    """A request for the log probabilities of its prompt, of which few tokens are computed in a step."""
+    rig.take(rig.scheduler.handle(AddRequest(rid, ints(*prompt), 2, ints(), DrawParams(prompt_logprobs=0)), rig.now))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "round-robin", "priority"])
+def test_prompts_that_are_scored_leave_the_rest_of_the_step_to_others(policy, monkeypatch):
+    monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 8)
+    rig = Rig(policy=policy, chunk_slowdown=0)
+    scored(rig, 1, range(80))
+    scored(rig, 2, range(100, 110))
+    for rid in range(3, 6):
+        rig.add(rid, [rid, *range(40)], 1)
+    tokens = [len(rig.step().chunk_tokens) for _ in range(3)]
+    assert tokens == [64, 64, 8 + 3 * 41 - 2 * 56] and sorted(rig.finish) == [3, 4, 5]
+    rig.run()
+    assert rig.out[2] == solo_output(list(range(100, 110)), 2)
+
+
+def test_nobody_waits_for_a_prefix_that_is_scored(monkeypatch):
+    monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 8)
+    rig = Rig(chunk_slowdown=0)
+    scored(rig, 1, range(80))
+    rig.step()
+    rig.add(2, [*range(80), 2], 1)
+    rig.step()
+    rig.step()
+    assert rig.finish[2] == Finish.LENGTH
