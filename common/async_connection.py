@@ -44,7 +44,7 @@ from common.messages import (
 from common.prompts import Prompt, prompt_fields
 from common.rows import Row, RowReader
 from common.sampling_params import SamplingParams
-from common.sockets import AT_ONCE, Inbox, PeerStalled, open_socket
+from common.sockets import AT_ONCE, Inbox, PeerStalled, close_when_dropped, open_socket
 from common.stamps import Lost
 
 MAX_UNREAD = 2**16  # rows of one request that its reader may leave unread
@@ -167,6 +167,7 @@ class AsyncConnection:
         self._linger_ms = 500
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.DEALER)
+        close_when_dropped(self, self._context, self._socket)
         self._socket.set(zmq.IPV6, address.startswith("tcp://["))
         if gateway:
             self._socket.set(zmq.ROUTING_ID, GATEWAY + secrets.token_bytes(8))

@@ -51,8 +51,10 @@ class AsyncReader:
     def stop(self) -> None:
         """Let go of the socket, which may be closed then. No more is taken."""
         if self._ended is not None:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            self._ended.cancel()
+            loop = self._ended.get_loop()
+            if not loop.is_closed():  # else nobody is told any more, and this is the garbage collector
+                loop.remove_reader(self._descriptor)
+                self._ended.cancel()
             self._ended = None
 
     def look(self) -> None:

@@ -35,7 +35,7 @@ from common.rows import Row as Row
 from common.rows import RowReader
 from common.run_dir import RunDirError
 from common.sampling_params import SamplingParams
-from common.sockets import Inbox, Outbox, open_socket
+from common.sockets import Inbox, Outbox, close_when_dropped, open_socket
 from common.stamps import Lost
 
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
@@ -84,6 +84,7 @@ class Connection:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._linger_ms = 500
         socket = open_socket(self._context, zmq.DEALER)
+        close_when_dropped(self, self._context, socket)
         socket.set(zmq.IPV6, address.startswith("tcp://["))
         self._monitor = socket.get_monitor_socket(ENDINGS)
         try:

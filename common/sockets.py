@@ -6,6 +6,7 @@ stamps (common/stamps.py), by which nothing is lost or heard twice unnoticed.
 """
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -99,6 +100,19 @@ def open_socket(
     if connect is not None:
         socket.connect(connect)
     return socket
+
+
+def close_when_dropped(owner: object, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
+    """Close the socket, with its monitor, and the context when the garbage collector takes their owner.
+
+    In a cycle it would finalize the context perhaps first, whose destructor waits for ever for sockets that it no
+    longer knows. From here they are held, so that neither is garbage before the owner.
+    """
+
+    def close(context: "zmq.Context[zmq.Socket[bytes]]", _held: object) -> None:
+        context.destroy(linger=0)
+
+    weakref.finalize(owner, close, context, socket).atexit = False
 
 
 def is_readable(socket: "zmq.Socket[bytes]") -> bool:

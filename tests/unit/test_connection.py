@@ -1,5 +1,7 @@
 """The synchronous connection against a played cluster: rows, ends, refusals, silence and breaks."""
 
+import subprocess
+import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
@@ -279,6 +281,22 @@ def test_a_beat_breaks_the_silence(short_dir: Path) -> None:
             cluster.next(Abort)
             assert connection.poll(0.6) == []
         assert connection.live == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "connection = Connection(ADDRESS)",
+        "connection = asyncio.run(AsyncConnection(ADDRESS).__aenter__())",
+    ],
+)
+def test_the_garbage_collector_closes_a_forgotten_connection(short_dir: Path, program: str) -> None:
+    imports = "import asyncio, gc\nfrom common.connection import Connection\n"
+    imports += "from common.async_connection import AsyncConnection\n"
+    program = f"ADDRESS = 'ipc://{short_dir}/nobody'\n{program}\nconnection.itself = connection\ndel connection\n"
+    command = [sys.executable, "-c", imports + program + "gc.collect()\nprint('collected')"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (ended.stdout, ended.stderr) == ("collected\n", "")
 
 
 def test_answer_adds_up() -> None:
