@@ -49,6 +49,7 @@ class AsyncLLM:
         self._connection: AsyncConnection | None = None
         self._known_format: ChatFormat | None = None
         self._owner = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the block that is open
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None) -> "AsyncLLM":
@@ -58,31 +59,41 @@ class AsyncLLM:
         return llm
 
     async def __aenter__(self) -> "AsyncLLM":
-        """Raises ClusterError."""
-        self._owner = os.getpid()
-        if self._model is None:
-            address = frontend_of(self._run_dir)
-        else:
-            loop = asyncio.get_running_loop()
-            starting = loop.run_in_executor(None, ChildCluster, self._model, self._options)
-            try:
-                self._own = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                starting.add_done_callback(_close_started)
-                raise
-            address = self._own.address
-        self._address = address
-        self._connection = await AsyncConnection(address).__aenter__()
+        """Raises ClusterError, also when a block of the same object is open."""
+        if self._loop is not None:
+            raise ClusterError("this AsyncLLM is in use: a second `async with` block needs one of its own")
+        self._owner, self._loop = os.getpid(), asyncio.get_running_loop()
+        try:
+            self._address = await self._start()
+            self._connection = await AsyncConnection(self._address).__aenter__()
+        except BaseException:
+            self._loop = None
+            raise
         return self
+
+    async def _start(self) -> str:
+        """The address of the cluster, which is there then."""
+        if self._model is None:
+            return frontend_of(self._run_dir)
+        starting = asyncio.get_running_loop().run_in_executor(None, ChildCluster, self._model, self._options)
+        try:
+            self._own = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_close_started)
+            raise
+        return self._own.address
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.aclose()
-        if self._own is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._own.close)
+        try:
+            if connection is not None:
+                await connection.aclose()
+        finally:  # a second cancellation must not leave the cluster running
+            if self._own is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self._own.close)
+            self._loop = None
 
     async def generate(
         self,
@@ -136,6 +147,8 @@ class AsyncLLM:
         check_process(self._owner)
         if self._connection is None:
             raise ClusterError("use AsyncLLM in an `async with` block")
+        if asyncio.get_running_loop() is not self._loop:
+            raise ClusterError("this AsyncLLM is of another event loop; make one here, or use LLM from several threads")
         return self._connection
 
     async def _reconnect(self) -> None:

@@ -316,6 +316,56 @@ def test_async(short_dir: Path) -> None:
         asyncio.run(use())
 
 
+def test_a_second_block_and_another_loop_are_refused(short_dir: Path) -> None:
+    refused: list[str] = []
+
+    def elsewhere(llm: AsyncLLM) -> None:
+        for call in (llm.generate("x"), llm.stats(), anext(llm.stream("x"))):
+            with pytest.raises(ClusterError) as caught:
+                asyncio.run(asyncio.wait_for(call, TIMEOUT_S))
+            refused.append(str(caught.value))
+
+    async def use() -> None:
+        async with AsyncLLM.connect(short_dir) as llm:
+            with pytest.raises(ClusterError, match="in use"):
+                async with llm:
+                    pass
+            await asyncio.get_running_loop().run_in_executor(None, elsewhere, llm)
+            assert texts(await llm.generate("x")) == [["x 0!"]]
+        async with llm:  # again, one after the other
+            assert texts(await llm.generate("x")) == [["x 0!"]]
+
+    with FakeFrontend(short_dir, answers, info=INFO):
+        asyncio.run(use())
+    assert len(refused) == 3 and all("of another event loop" in problem for problem in refused)
+
+
+def test_a_cancelled_end_of_a_block_ends_the_cluster_too(short_dir: Path) -> None:
+    closed = threading.Event()
+
+    class Own:
+        close = staticmethod(closed.set)
+
+    async def leave(entered: asyncio.Event) -> None:
+        async with AsyncLLM.connect(short_dir) as llm:
+            llm._own = Own()  # type: ignore[assignment]
+            entered.set()
+            await asyncio.get_running_loop().create_future()
+
+    async def use() -> None:
+        entered = asyncio.Event()
+        leaving = asyncio.create_task(leave(entered))
+        await entered.wait()
+        leaving.cancel()
+        await asyncio.sleep(0)  # the block is being left
+        leaving.cancel()
+        await asyncio.wait({leaving})
+
+    with FakeFrontend(short_dir, answers, info=INFO):
+        asyncio.run(use())
+    assert closed.is_set()
+
+
 def test_a_stream_whose_reader_lags_ends_by_name(short_dir: Path) -> None:
     def flood(msg: Any) -> Iterable[Any]:
         if isinstance(msg, Generate):
