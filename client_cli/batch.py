@@ -1,7 +1,9 @@
 """`batch`: run a file of requests in OpenAI's batch format; run again, it does what is missing."""
 
 import fcntl
+import os
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +75,8 @@ def _output(path: Path) -> Iterator[IO[bytes]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise click.UsageError(f"another batch writes to {path}") from None
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise click.UsageError(f"{path} is not a file: what an earlier run wrote must be there to be read")
         yield file
 
 

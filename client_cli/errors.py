@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -43,7 +44,8 @@ def named_failures() -> Iterator[None]:
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """How every command ends early: a failed connection, Ctrl-C (the text of KeyboardInterrupt is shown), a reader of
-    the output that went away."""
+    the output that went away, a disk that is full."""
+    _open_closed_streams()
     try:
         with named_failures():
             yield
@@ -53,6 +55,19 @@ def exit_codes() -> Iterator[None]:
     except BrokenPipeError:
         _quiet_stdout()
         raise SystemExit(EXIT_BROKEN_PIPE) from None
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        _quiet_stdout()
+        raise ClientError(": ".join(filter(None, (error.filename, error.strerror)))) from None
+
+
+def _open_closed_streams() -> None:
+    """A shell's `<&-` and `>&-` leave None behind."""
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 (as long as the program)
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def _quiet_stdout() -> None:

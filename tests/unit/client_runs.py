@@ -31,6 +31,14 @@ def run_unread(*args: str, stdin: str = "") -> Ended:
         os.close(writer)
 
 
+def run_full(*args: str, stdin: str = "") -> Ended:
+    """Run the client with a stdout that is a file on a full disk."""
+    with Path("/dev/full").open("w") as full:
+        return subprocess.run(
+            [*CLIENT, *args], input=stdin, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S
+        )
+
+
 def start(*args: str) -> "subprocess.Popen[str]":
     """Start the client for tests that interrupt it."""
     pipe = subprocess.PIPE

@@ -277,6 +277,12 @@ def test_what_utf_8_cannot_say_does_not_end_the_batch() -> None:
     assert read_earlier(data, "out").done == {"\ud800", "ä"}
 
 
+@pytest.mark.parametrize("output", ["/dev/full", "/dev/null", "/dev/stdout"])
+def test_what_cannot_be_read_again_is_no_output(tmp_path: Path, output: str) -> None:
+    ended = run("batch", write(tmp_path / "in", [line("a", prompt="x")]), output)
+    assert ended.returncode == 2 and f"{output} is not a file" in ended.stderr
+
+
 def test_two_batches_do_not_write_to_one_file(short_dir: Path) -> None:
     source, output = write(short_dir / "in", [line("a", prompt="x")]), short_dir / "out"
     with output.open("w") as held:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import shlex
 import signal
 import subprocess
 import threading
@@ -19,7 +20,7 @@ import client_cli.target
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, ints
 from common.run_dir import RunDir
 from common.sampling_params import Grammar, SamplingParams
-from tests.unit.client_runs import CLIENT, run, run_unread, start
+from tests.unit.client_runs import CLIENT, run, run_full, run_unread, start
 from tests.unit.fake_frontend import (
     TIMEOUT_S,
     FakeFrontend,
@@ -310,7 +311,20 @@ def test_a_reader_that_has_gone_ends_every_command_alike(short_dir: Path, args: 
     flags = ["--vocab-size=20"] if args[0] == "bench" else []
     with FakeFrontend(short_dir, bench_answer if flags else answer, info=INFO):
         ended = run_unread(*args, *flags, "--run-dir", str(short_dir), stdin="hi\n")
+        full = run_full(*args, *flags, "--run-dir", str(short_dir), stdin="hi\n")
     assert (ended.returncode, ended.stderr) == (141, "")
+    assert full.returncode == 1 and full.stderr.endswith("Error: No space left on device\n")
+    assert "Traceback" not in full.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("b <&-", "b\n"), ("chat <&-", ""), ("b <&- >&-", ""), ("b >&- 2>&-", "")]
+)
+def test_streams_that_are_closed_are_empty(short_dir: Path, command: str, said: str) -> None:
+    with FakeFrontend(short_dir, echo, info=INFO):
+        whole = f"exec {shlex.join(CLIENT)} {command} --run-dir {shlex.quote(str(short_dir))}"
+        ended = subprocess.run(["sh", "-c", whole], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")
 
 
 def bench_answer(msg: Any) -> Iterable[Any]:
