@@ -21,7 +21,7 @@ from gateway_proc.auth import Keys
 from gateway_proc.errors import ApiError, our_mistake
 from gateway_proc.http import error_response, story_of
 from gateway_proc.metrics import Metrics, Scrape
-from gateway_proc.middleware import Answered, Authorized, Observed
+from gateway_proc.middleware import Answered, Authorized, Lingering, Observed
 from gateway_proc.schemas.base import ApiModel
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.completions import CompletionRequest
@@ -115,7 +115,7 @@ def build(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-rhizome-ignored-fields", "retry-after"],
         )
-    return Observed(inner, began, told)
+    return Lingering(Observed(inner, began, told))
 
 
 def _add(app: FastAPI, service: Service, route: Route) -> None:

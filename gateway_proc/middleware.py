@@ -1,5 +1,8 @@
-"""What happens to every request around its endpoint, as plain ASGI: id, limits of the head, key, story, last resort."""
+"""What happens to every request around its endpoint, as plain ASGI: id, limits of the head, key, story, last resort,
+and a close that lets the answer arrive."""
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,6 +22,7 @@ MAX_URL_BYTES = 8192
 PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # they need no key, and do not wait for others
 OPEN_PATHS = PROBES | {"/docs", "/openapi.json", "/metrics"}  # scrapers have no key either
 QUIET_STATUS = 400  # below it, only requests that generate get a line in the log
+LINGER_S = 10.0  # for the rest of a body that nobody reads
 
 
 class Observed:
@@ -122,3 +126,43 @@ class Authorized:
             await self._app(scope, receive, send)
         finally:
             self._keys.leave(story.key)
+
+
+class Lingering:
+    """Where the connection closes behind the answer, takes what has not been read of the request before it ends: bytes
+    that are left at the close reset the connection, which may cost the client the answer (RFC 9112, 9.6)."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _closes(scope):
+            await self._app(scope, receive, send)
+            return
+        left = True
+
+        async def noting() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left and message.get("more_body", False)
+            return message
+
+        async def last(message: Message) -> None:
+            if left and message["type"] == "http.response.body" and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_S):
+                        while left:
+                            await noting()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, noting, last)
+
+
+def _closes(scope: Scope) -> bool:
+    """Whether a request has a body and is the last one on its connection."""
+    headers = Headers(scope=scope)
+    if "content-length" not in headers and "transfer-encoding" not in headers:
+        return False
+    return scope["http_version"] == "1.0" or "close" in headers.get("connection", "").lower()

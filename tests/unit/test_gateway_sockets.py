@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from common.config import HttpConfig
 from common.messages import Abort, Finish, Generate
-from gateway_proc import http, protocol
+from gateway_proc import http, middleware, protocol
 from tests.helpers_http import dial, head, post, until, until_closed
 from tests.unit.fake_frontend import FakeFrontend, rows, silent_after_one_row
 from tests.unit.gateway_world import answering, serve, words
@@ -72,6 +73,31 @@ def test_a_slow_body_is_refused(short_dir: Path, monkeypatch: pytest.MonkeyPatch
         with dial(url) as connection:
             connection.sendall(head("/v1/completions", 100) + b'{"prompt"')
             assert until(connection, b"}}").startswith(b"HTTP/1.1 408")
+
+    serve(short_dir, HELLO, test)
+
+
+@pytest.mark.parametrize(("path", "code"), [("/v1/nothing", b"404"), ("/v1/completions", b"413")])
+def test_a_refusal_reaches_a_client_that_sends_all_first(short_dir: Path, path: str, code: bytes) -> None:
+    body = b" " * (HttpConfig().max_body_bytes + 2**20)
+    whole = head(path, len(body), extra="Connection: close\r\n") + body
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        for sent in (whole, whole.replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"Connection: close\r\n", b"")):
+            with dial(url) as connection:
+                connection.sendall(sent)
+                assert until_closed(connection).startswith(b"HTTP/1.1 " + code)
+
+    serve(short_dir, HELLO, test)
+
+
+def test_a_refusal_does_not_wait_for_ever_for_the_rest(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "LINGER_S", 0.1)
+
+    def test(url: str, cluster: FakeFrontend) -> None:
+        with dial(url) as connection:
+            connection.sendall(head("/v1/nothing", 100, extra="Connection: close\r\n"))
+            assert until_closed(connection).endswith(b"}}")
 
     serve(short_dir, HELLO, test)
 
