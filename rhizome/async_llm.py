@@ -50,6 +50,7 @@ class AsyncLLM:
         self._known_format: ChatFormat | None = None
         self._owner = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the block that is open
+        self._asked: asyncio.Future[bool] | None = None
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None) -> "AsyncLLM":
@@ -207,9 +208,13 @@ class AsyncLLM:
                 return failed
         if isinstance(error, UnreadRows):
             return GenerationError(index, "aborted", str(error))
-        if self._own is None:
-            return ClusterError(str(error))
-        return ClusterError(await asyncio.get_running_loop().run_in_executor(None, self._own.why, str(error)))
+        return ClusterError(self._own.end if self._own and await self._ends(self._own) else str(error))
+
+    async def _ends(self, own: ChildCluster) -> bool:
+        """As its `ends`. Of any number of calls that fail together one asks, as each would wait in a thread."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().run_in_executor(None, own.ends)
+        return await asyncio.shield(self._asked)
 
 
 def _close_started(starting: "asyncio.Future[ChildCluster]") -> None:

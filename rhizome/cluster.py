@@ -78,12 +78,17 @@ class ChildCluster:
                 raise ClusterError(f"the cluster did not start: {_reason(self.log, self._process.returncode)}")
             time.sleep(POLL_S)
 
-    def why(self, otherwise: str) -> str:
-        """Why the cluster is gone, if it is."""
+    def ends(self) -> bool:
+        """Whether it is gone, or about to go: a broken connection is seen before the launcher has cleaned up."""
         try:
-            self._process.wait(WHY_S)  # a broken connection is seen before the launcher has cleaned up
+            self._process.wait(WHY_S)
         except subprocess.TimeoutExpired:
-            return otherwise
+            return False
+        return True
+
+    @property
+    def end(self) -> str:
+        """Why it is gone, once it `ends`."""
         if self._closed:
             return "this LLM was closed during the call"
         return f"the cluster has ended: {_reason(self.log, self._process.returncode)}"

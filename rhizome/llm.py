@@ -170,7 +170,7 @@ class LLM:
                 connection.close()
             if isinstance(error, GenerationError) and error.code != SHUTTING_DOWN:
                 raise
-            raise ClusterError(self._own.why(str(error)) if self._own else str(error)) from None
+            raise ClusterError(self._own.end if self._own and self._own.ends() else str(error)) from None
         except BaseException:
             if connection is not None:
                 connection.abort_all()

@@ -195,9 +195,9 @@ def test_a_cluster_that_is_closed_during_a_call_says_so(tmp_path: Path) -> None:
     cluster._process = subprocess.Popen([sys.executable, "-c", ""])
     cluster._log, cluster._log_lock, cluster._closed = (tmp_path / "log").open("w+b"), threading.Lock(), False
     cluster._finalizer = lambda: None  # type: ignore[assignment]
-    assert cluster.why("x") == "the cluster has ended: launch.py ended with exit code 0"
+    assert cluster.ends() and cluster.end == "the cluster has ended: launch.py ended with exit code 0"
     cluster.close()
-    assert cluster.why("x") == "this LLM was closed during the call" and cluster.log == ""
+    assert cluster.end == "this LLM was closed during the call" and cluster.log == ""
 
 
 def answers(msg: Any) -> Iterable[Any]:
@@ -393,6 +393,32 @@ def test_async_when_the_cluster_dies(short_dir: Path) -> None:
 
     with FakeFrontend(short_dir, silent_after_one_row) as cluster:
         asyncio.run(use(cluster))
+
+
+def test_calls_that_fail_together_ask_once_whether_the_cluster_ends(short_dir: Path) -> None:
+    asked: list[None] = []
+
+    class Own:
+        def ends(self) -> bool:
+            asked.append(None)
+            return False
+
+        def close(self) -> None:
+            pass
+
+    async def use(cluster: FakeFrontend) -> None:
+        async with AsyncLLM.connect(short_dir) as llm:
+            llm._own = Own()  # type: ignore[assignment]
+            calls = [asyncio.create_task(llm.generate("x")) for _ in range(20)]
+            for _ in calls:
+                await asyncio.to_thread(cluster.next, Generate)
+            cluster.close()
+            for failed in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(failed, ClusterError) and "its other end is gone" in str(failed)
+
+    with FakeFrontend(short_dir, silent_after_one_row) as cluster:
+        asyncio.run(use(cluster))
+    assert len(asked) == 1
 
 
 def test_a_closed_llm_closes_its_connections(short_dir: Path) -> None:
