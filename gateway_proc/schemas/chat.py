@@ -27,11 +27,14 @@ class ToolCall(ApiModel):
 
 
 class Part(ApiModel):
-    """A part of a message's content; only text is understood, the rest is refused by its type."""
+    """A part of a message's content; only text is understood, the rest is refused by its type. Parts of answers that
+    are sent back say more of their text."""
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
 class Message(ApiModel):
@@ -44,6 +47,7 @@ class Message(ApiModel):
     reasoning: str | None = None
     thinking: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
 
     UNSUPPORTED: ClassVar = {"audio": (), "function_call": ()}
 

@@ -17,11 +17,12 @@ SHARED = (
 
 
 class InputMessage(Message):
-    """A message; answers that are sent back as they came have an id and a status too."""
+    """A message; answers that are sent back as they came have an id and a status too, and OpenAI's clients add more."""
 
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
+    phase: str | None = None
 
 
 class TextFormat(ApiModel):

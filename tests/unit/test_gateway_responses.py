@@ -9,6 +9,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from common.config import HttpConfig
 from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError
 from common.sampling_params import Grammar
 from tests.unit.gateway_world import World, answering, play, words
@@ -135,3 +136,20 @@ def test_the_official_sdk_understands_it(short_dir: Path) -> None:
         assert final.output_text == "Hello" and final.usage == whole.usage
 
     play(short_dir, HELLO, test)
+
+
+def test_answers_that_openai_s_sdk_sends_back_are_known_to_the_last_field(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        url = f"{world.client.base_url}".rstrip("/") + "/v1"
+        sdk = openai.AsyncOpenAI(base_url=url, api_key="none", http_client=world.client, max_retries=0)
+        first = await sdk.responses.create(model="tiny", input="hi")
+        for turn in (first.output[0], first.output[0].model_dump()):
+            again = await sdk.responses.create(model="tiny", input=[turn, {"role": "user", "content": "x"}])  # type: ignore[list-item]
+            assert again.output_text == "Hello"
+        said = (await sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])).choices[
+            0
+        ]
+        for message in (said.message, said.message.model_dump()):
+            await sdk.chat.completions.create(model="tiny", messages=[message])  # type: ignore[list-item]
+
+    play(short_dir, HELLO, test, HttpConfig(strict_fields=True))
