@@ -48,7 +48,7 @@ class HttpRunner:
             outcome = Outcome(line.custom_id, status, values)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             outcome = _lost(line, "connection_error", failure_text(error))
-        except ValueError as error:
+        except Exception as error:  # whatever a server says, the line must end
             outcome = _lost(line, "invalid_response", f"the server's answer cannot be read: {error}")
         self._http.arrive(outcome)
 

@@ -99,7 +99,7 @@ class Conversation:
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
             found = [(str(m["role"]), m["content"]) for m in messages]
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConversationError(f"{path} is not a saved conversation: {error!r}") from None
         system = found.pop(0)[1] if found and found[0][0] == "system" else None
         roles = [role for role, _ in found]

@@ -12,7 +12,7 @@ import aiohttp
 from client_cli.http_loop import HttpLoop, Server, failure_text
 from client_cli.http_models import find_model
 from client_cli.openai_body import Piece, Usage, error_of, json_or_text, pieces, to_body, usage_of
-from client_cli.sse import SseError, SseParser
+from client_cli.sse import SseParser
 from common.connection import Row
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError
 from common.sampling_params import SamplingParams
@@ -95,7 +95,7 @@ class HttpLink:
                 return [*answer.take(values, time.monotonic_ns()), *answer.end()]
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = failure_text(error)
-        except (SseError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever a server says, the request must end
             problem = f"the server's answer cannot be read: {error}"
         return [RequestError(answer.rid, ErrorCode.INTERNAL, problem[:4096])]
 

@@ -1,8 +1,8 @@
 """A server of somebody else that speaks OpenAI's format, played by the test with aiohttp in a thread.
 
-What it does is in the prompt: `refuse` answers 400, `overload` 429, `cut` breaks off, `garbage` sends no JSON, `error`
-an error within the stream, `wait` one chunk and then nothing, `think` reasoning before the answer; anything else is
-echoed character by character, a token each.
+What it does is in the prompt: `refuse` answers 400, `overload` 429, `cut` breaks off, `garbage` sends no JSON, `deep`
+JSON that no stack holds, `error` an error within the stream, `wait` one chunk and then nothing, `think` reasoning
+before the answer; anything else is echoed character by character, a token each.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 TIMEOUT_S = 30.0
+DEEP = "[" * 100_000 + "]" * 100_000
 
 
 class FakeOpenAI:
@@ -94,6 +95,8 @@ class FakeOpenAI:
             return web.json_response({"error": error}, status=400)
         if text == "overload":
             return web.json_response({"detail": "try later"}, status=429)
+        if text == "deep" and not body.get("stream"):
+            return web.Response(text=DEEP, content_type="application/json")
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text), "prompt_tokens_details": None}
         if not body.get("stream"):
             said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
@@ -121,6 +124,8 @@ class FakeOpenAI:
                 await send({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
             if text == "garbage":
                 await send("{")
+            elif text == "deep":
+                await send(DEEP)
             elif text == "error":
                 await send({"error": {"message": "out of memory", "code": 500}})
             elif text in ("cut", "wait"):

@@ -324,6 +324,15 @@ def test_a_server_that_goes_away_costs_the_lines_in_work(tmp_path: Path) -> None
     assert outcome.body is None and outcome.error is not None and outcome.error["code"] == "connection_error"
 
 
+def test_an_answer_that_no_stack_holds_costs_its_line(tmp_path: Path) -> None:
+    with FakeOpenAI() as server:
+        runner = HttpRunner(Server(server.url), None, 0.0)
+        runner.start(local(prompt="deep"))
+        (outcome,) = runner.poll(TIMEOUT_S)
+        runner.close()
+    assert outcome.error is not None and outcome.error["code"] == "invalid_response"
+
+
 def test_a_full_disk_is_a_failure_after_which_the_batch_goes_on(short_dir: Path) -> None:
     source, output = write(short_dir / "in", [line(str(i), prompt="x") for i in range(5)]), short_dir / "out"
     args = ("batch", source, str(output), "--concurrency", "1", "--run-dir", str(short_dir / "run"))

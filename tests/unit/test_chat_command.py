@@ -72,7 +72,7 @@ def test_a_saved_conversation_is_loaded_as_it_was(
     [
         "[", "{}", '{"messages": 5}', '{"messages": [{"role": "user"}]}',
         '{"messages": [{"role": "user", "content": "x"}]}', '{"messages": [{"role": "assistant", "content": "x"}]}',
-        '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}', "[" * 100_000,
     ],
 )  # fmt: skip
 def test_other_files_are_no_conversations(tmp_path: Path, text: str) -> None:

@@ -92,6 +92,7 @@ def test_token_ids_and_every_field_that_is_not_the_default(server: FakeOpenAI) -
         ("refuse", ErrorCode.INVALID, "HTTP 400: temperature is too high"),
         ("overload", ErrorCode.OVERLOADED, "HTTP 429: try later"),
         ("garbage", ErrorCode.INTERNAL, "cannot be read"),
+        ("deep", ErrorCode.INTERNAL, "cannot be read"),
         ("error", ErrorCode.INTERNAL, "out of memory"),
         ("cut", ErrorCode.INTERNAL, ""),
     ],
