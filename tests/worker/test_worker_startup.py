@@ -15,7 +15,6 @@ from tests.helpers_models import make_checkpoint
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import CpuFeatures
-from worker_proc.cpu.machine import available_memory
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
 from worker_proc.memory import choose_num_pages
@@ -82,21 +81,6 @@ def test_less_than_a_context_window_is_worth_a_warning(caplog: pytest.LogCapture
         assert not caplog.records
         assert pages(CacheConfig(page_size=16, kv_tokens=48)) == 3
     assert "48 tokens, less than the context window of 64" in caplog.text
-
-
-def test_available_memory_respects_a_container(tmp_path: Path) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    proc.mkdir()
-    cgroup.mkdir()
-    (proc / "meminfo").write_text("MemTotal: 999999 kB\nMemAvailable:    2000 kB\n")
-    assert available_memory(proc, cgroup) == 2000 * 1024
-    (cgroup / "memory.max").write_text("max\n")
-    (cgroup / "memory.current").write_text("5\n")
-    assert available_memory(proc, cgroup) == 2000 * 1024
-    (cgroup / "memory.max").write_text("4096\n")
-    (cgroup / "memory.current").write_text("1000\n")
-    assert available_memory(proc, cgroup) == 3096
-    assert available_memory(tmp_path / "none", tmp_path / "none") > 2**20
 
 
 FAULTS = """

@@ -18,30 +18,22 @@ def num_cpus(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
 def cpu_quota(proc: Path, cgroup: Path) -> float | None:
     """CPUs' worth of time that the control groups of this process grant it, the least of its own and those above; None
     without a limit. Both versions of control groups are known."""
-    quotas = [quota for group in _cpu_groups(proc, cgroup) if (quota := _quota(group)) is not None]
+    quotas = [quota for group in _groups("cpu", proc, cgroup) if (quota := _quota(group)) is not None]
     return min(quotas, default=None)
 
 
 def available_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Bytes that this machine, or the container that it is, can give without swapping."""
+    """Bytes that this machine, or a control group that this process is in, can give without swapping."""
     try:
         lines = (proc / "meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # not Linux: all of the memory, as what is in use is not known
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            room = int((cgroup / limit).read_text()) - int((cgroup / used).read_text())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-        available = min(available, max(room, 0))
-    return available
+    rooms = [room for group in _groups("memory", proc, cgroup) if (room := _room(group)) is not None]
+    return min([available, *rooms])
 
 
-def _cpu_groups(proc: Path, cgroup: Path) -> Iterator[Path]:
+def _groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
     """Directories of the control groups that this process is in, with those above them. In a container, the path that
     the kernel names may be that of the host: what is mounted as the root is the container's own group then."""
     try:
@@ -50,14 +42,30 @@ def _cpu_groups(proc: Path, cgroup: Path) -> Iterator[Path]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        roots = (cgroup / "cpu", cgroup / controllers) if controllers else (cgroup,)
+        roots = (cgroup / controller, cgroup / controllers) if controllers else (cgroup,)
         inside = Path(path.lstrip("/"))
         for root in roots:
             yield root
             if ".." not in inside.parts:  # else it is outside of what is mounted
                 yield from (root / inside, *(root / above for above in inside.parents))
+
+
+def _room(group: Path) -> int | None:
+    """Bytes up to the limit of a control group. What it uses includes files that were read, as those of the weights:
+    the kernel drops them where memory is wanted."""
+    for limit, used, dropped in (
+        ("memory.max", "memory.current", ("inactive_file", "active_file")),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    ):
+        try:
+            room = int((group / limit).read_text()) - int((group / used).read_text())
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return max(0, room + sum(int(counts[name]) for name in dropped))
+        except (OSError, ValueError, KeyError):  # no such control group, or "max"
+            continue
+    return None
 
 
 def _quota(group: Path) -> float | None:
