@@ -145,12 +145,12 @@ def load_worker(
         )
     )
     cache = KVCache(spec, num_pages, page_size, device)
-    prefault = Prefault(cache.page_tensors, torch.get_num_threads()) if device.type == "cpu" else None
-    if device.type == "cuda" and model_config.cuda_graphs:
-        model = with_graphs(model, cache, steps.max_running, steps.max_batch_tokens, context_len, progress)
     host = None
     if config.cache.host_kv_bytes:
         host = HostPages(cache, tp.min(choose_host_pages(config.cache, cache, model_config.tp)), device)
+    prefault = Prefault(cache.page_tensors, torch.get_num_threads()) if device.type == "cpu" else None
+    if device.type == "cuda" and model_config.cuda_graphs:
+        model = with_graphs(model, cache, steps.max_running, steps.max_batch_tokens, context_len, progress)
     draw_rows, best_rows, score_rows = choose_draws(device, library)
     decoder = cuda_decoder(model, device)
     runner = ModelRunner(

@@ -124,6 +124,11 @@ def test_the_size_of_the_tier_follows_from_its_memory(monkeypatch):
     monkeypatch.setattr("worker_proc.memory.available_memory", lambda: 10 * cache.page_bytes)
     with pytest.raises(ModelError, match="for each of 2 ranks are too many"):
         choose_host_pages(CacheConfig(host_kv_bytes=6 * cache.page_bytes), cache, 2)
+    held = (cache.num_pages + 1) * cache.page_bytes  # on a CPU the cache itself is to come from the same memory
+    monkeypatch.setattr("worker_proc.memory.available_memory", lambda: 2 * (held + 5 * cache.page_bytes))
+    assert choose_host_pages(CacheConfig(host_kv_bytes=5 * cache.page_bytes), cache, 2) == 5
+    with pytest.raises(ModelError, match="of which each KV cache will take"):
+        choose_host_pages(CacheConfig(host_kv_bytes=5 * cache.page_bytes + 1), cache, 2)
     assert make_transfer(cache, HostPages(cache, 1)).__class__.__name__ == "MemoryTransfer"
 
 
