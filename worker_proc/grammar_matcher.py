@@ -8,7 +8,6 @@ without a mask and reported, and everybody else goes on.
 """
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from torch import Tensor
 from common.grammars import LIMITS, GrammarError, to_llguidance
 from common.messages import EnterGrammar
 from common.sampling_params import MAX_ENDS, Grammar
+from worker_proc.cpu.machine import num_cpus
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class GrammarMatchers:
         self._slots: dict[int, SlotMatcher] = {}
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._executor = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 2) // 2)))
+        self._executor = LLExecutor(max(1, min(_MAX_THREADS, num_cpus() // 2)))
         self._vocabulary = self._thread.submit(load)
         self._numbers = torch.arange(32, dtype=torch.int32, device=self._device)
 

@@ -238,6 +238,15 @@ def test_a_tokenizer_that_cannot_be_used_fails_its_requests_only(tmp_path) -> No
         load_vocabulary(tmp_path, VOCAB, [EOS])
 
 
+def test_masks_take_half_of_the_cores_that_the_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("worker_proc.grammar_matcher.LLExecutor", asked.append)
+    for cpus in (1, 4, 64):
+        monkeypatch.setattr("worker_proc.grammar_matcher.num_cpus", lambda cpus=cpus: cpus)
+        make_matchers()
+    assert asked == [1, 2, 8]
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
     tokenizer = straddling()
     fewer = tokenizer.get_vocab_size() - 40
