@@ -1,11 +1,15 @@
 """Which sums go through symmetric memory, and how. torch's operations, which need two GPUs, have a stand-in."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from worker_proc.cuda import symmetric
 from worker_proc.cuda.symmetric import SymmetricSum
 from worker_proc.parallel import TensorParallel
 
@@ -96,3 +100,54 @@ def test_ranks_without_gpus_agree_on_none() -> None:
 
     assert SymmetricSum.connect(None, 0, 2, torch.device("cpu"), agree) is None
     assert asked == [0]
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("not here")
+
+
+def works(*args: Any, **kwargs: Any) -> Any:
+    return torch.zeros(2**23, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "meet", "ranks", "asked"),
+    [
+        (works, works, 2, [1, 1, 1, 1]),
+        (fails, fails, 2, [1, 0]),  # does not make others wait at the meeting
+        (works, fails, 2, [1, 1, 0]),
+        (works, works, 3, [1, 1, 1, 0]),  # more than the stand-in adds up
+    ],
+)
+def test_ranks_go_on_only_where_all_of_them_have_come(
+    allocate: Callable[..., Any],
+    meet: Callable[..., Any],
+    ranks: int,
+    asked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops, found = Ops(2), []
+    monkeypatch.setattr(symmetric, "_reachable", lambda size, device: True)
+    monkeypatch.setattr(symmetric_memory, "empty", allocate)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", meet)
+    monkeypatch.setattr(torch.ops, "symm_mem", ops)
+
+    def agree(value: int) -> int:
+        found.append(value)
+        return value
+
+    ops.one_shot_all_reduce_out = lambda shared, op, group, out: (ops.calls.append("one shot"), out.fill_(3.0))[1]
+    ops.two_shot_all_reduce_ = lambda shared, op, group: (ops.calls.append("two shots"), shared.fill_(3.0))[1]
+    group = SimpleNamespace(group_name="0")
+    made = SymmetricSum.connect(group, 0, ranks, torch.device("cpu"), agree)
+    assert found == asked and (made is not None) == all(asked)
+    assert ops.calls == ([] if len(asked) < 4 else ["one shot", "two shots"]), "no rank leaves a sum out"
+
+
+def test_no_rank_goes_on_where_another_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "_reachable", lambda size, device: True)
+    monkeypatch.setattr(symmetric_memory, "empty", works)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda *args: pytest.fail("the other rank never comes"))
+    answers = iter([1, 0])  # of the group: the other one has no buffer
+    made = SymmetricSum.connect(SimpleNamespace(group_name="0"), 0, 2, torch.device("cpu"), lambda _: next(answers))
+    assert made is None

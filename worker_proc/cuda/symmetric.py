@@ -7,13 +7,16 @@ multicast, the switch adds (multimem). All of them wait for the others on the de
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 DTYPES = (torch.float32, torch.bfloat16)  # of which torch's kernels know the sum
 _BYTES = 2**23  # of the buffer: 1,024 tokens of a hidden size of 4,096 in bfloat16
@@ -37,32 +40,36 @@ class SymmetricSum:
         cls, group: Any, rank: int, size: int, device: torch.device, agree: Callable[[int], int]
     ) -> "SymmetricSum | None":
         """For the ranks of `group`, all on this machine, or None on all of them. `agree` gives the smallest number that
-        a rank passes to it."""
+        a rank passes to it: each step waits for all ranks, so nobody goes on to one that another has not reached."""
         if not agree(int(_reachable(size, device))):
             return None
-        made = None
-        try:
-            made = cls._make(group, size, device)
-            made._try_out(rank, size, device)
-        except Exception as error:  # drivers, container limits and torch's alpha API all have their own errors
-            log.warning("no symmetric memory between GPUs, sums go through NCCL: %s", error)
-            made = None
-        return made if agree(int(made is not None)) else None
+        buffer = _attempt(partial(_allocate, device))
+        if not agree(int(buffer is not None)):
+            return None
+        assert buffer is not None
+        made = _attempt(partial(cls._join, buffer, group, size))
+        if not agree(int(made is not None)):
+            return None
+        assert made is not None
+        right = _attempt(partial(made._is_right, rank, size, device))
+        return made if agree(int(bool(right))) else None
 
     @classmethod
-    def _make(cls, group: Any, size: int, device: torch.device) -> "SymmetricSum":
+    def _join(cls, buffer: Tensor, group: Any, size: int) -> "SymmetricSum":
         import torch.distributed._symmetric_memory as symmetric
 
-        buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(buffer, group.group_name)
         return cls(buffer, group.group_name, size, multicast=bool(getattr(handle, "multicast_ptr", 0)))
 
-    def _try_out(self, rank: int, size: int, device: torch.device) -> None:
-        """Raises RuntimeError unless sums of both sizes are right."""
-        for count in (64, _ONE_SHOT_BYTES):  # numbers of four bytes
-            numbers = torch.full((count,), float(rank + 1), device=device)
-            if not bool((self.all_reduce(numbers) == size * (size + 1) / 2).all()):
-                raise RuntimeError(f"a sum of {count} numbers is wrong")
+    def _is_right(self, rank: int, size: int, device: torch.device) -> bool:
+        """Whether sums of both sizes are what they should be. All are made before one is looked at: for the others'
+        sake, who wait on the device."""
+        counts = (64, _ONE_SHOT_BYTES)  # numbers of four bytes
+        sums = [self.all_reduce(torch.full((count,), float(rank + 1), device=device)) for count in counts]
+        right = all(bool((found == size * (size + 1) / 2).all()) for found in sums)
+        if not right:
+            log.warning("sums through symmetric memory are wrong, they go through NCCL")
+        return right
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether the sum of such tensors can be had here."""
@@ -81,6 +88,22 @@ class SymmetricSum:
         else:
             self._ops.two_shot_all_reduce_(shared, "sum", self._group)
         return tensor.copy_(shared)
+
+
+def _attempt(step: Callable[[], _Made]) -> _Made | None:
+    """None where it fails."""
+    try:
+        return step()
+    except Exception as error:  # drivers, container limits and torch's alpha API all have their own errors
+        log.warning("no symmetric memory between GPUs, sums go through NCCL: %s", error)
+        return None
+
+
+def _allocate(device: torch.device) -> Tensor:
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer: Tensor = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
+    return buffer
 
 
 def _reachable(size: int, device: torch.device) -> bool:
