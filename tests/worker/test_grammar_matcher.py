@@ -58,9 +58,10 @@ FORMATS = jsonschema.FormatChecker()
 
 
 @FORMATS.checks("date", ValueError)
-def is_date(text: str) -> bool:
-    """RFC 3339 has a year 0, a leap year like 2000; Python's dates begin with 1."""
-    date.fromisoformat("2000" + text[4:] if text.startswith("0000") else text)
+def is_date(value: object) -> bool:
+    """RFC 3339 has a year 0, a leap year like 2000; Python's dates begin with 1. What is no text has no format."""
+    if isinstance(value, str):
+        date.fromisoformat("2000" + value[4:] if value.startswith("0000") else value)
     return True
 
 
