@@ -7,7 +7,6 @@ import sys
 import time
 from array import array
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,11 +171,8 @@ def serve(child: Child, rank: int, store: str, num_pages: int | None) -> None:
             report_due = time.monotonic() + _PROGRESS_PERIOD_S
 
     config = child.config
-    if num_pages is not None:
-        cache = replace(config.cache, kv_tokens=num_pages * config.cache.page_size)
-        config = replace(config, cache=cache)
     try:
-        worker = load_worker(config, rank, GROUP, Path(config.run_dir) / store, progress)
+        worker = load_worker(config, rank, GROUP, Path(config.run_dir) / store, num_pages, progress)
     except _Stopped:
         return
     with Watch(child, worker.tp) as watch:

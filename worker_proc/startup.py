@@ -59,10 +59,15 @@ class LoadedWorker:
 
 
 def load_worker(
-    config: ClusterConfig, rank: int, group: str, store: Path, progress: Callable[[int, int], None] | None = None
+    config: ClusterConfig,
+    rank: int,
+    group: str,
+    store: Path,
+    num_pages: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadedWorker:
     """Load one rank of `config.model.tp` ranks; all of them must be started, as they wait for each other, at the file
-    `store`.
+    `store`. The KV cache has `num_pages` where an earlier group has settled them, however much memory is available now.
 
     `progress(done_bytes, total_bytes)` is called while weights are read. Raises ConfigError or ModelError naming the
     option, file, tensor or number that stands in the way, RuntimeError if another rank is missing.
@@ -133,17 +138,18 @@ def load_worker(
         )
         activations = measure_activations(model, spec, steps.max_batch_tokens, page_size, rows, device)
         activations += graph_memory(model, rows) if model_config.cuda_graphs else 0
-    num_pages = tp.min(
-        choose_num_pages(
-            config.cache,
-            spec,
-            device=device,
-            ranks=model_config.tp,
-            context_len=context_len,
-            max_running=steps.max_running,
-            activations=activations,
+    if num_pages is None:
+        num_pages = tp.min(
+            choose_num_pages(
+                config.cache,
+                spec,
+                device=device,
+                ranks=model_config.tp,
+                context_len=context_len,
+                max_running=steps.max_running,
+                activations=activations,
+            )
         )
-    )
     cache = KVCache(spec, num_pages, page_size, device)
     host = None
     if config.cache.host_kv_bytes:

@@ -1,12 +1,14 @@
-"""A worker of its own in int4 and int8: what it says of itself, and how many pages its memory gives."""
+"""A worker of its own, quantized or not: what it says of itself, and how many pages its memory gives."""
 
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from common.config import CacheConfig, ClusterConfig, ModelConfig
 from tests.helpers_models import make_checkpoint
+from worker_proc.errors import ModelError
 from worker_proc.models.interface import ModelInfo
 from worker_proc.startup import choose_dtype, load_worker
 
@@ -26,6 +28,18 @@ def test_a_worker_says_what_it_is_served_in_and_has_more_pages(tmp_path: Path) -
     heads = 2 * 2 * 2  # layers, K and V, KV heads
     assert [worker.info["kv_bytes_per_token"] for worker in workers] == [heads * 32 * 2, heads * (32 + 4)]
     assert [worker.info["num_pages"] for worker in workers] == [2**20 // (16 * heads * size) for size in (64, 36)]
+
+
+def test_a_settled_number_of_pages_is_kept_whatever_memory_is_available_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who are started in the place of lost ones: others' memory may not all have come back yet."""
+    monkeypatch.setattr("worker_proc.memory.available_memory", lambda: 0)
+    path = make_checkpoint("qwen3", tmp_path / "model")
+    config = ClusterConfig(str(tmp_path), ModelConfig(str(path), threads=1), CacheConfig(kv_bytes=2**20))
+    assert load_worker(config, 0, "0", tmp_path / "store", 7).info["num_pages"] == 7
+    with pytest.raises(ModelError, match="kv_memory"):
+        load_worker(config, 0, "0", tmp_path / "another")
 
 
 def test_checkpoints_with_codes_and_float16_scales_are_computed_in_bfloat16() -> None:
