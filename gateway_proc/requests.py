@@ -16,6 +16,7 @@ from gateway_proc.schemas.base import ApiModel
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 1000  # sets of unknown fields that are remembered, so that each is named once in the log
+MAX_SHOWN = 32  # fields of such a set
 M = TypeVar("M", bound=ApiModel)
 
 
@@ -35,10 +36,10 @@ class BodyReader:
             raise ApiError(415, problem, code="unsupported_media_type")
         body = await read_body(request.receive, request.headers, self.limit)
         model = self.parse(body, kind)
-        unknown = [shown(name) for name in model.unknown_fields()]
+        unknown = [shown(name) for name in model.unknown_fields()[:MAX_SHOWN]]
         if unknown:
             self._name(unknown)
-            story_of(request).ignored = unknown[:32]
+            story_of(request).ignored = unknown
         return model
 
     def parse(self, body: bytes, kind: type[M]) -> M:
@@ -56,7 +57,7 @@ class BodyReader:
         names = tuple(sorted(unknown))
         if names not in self._named and len(self._named) < MAX_NAMED:
             self._named.add(names)
-            log.warning("fields that mean nothing here are ignored: %s", ", ".join(names[:32]))
+            log.warning("fields that mean nothing here are ignored: %s", ", ".join(names))
 
 
 def check_model(name: str | None, info: Info) -> None:
