@@ -7,7 +7,7 @@ from pydantic import Field
 from common.messages import MAX_CHAT_MESSAGES
 from common.sampling_params import MAX_LOGPROBS, MAX_TOKENS
 from gateway_proc.errors import refused, unsupported
-from gateway_proc.schemas.base import ApiModel
+from gateway_proc.schemas.base import ApiModel, Items
 from gateway_proc.schemas.sampling import SamplingFields
 
 MAX_TOOLS = 128
@@ -39,9 +39,9 @@ class Part(ApiModel):
 
 class Message(ApiModel):
     role: Role
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[Items[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -95,12 +95,12 @@ class NamedTool(ApiModel):
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

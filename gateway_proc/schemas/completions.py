@@ -6,6 +6,7 @@ from pydantic import Field
 
 from common.messages import MAX_CHOICES
 from common.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID, MAX_TOKENS
+from gateway_proc.schemas.base import Items
 from gateway_proc.schemas.sampling import SamplingFields
 
 MAX_PROMPTS = 1024
@@ -16,9 +17,9 @@ Several = Field(min_length=1, max_length=MAX_PROMPTS)
 class CompletionRequest(SamplingFields):
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Several]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Several]
+        | Annotated[Items[TokenId], Field(min_length=1)]
+        | Annotated[Items[str], Several]
+        | Annotated[Items[Annotated[Items[TokenId], Field(min_length=1)]], Several]
     )
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = 16
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -6,7 +6,7 @@ from pydantic import AliasChoices, Field
 
 from common.messages import MAX_CHAT_MESSAGES
 from common.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_TOKENS
-from gateway_proc.schemas.base import ApiModel, within, within_generate
+from gateway_proc.schemas.base import ApiModel, Items, within, within_generate
 from gateway_proc.schemas.chat import MAX_TOOLS, Message, Tool
 from gateway_proc.schemas.completions import Several, TokenId
 from gateway_proc.schemas.others import ROUTING
@@ -28,8 +28,8 @@ class NativeParams(ApiModel):
     presence_penalty: Annotated[float | None, within("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, within("frequency_penalty")] = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, within("logit_bias")] = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int] | None, within("stop_token_ids")] = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[Items[int] | None, within("stop_token_ids")] = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: Annotated[int | None, within_generate("n")] = None
@@ -52,10 +52,10 @@ class NativeParams(ApiModel):
 class NativeRequest(ApiModel):
     """SGLang's GenerateReqInput, as far as text goes."""
 
-    text: str | Annotated[list[str], Several] | None = None
+    text: str | Annotated[Items[str], Several] | None = None
     input_ids: (
-        Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Several]
+        Annotated[Items[TokenId], Field(min_length=1)]
+        | Annotated[Items[Annotated[Items[TokenId], Field(min_length=1)]], Several]
         | None
     ) = None
     sampling_params: NativeParams | None = None
@@ -105,10 +105,10 @@ class TokenizeRequest(ApiModel):
 
     model: str | None = None
     prompt: str | None = Field(default=None, validation_alias=AliasChoices("prompt", "text"))
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -118,5 +118,5 @@ class TokenizeRequest(ApiModel):
 
 class DetokenizeRequest(ApiModel):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZE)]
+    tokens: Annotated[Items[TokenId], Field(max_length=MAX_DETOKENIZE)]
     skip_special_tokens: bool | None = None

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from common.messages import MAX_CHAT_MESSAGES
 from common.sampling_params import MAX_TOKENS
-from gateway_proc.schemas.base import ApiModel, within, within_generate
+from gateway_proc.schemas.base import ApiModel, Items, within, within_generate
 from gateway_proc.schemas.chat import ChatRequest, Effort, Message
 from gateway_proc.schemas.sampling import Seed
 
@@ -47,7 +47,7 @@ class ReasoningOptions(ApiModel):
 
 class ResponsesRequest(ApiModel):
     model: str | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES - 1)]
+    input: str | Annotated[Items[InputMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES - 1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     stream: bool | None = None

@@ -6,7 +6,7 @@ from pydantic import AliasChoices, Field
 
 from common.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from common.story import SANE_ID
-from gateway_proc.schemas.base import ApiModel, within, within_generate
+from gateway_proc.schemas.base import ApiModel, Items, within, within_generate
 from gateway_proc.schemas.others import OTHERS
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -39,7 +39,7 @@ class StructuredOutputs(ApiModel):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Items[str], Field(min_length=1)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -72,8 +72,8 @@ class SamplingFields(ApiModel):
     frequency_penalty: Annotated[float | None, within("frequency_penalty")] = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, within("logit_bias")] = None
     min_tokens: Annotated[int | None, within("min_tokens")] = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int] | None, within("stop_token_ids")] = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[Items[int] | None, within("stop_token_ids")] = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
@@ -93,10 +93,10 @@ class SamplingFields(ApiModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Items[str], Field(min_length=1)] | None = None
     grammar: str | None = None
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None

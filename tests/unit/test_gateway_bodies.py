@@ -3,13 +3,49 @@
 import asyncio
 import json
 import tracemalloc
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
 from common.story import Story
+from gateway_proc.app import ROUTES
+from gateway_proc.errors import ApiError
 from gateway_proc.requests import MAX_SHOWN, BodyReader
+from gateway_proc.schemas.base import ApiModel
+from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.completions import CompletionRequest
+
+READER = BodyReader(2**24)
+BODIES = [route.body for route in ROUTES if route.body is not None]
+
+
+def lists_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """The lists in a schema of pydantic-core, but for those that may hold anything."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list" and schema.get("items_schema", {"type": "any"})["type"] != "any":
+            yield schema
+        for inner in schema.values():
+            yield from lists_of(inner)
+    elif isinstance(schema, list | tuple):
+        for inner in schema:
+            yield from lists_of(inner)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_one_wrong_item_of_a_list_is_enough(kind: type[ApiModel]) -> None:
+    """The problems of 300,000 took longer than a process may be silent."""
+    lists = list(lists_of(kind.__pydantic_core_schema__))
+    assert lists and all(found.get("fail_fast") for found in lists)
+
+
+def test_a_wrong_item_is_still_named() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": 3}, {"type": 4}]}]}
+    with pytest.raises(ApiError) as refused:
+        READER.parse(json.dumps(body).encode(), ChatRequest)
+    assert refused.value.param == "messages[1].content[0].type"
 
 
 def test_of_unknown_fields_little_is_kept() -> None:
