@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 MAX_NAMED = 1000  # sets of unknown fields that are remembered, so that each is named once in the log
 MAX_SHOWN = 32  # fields of such a set
+# Nothing else runs while a body is parsed, and whoever is silent for --freeze-timeout (3 s) counts as dead.
+MAX_VALUES = 2**21  # about a second
+MAX_PARTS = 2**17  # lists, objects and the fields of these: up to a second, too
 M = TypeVar("M", bound=ApiModel)
 
 
@@ -44,6 +47,7 @@ class BodyReader:
 
     def parse(self, body: bytes, kind: type[M]) -> M:
         """Raises ApiError. The parser itself ends at 200 levels of nesting and at text that is not UTF-8."""
+        _check_values(body)
         try:
             model = kind.model_validate_json(body)
         except ValidationError as error:
@@ -58,6 +62,24 @@ class BodyReader:
         if names not in self._named and len(self._named) < MAX_NAMED:
             self._named.add(names)
             log.warning("fields that mean nothing here are ignored: %s", ", ".join(names))
+
+
+def _check_values(body: bytes) -> None:
+    """Raises ApiError for a body that takes long to parse."""
+    values, parts = _counts(body)
+    if values > MAX_VALUES or parts > MAX_PARTS:
+        # Perhaps that is punctuation in texts. These begin and end with quotes that no backslash is before.
+        values, parts = _counts(b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]))
+    if values > MAX_VALUES:
+        raise ApiError(413, f"the body has {values} values, {MAX_VALUES} is the limit", code="too_large")
+    if parts > MAX_PARTS:
+        problem = f"the body has {parts} lists, objects and fields of objects, {MAX_PARTS} is the limit"
+        raise ApiError(413, problem, code="too_large")
+
+
+def _counts(body: bytes) -> tuple[int, int]:
+    """How many values there are, beside first ones, and how many lists, objects and fields."""
+    return body.count(b","), sum(map(body.count, (b"[", b"{", b":")))
 
 
 def check_model(name: str | None, info: Info) -> None:

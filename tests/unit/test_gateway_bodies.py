@@ -13,13 +13,36 @@ from starlette.types import Message
 from common.story import Story
 from gateway_proc.app import ROUTES
 from gateway_proc.errors import ApiError
-from gateway_proc.requests import MAX_SHOWN, BodyReader
+from gateway_proc.requests import MAX_PARTS, MAX_SHOWN, MAX_VALUES, BodyReader
 from gateway_proc.schemas.base import ApiModel
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.completions import CompletionRequest
 
 READER = BodyReader(2**24)
 BODIES = [route.body for route in ROUTES if route.body is not None]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"prompt":[%b]}' % b",".join([b"1"] * (MAX_VALUES + 2)), f"{MAX_VALUES + 1} values"),
+        (b'{"prompt":"a","x":[%b]}' % b",".join([b"[]"] * MAX_PARTS), "lists, objects and fields"),
+        (b'{"prompt":"a","x":[%b]}' % b",".join([b'{"a":1}'] * (MAX_PARTS // 2)), "lists, objects and fields"),
+        (b'{"prompt":"a",%b}' % b",".join(b'"%d":1' % i for i in range(MAX_PARTS)), "lists, objects and fields"),
+        (b'{"x":"\\\\","prompt":[%b]}' % b",".join([b'"\\""'] * (MAX_VALUES + 2)), "values"),
+    ],
+)
+def test_a_body_has_a_bounded_number_of_values(body: bytes, problem: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        READER.parse(body, CompletionRequest)
+    assert refused.value.status == 413 and problem in refused.value.message
+
+
+def test_texts_hold_as_much_punctuation_as_they_like() -> None:
+    text = ',[{:"\\' * 400_000 + '\\"'
+    assert READER.parse(json.dumps({"prompt": text}).encode(), CompletionRequest).prompt == text
+    tokens = [0] * MAX_VALUES
+    assert READER.parse(json.dumps({"prompt": tokens}).encode(), CompletionRequest).prompt == tokens
 
 
 def lists_of(schema: Any) -> Iterator[dict[str, Any]]:
