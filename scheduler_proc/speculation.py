@@ -27,6 +27,7 @@ _PLAIN_EVERY = 64  # steps with guesses, if these double the speed, until one wi
 _NEAR_ALL, _NEAR_OWN, _NEAR_LUCK = 0.99, 0.9, 0.95  # what a past guess, or step with guesses, counts per later one
 _OWN_AFTER = 3.0  # guesses after which a request's own record outweighs that of all
 _SUREST = 0.98
+_FORGOTTEN = 1024  # times that guesses were weighed, until what they cost is measured anew
 _TRIED = 64  # tokens of a step up to which it may be tried, and from there on four times what was
 
 
@@ -91,6 +92,7 @@ class NgramSpeculation(Speculation):
         self._ready = 0  # when the last step's tokens were ready in the worker (ns)
         self._since_plain = 0  # steps with guesses since the last one without
         self._expected = 0.0  # guesses of the step in flight that should be right
+        self._weighed = 0  # how often, since their costs were forgotten
         self._luck = Rate(5.0, 5.0)  # how many were, of those expected to be: who picks the best overestimates it
 
     def follow(self, request: Request) -> None:
@@ -169,6 +171,7 @@ class NgramSpeculation(Speculation):
         if not prospects:
             return [], Choice([], 0.0)
         curve = self._curves[all(map(_is_greedy, ready))]
+        self._forget(rows)
         room = min(room, max(_TRIED, 4 * curve.most) - rows)
         if not curve.most or room <= 0:
             return [], Choice([], 0.0)
@@ -177,6 +180,18 @@ class NgramSpeculation(Speculation):
         return requests, choose(
             prospects, rows, room, curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after, luck=luck
         )
+
+    def _forget(self, rows: int) -> None:
+        """Now and then what guesses cost in steps of so many rows: what was held up once, and has looked dear since,
+        would not be tried again."""
+        self._weighed += 1
+        if self._weighed < _FORGOTTEN:
+            return
+        self._weighed = 0
+        self._gaps.forget_after()
+        self._luck = Rate(5.0, 5.0)
+        for curve in self._curves.values():
+            curve.forget(rows)
 
     def _chance(self, guesser: Guesser) -> float:
         """That a request's next guess is right: by its own record, and that of matches as long as its own."""

@@ -22,7 +22,7 @@ class StepCurve:
 
     def learn(self, tokens: int, seconds: float) -> None:
         seconds = max(_SHORTEST, seconds)
-        key = round(2 * math.log2(tokens))
+        key = _place(tokens)
         mean_tokens, mean_seconds, count = self._points.get(key, (0.0, 0.0, 0))
         if count:
             seconds = min(seconds, _OUTLIER * mean_seconds)
@@ -30,6 +30,11 @@ class StepCurve:
         mean_tokens += weight * (tokens - mean_tokens)
         mean_seconds += weight * (seconds - mean_seconds)
         self._points[key] = mean_tokens, mean_seconds, count + 1
+        self._known = [self._points[key][:2] for key in sorted(self._points)]
+
+    def forget(self, above: int) -> None:
+        """Steps of more tokens than that were never tried."""
+        self._points = {key: point for key, point in self._points.items() if key <= _place(above)}
         self._known = [self._points[key][:2] for key in sorted(self._points)]
 
     @property
@@ -50,6 +55,11 @@ class StepCurve:
         return below[1] + (above[1] - below[1]) * (tokens - below[0]) / (above[0] - below[0])
 
 
+def _place(tokens: int) -> int:
+    """The half octave of a number of tokens."""
+    return round(2 * math.log2(tokens))
+
+
 class Gaps:
     """Mean seconds from one step's tokens to the next step's start in the worker, by how the next one was planned."""
 
@@ -68,6 +78,10 @@ class Gaps:
             self._ahead = seconds
         else:
             self._after = seconds
+
+    def forget_after(self) -> None:
+        """How long the worker pauses without a plan ahead was never measured."""
+        self._after = None
 
     def learn_way(self, seconds: float) -> None:
         """A result took so long to come back."""

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from common.config import SchedulerConfig
-from scheduler_proc.cost_model import LinearCost, Overheads
+from scheduler_proc.cost_model import CostModel, LinearCost, Overheads, StepWork
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.simulation import Simulation
@@ -35,9 +35,24 @@ class Noisy(Vocabulary):
         return self.first + random.Random(f"{request} {position % 30}").randrange(self.size)
 
 
-def run(vocabulary: Vocabulary, cost: LinearCost, requests: int = 4, **config: object) -> tuple[float, list, dict]:
-    """Seconds until all have ended, all answers, and what was counted."""
-    recipe = Recipe("random", requests, Lengths("fixed", 60), Lengths("fixed", 300), concurrency=requests)
+class HeldUp:
+    """The first step with guesses takes fifty times as long as it should."""
+
+    def __init__(self, cost: LinearCost):
+        self._cost = cost
+        self._over = False
+
+    def seconds(self, work: StepWork) -> float:
+        held_up = not self._over and work.rows < work.tokens < 60
+        self._over |= held_up
+        return self._cost.seconds(work) * (50 if held_up else 1)
+
+
+def run(
+    vocabulary: Vocabulary, cost: CostModel, requests: int = 4, rounds: int = 1, **config: object
+) -> tuple[float, list, dict]:
+    """Seconds until all have ended, all answers, and what was counted. So many requests at once, `rounds` times."""
+    recipe = Recipe("random", requests * rounds, Lengths("fixed", 60), Lengths("fixed", 300), concurrency=requests)
     workload = generate(recipe)
     kv = KVManager(30 * requests, 16)  # more than they fill: every page is looked at by the checks
     scheduler = Scheduler(SchedulerConfig(**config), kv, 1000)  # type: ignore[arg-type]
@@ -75,6 +90,24 @@ def test_it_is_never_slower_than_off(cost: LinearCost, requests: int, noise: flo
     """From guesses that are never right to those that often are, and where they are cheap and where they are dear."""
     ratio, _ = compare(Noisy(size=size, noise=noise), cost, requests=requests)
     assert ratio > 0.97
+
+
+@pytest.mark.parametrize("cost", [CHEAP, SMALL])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_guesses_that_were_held_up_once_are_tried_again(cost: LinearCost, in_flight: int) -> None:
+    vocabulary = Noisy(size=50000)
+    off, _, _ = run(vocabulary, cost, 1, rounds=10, steps_in_flight=in_flight)
+    on, _, stats = run(vocabulary, HeldUp(cost), 1, rounds=10, speculation="ngram", steps_in_flight=in_flight)
+    assert stats["drafts"] > 100 and off / on > 1.4
+
+
+@pytest.mark.parametrize("cost", [DEAR, SMALL])
+@pytest.mark.parametrize("requests", [1, 8])
+def test_trying_again_costs_little(cost: LinearCost, requests: int) -> None:
+    vocabulary = Noisy(size=3, noise=0.6)
+    off, _, _ = run(vocabulary, cost, requests, rounds=10)
+    on, _, _ = run(vocabulary, cost, requests, rounds=10, speculation="ngram")
+    assert off / on > 0.97
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
