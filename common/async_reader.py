@@ -36,6 +36,7 @@ class AsyncReader:
         self._descriptor = socket.fileno()
         self._ended: asyncio.Future[None] | None = None  # while it runs
         self._reading = False
+        self._due = False  # it will read in the loop's next turn
 
     async def run(self) -> None:
         """Until it is cancelled. Raises what `take` and `writable` raise."""
@@ -43,7 +44,7 @@ class AsyncReader:
         self._ended = loop.create_future()
         loop.add_reader(self._descriptor, self._read)
         try:
-            loop.call_soon(self._read)  # what came before
+            self._soon()  # what came before
             await self._ended
         finally:
             self.stop()
@@ -60,7 +61,17 @@ class AsyncReader:
     def look(self) -> None:
         """To be called after a message was sent through the socket."""
         if self._ended is not None and not self._reading and self._events() & READABLE:
-            asyncio.get_running_loop().call_soon(self._read)
+            self._soon()
+
+    def _soon(self) -> None:
+        """Read in the next turn, once: where messages keep coming, a call for each look would never have an end."""
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._again)
+
+    def _again(self) -> None:
+        self._due = False
+        self._read()
 
     def _read(self) -> None:
         ended = self._ended
@@ -83,7 +94,7 @@ class AsyncReader:
             return
         finally:
             self._reading = False
-        asyncio.get_running_loop().call_soon(self._read)
+        self._soon()
 
     def _events(self) -> int:
         return self._socket.get(zmq.EVENTS)  # type: ignore[return-value]

@@ -197,3 +197,33 @@ def test_a_full_socket_tells_when_it_takes_messages_again(pair: tuple[Socket, So
         running.cancel()
 
     run(test())
+
+
+@LOOPS
+def test_looks_while_messages_keep_coming_do_not_make_turns_longer(pair: tuple[Socket, Socket], run: Run) -> None:
+    """Each look began a reading of its own that went on as long as there was something: a client that asked without
+    end, and was answered, froze the loop."""
+    here, there = pair
+    count = 400 * BURST
+    here.rcvhwm = there.sndhwm = 2 * count
+    address = here.get_string(zmq.LAST_ENDPOINT)
+    here.unbind(address)
+    there.disconnect(address)
+    here.bind("ipc://*")
+    there.connect(here.get_string(zmq.LAST_ENDPOINT))
+    for number in range(count):
+        there.send(b"%d" % number)
+
+    async def test() -> int:
+        taken = Taken(count)
+        reader = AsyncReader(here, taken)
+        running = asyncio.create_task(reader.run())
+        most = before = 0
+        while len(taken.messages) < count:
+            await asyncio.sleep(0)
+            most, before = max(most, len(taken.messages) - before), len(taken.messages)
+            reader.look()  # something was sent
+        running.cancel()
+        return most
+
+    assert run(test()) <= 2 * BURST
