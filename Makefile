@@ -16,8 +16,8 @@ demo: .venv/installed
 	scripts/demo.sh
 
 test: lint
-	$(PY) -m pytest tests/unit tests/worker $(TEST_FLAGS) --numprocesses logical --maxprocesses 8 --dist worksteal
-	$(PY) -m pytest --ignore tests/unit --ignore tests/worker $(TEST_FLAGS) --numprocesses logical --maxprocesses 2 --dist worksteal
+	$(PY) -m pytest tests/unit tests/client tests/worker $(TEST_FLAGS) --numprocesses logical --maxprocesses 8 --dist worksteal
+	$(PY) -m pytest --ignore tests/unit --ignore tests/client --ignore tests/worker $(TEST_FLAGS) --numprocesses logical --maxprocesses 2 --dist worksteal
 
 lint: .venv/installed-test
 	$(PY) -m ruff check .

@@ -14,12 +14,16 @@ from hypothesis import HealthCheck, settings
 if shutil.which("nvidia-smi") is None:  # before anything imports Triton, whose own functions look for it then
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("rhizome", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("rhizome")
+settings.register_profile("soak", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("soak"), max_examples=25)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, help="runs of the scheduler's state machine; tests marked `soak` run, too")
+    parser.addoption(
+        "--soak",
+        type=int,
+        help="runs of the scheduler's state machine; all tests then, properties thoroughly",
+    )
     parser.addoption("--emulate-amx", action="store_true", help="see tests/emulated_amx.py")
     parser.addoption("--emulate-arm", action="store_true", help="see tests/emulated_arm.py")
     parser.addoption("--fuzz-seconds", type=int, help="of new inputs for each description of the HTTP API")
@@ -42,7 +46,7 @@ def short_dir() -> Iterator[Path]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what takes many seconds. `make test` has it all."""
+    """Leaves out what takes many seconds, where no soak is asked for. `make test` has it all."""
     if config.getoption("--soak") is None:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
@@ -50,6 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are collected, which asks for the CPU's features."""
+    settings.load_profile("quick" if config.getoption("--soak") is None else "soak")
     config.addinivalue_line("markers", "soak: takes many seconds, and runs where `--soak N` is given")
     if config.getoption("--emulate-amx"):
         from tests.emulated_amx import emulate_amx

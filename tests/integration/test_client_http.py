@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from tests.client.test_chat_command import Terminal
 from tests.integration.cluster import ROOT, running, wait_until
-from tests.unit.test_chat_command import Terminal
 
 DEMO = ROOT / "demo_model"
 COUNTED = ("prompt_tokens", "cached_tokens", "output_tokens")

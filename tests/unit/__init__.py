@@ -1,1 +1,1 @@
-"""Tests of plain objects, one module each, without model and without processes of ours: seconds."""
+"""Tests of plain objects, one module each, without a model, few with processes: seconds."""

@@ -23,9 +23,9 @@ from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import Abort, ErrorCode, Finish, Generate, RequestError, ints
 from common.openai_logprobs import CompletionLogprobs, chat_logprobs
 from common.sampling_params import Grammar
-from tests.unit.client_runs import CLIENT, run, start
+from tests.client.client_runs import CLIENT, run, start
+from tests.client.fake_openai import FakeOpenAI
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
-from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.frontend_world import INFO
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -17,7 +17,7 @@ from common.fields import FieldError
 from common.json_request import PROMPT_FIELDS, REQUEST_FIELDS, parse_request
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, RequestError, ints
 from common.sampling_params import SamplingParams
-from tests.unit.client_runs import run, start
+from tests.client.client_runs import run, start
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, choices_backwards, echo, rows, silent_after_one_row
 from tests.unit.frontend_world import INFO
 

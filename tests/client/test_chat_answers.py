@@ -19,13 +19,13 @@ from common.parsers import Reasoning
 from common.sampling_params import Grammar, SamplingParams
 from rhizome import LLM, AsyncLLM
 from rhizome import SamplingParams as Params
+from tests.client.client_runs import run
+from tests.client.fake_openai import FakeOpenAI
+from tests.client.test_chat_command import Terminal, contents
 from tests.helpers_parsers import split
 from tests.helpers_templates import HARMONY, QWEN3
-from tests.unit.client_runs import run
 from tests.unit.fake_frontend import FakeFrontend, rows
-from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.frontend_world import INFO
-from tests.unit.test_chat_command import Terminal, contents
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.prompt import prompt_end
 

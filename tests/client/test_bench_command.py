@@ -14,9 +14,9 @@ from client_cli.bench_run import Bench, _take
 from common.connection import Row
 from common.messages import ErrorCode, Finish, Generate, GetStats, RequestError, Stats
 from common.sampling_params import SamplingParams
-from tests.unit.client_runs import run
+from tests.client.client_runs import run
+from tests.client.fake_openai import FakeOpenAI
 from tests.unit.fake_frontend import FakeFrontend, rows
-from tests.unit.fake_openai import FakeOpenAI
 
 S = 1_000_000_000
 

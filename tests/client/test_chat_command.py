@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from client_cli.conversation import HELP, Conversation, ConversationError, Do, parse_line
 from common.messages import Abort, ErrorCode, Finish, Generate, RequestError
-from tests.unit.client_runs import CLIENT, run
+from tests.client.client_runs import CLIENT, run
+from tests.client.fake_openai import FakeOpenAI
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
-from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.frontend_world import INFO
 
 

@@ -20,8 +20,8 @@ from common.connection import Answer, ConnectionLost, Row, Unreachable, result_o
 from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError, ints
 from common.sampling_params import Grammar, SamplingParams
-from tests.unit.client_runs import run, start
-from tests.unit.fake_openai import TIMEOUT_S, FakeOpenAI
+from tests.client.client_runs import run, start
+from tests.client.fake_openai import TIMEOUT_S, FakeOpenAI
 
 PARAMS = SamplingParams(max_tokens=5)
 

@@ -12,11 +12,11 @@ import gateway_proc.metrics
 from client_cli.snapshot import GAUGES, Snapshot, from_metrics, from_stats, read_metrics
 from common.messages import GetStats, Stats
 from common.run_dir import RunDir
-from tests.unit.client_runs import run, run_unread
+from tests.client.client_runs import run, run_unread
+from tests.client.fake_openai import FakeOpenAI
+from tests.client.test_chat_command import Terminal
 from tests.unit.fake_frontend import FakeFrontend
-from tests.unit.fake_openai import FakeOpenAI
 from tests.unit.recorded import random_workload, recorded
-from tests.unit.test_chat_command import Terminal
 
 STATS = {
     "scheduler.running": 3, "scheduler.waiting": 1, "scheduler.total_pages": 100, "scheduler.free_pages": 50,

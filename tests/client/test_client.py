@@ -20,7 +20,7 @@ import client_cli.target
 from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, ints
 from common.run_dir import RunDir
 from common.sampling_params import Grammar, SamplingParams
-from tests.unit.client_runs import CLIENT, run, run_full, run_unread, start
+from tests.client.client_runs import CLIENT, run, run_full, run_unread, start
 from tests.unit.fake_frontend import (
     TIMEOUT_S,
     FakeFrontend,
