@@ -1,1 +1,1 @@
-"""Tests of the client's commands as users run them: real processes against a played cluster or HTTP server: a minute."""
+"""Tests of the client's commands as users run them: real processes against a played cluster or server: a minute."""
