@@ -82,7 +82,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: `kv_tokens` when given, else as many tokens as fit in `kv_bytes` per rank. `kv_dtype` "auto" is the
+    """The KV cache: of `kv_tokens`, or of as many as fit in `kv_bytes` per rank. `kv_dtype` "auto" is the
     model's precision, "int8" one byte a number and a scale per token and head. Pages that are evicted go to
     `host_kv_bytes` of host memory per rank, 0 is none."""
 
@@ -97,6 +97,7 @@ class CacheConfig:
         _check(1 <= self.page_size <= 4096, "page_size", "between 1 and 4096 tokens")
         _check(self.kv_tokens is None or self.kv_tokens >= self.page_size, "kv_tokens", "at least one page")
         _check(self.kv_bytes is None or self.kv_bytes > 0, "kv_memory", "more than 0 bytes")
+        _check(self.kv_tokens is None or self.kv_bytes is None, "kv_memory", "left out where kv-tokens gives the size")
         _check(0 <= self.host_kv_bytes <= 2**50, "host_kv_memory", "between 0 (none) and 1024TiB")
         _check(
             self.prefix_cache or not self.host_kv_bytes,

@@ -37,6 +37,9 @@ class BodyReader:
         if content_type != "application/json" and not content_type.endswith("+json"):
             problem = f"the body must be application/json, not {shown(content_type)}"
             raise ApiError(415, problem, code="unsupported_media_type")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise ApiError(415, f"the body must come as it is, not as {shown(coding)}", code="unsupported_media_type")
         body = await read_body(request.receive, request.headers, self.limit)
         model = self.parse(body, kind)
         unknown = [shown(name) for name in model.unknown_fields()[:MAX_SHOWN]]

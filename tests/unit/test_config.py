@@ -55,10 +55,9 @@ def configs(draw: st.DrawFn, run_dir: str) -> ClusterConfig:
         ),
     )
     page_size = draw(st.integers(1, 4096))
-    cache = CacheConfig(
-        page_size, draw(st.none() | st.integers(page_size, 10**9)), draw(st.none() | positive), draw(st.booleans()),
-        draw(st.sampled_from(KV_DTYPES)),
-    )  # fmt: skip
+    tokens, nothing = st.integers(page_size, 10**9), st.none()
+    size = st.tuples(nothing, nothing) | st.tuples(tokens, nothing) | st.tuples(nothing, positive)
+    cache = CacheConfig(page_size, *draw(size), draw(st.booleans()), draw(st.sampled_from(KV_DTYPES)))
     max_running = draw(st.integers(1, 4096))
     max_batch_tokens = draw(st.integers(max_running, 2**20))
     scheduler = SchedulerConfig(
@@ -135,6 +134,7 @@ def build(section: str, **values: Any) -> Any:
         ("cache", {"page_size": 4097}, "page-size"),
         ("cache", {"kv_tokens": 15}, "kv-tokens"),
         ("cache", {"kv_bytes": 0}, "kv-memory"),
+        ("cache", {"kv_bytes": 2**20, "kv_tokens": 64}, "kv-memory"),
         ("cache", {"kv_dtype": "fp8"}, "kv-cache-dtype"),
         ("model", {"quantization": "awq"}, "quantization"),
         ("model", {"quantization": "int4", "quantization_group_size": 48}, "quantization-group-size"),

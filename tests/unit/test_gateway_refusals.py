@@ -1,5 +1,6 @@
 """What the gateway refuses before the cluster hears of it, unknown fields, and request ids."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,9 @@ def test_bodies_are_bounded_and_must_be_json(short_dir: Path) -> None:
         assert (await world.client.post("/v1/completions", content=chunks())).status_code == 413
         form = await world.client.post("/v1/completions", data={"prompt": "x"})
         assert form.status_code == 415 and form.json()["error"]["type"] == "invalid_request_error"
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        packed = await world.client.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+        assert packed.status_code == 415 and "not as gzip" in packed.json()["error"]["message"]
 
     play(short_dir, HELLO, test, HttpConfig(max_body_bytes=2048))
 

@@ -47,7 +47,6 @@ def pages(cache: CacheConfig, *, ranks: int = 1, context_len: int = 64, max_runn
 def test_kv_tokens_are_rounded_up_to_pages() -> None:
     assert pages(CacheConfig(page_size=16, kv_tokens=100)) == 7
     assert pages(CacheConfig(page_size=1, kv_tokens=100)) == 100
-    assert pages(CacheConfig(page_size=16, kv_tokens=100, kv_bytes=1)) == 7
 
 
 def test_kv_bytes_are_for_one_rank() -> None:
