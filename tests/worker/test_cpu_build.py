@@ -95,6 +95,17 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path, mon
         build("generic", cpu_features(), tmp_path / "file" / "cache", sources)
 
 
+def test_a_cache_from_which_nothing_can_be_executed_is_named_before_anything_is_compiled(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = os.statvfs(tmp_path)
+    flags = mounted.f_flag | os.ST_NOEXEC
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*mounted[:8], flags, *mounted[9:])))
+    with pytest.raises(BuildError, match=r"noexec.*XDG_CACHE_HOME"):
+        build("generic", cpu_features(), tmp_path / "cache", sources)
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_without_a_compiler_there_is_one_warning_and_no_library(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

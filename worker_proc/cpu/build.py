@@ -52,6 +52,9 @@ def build(
     try:
         directory = cache if cache is not None else cache_directory("kernels")
         make_private(directory)
+        if os.statvfs(directory).f_flag & getattr(os, "ST_NOEXEC", 0):  # before compiling what cannot be loaded
+            problem = f"nothing may be executed from {directory} (mounted with noexec); XDG_CACHE_HOME names another"
+            raise BuildError(f"the native kernels cannot be kept: {problem}")
         options = features.options(level)
         made_of = f"{level}-{_key((*_OPTIONS, *options), features, sources)}"
         try:
