@@ -394,6 +394,7 @@ class AsyncConnection:
             elif stream.unread > self._max_unread:
                 stream.abort()
                 stream.fail(UnreadRows(f"the reader left more than {self._max_unread} rows unread"))
+                self._reader.forget(row.rid)
                 del self._streams[row.rid]
 
     def _is_live(self, rid: int, choice: int) -> bool:

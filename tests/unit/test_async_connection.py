@@ -1,6 +1,7 @@
 """The asyncio connection against a played cluster: rows, ends, questions, refusals, silence and breaks."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from common.async_connection import AsyncConnection, RequestFailed, Stream, UnreadRows
 from common.codec import PROTOCOL_VERSION
 from common.connection import ConnectionLost, Row, Unreachable
+from common.logprobs import LogprobRows, Logprobs
 from common.messages import (
     Abort,
     Beat,
@@ -222,6 +224,31 @@ def test_unread_rows_are_bounded(short_dir: Path) -> None:
         assert len(await stream.take()) == 9 and connection.live == 0
         with pytest.raises(UnreadRows, match="more than 8 rows"):
             await stream.take()
+
+    play(short_dir, answer, test, max_unread=8)
+
+
+def test_of_a_request_whose_rows_lie_unread_nothing_is_kept(short_dir: Path) -> None:
+    """Prompt log probabilities wait for tokens of their choice, which never come where another one overflows."""
+
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Generate):
+            scores = Logprobs(
+                array("i", [7]), array("f", [-0.5]), array("i", [1]), array("i", [0]), array("i"), array("f")
+            )
+            yield replace(
+                rows(msg.rid, "", choice=1), prompt_logprobs=LogprobRows.of({0: scores}), token_bytes={7: b"x"}
+            )
+            for _ in range(12):
+                yield rows(msg.rid, "x", 1)
+        elif isinstance(msg, GetStats):
+            yield Stats(msg.query, {})
+
+    async def test(cluster: FakeFrontend, connection: AsyncConnection) -> None:
+        stream = connection.submit("x", replace(PARAMS, prompt_logprobs=0), n=2)
+        await connection.stats()
+        assert len(await stream.take()) == 9 and connection.live == 0
+        assert not connection._reader._prompts
 
     play(short_dir, answer, test, max_unread=8)
 
