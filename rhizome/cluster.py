@@ -1,6 +1,5 @@
 """The cluster behind an LLM: `launch.py` as a child that ends with this process, however that ends."""
 
-import importlib.util
 import os
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from common.child import signal_name
 from common.run_dir import RunDirError, find_cluster
 from rhizome.errors import ClusterError
 
+LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"  # by its place: a program may be called launch.py as well
 STOP_S = 30.0  # launch.py itself takes two seconds at most
 WHY_S = 3.0
 POLL_S = 0.02
@@ -118,9 +118,6 @@ os.register_at_fork(after_in_child=_forked)
 def _command(model: str | os.PathLike[str], options: dict[str, Any], run_dir: Path, life_fd: int) -> list[str]:
     """How launch.py is started. Options are its flags: `tp=2`, `kv_tokens=65536`, `prefix_cache=False`; None leaves one
     out."""
-    spec = importlib.util.find_spec("launch")
-    if spec is None or spec.origin is None:
-        raise ClusterError("launch.py is not there; Rhizome is not installed completely")
     flags = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -134,7 +131,7 @@ def _command(model: str | os.PathLike[str], options: dict[str, Any], run_dir: Pa
     own = ["--model", os.fspath(model), "--run-dir", str(run_dir), "--parent-fd", str(life_fd)]
     if all(options.get(name) is None for name in ("port", "host", "no_http")):
         own.append("--no-http")  # nobody but this process asks, and several LLMs would fight for one port
-    return [sys.executable, spec.origin, *own, *flags]
+    return [sys.executable, str(LAUNCH), *own, *flags]
 
 
 def _reason(log: str, code: int) -> str:

@@ -157,6 +157,18 @@ def test_options_become_flags_of_launch() -> None:
         _command("m", {"run_dir": "x"}, Path("/r"), 7)
 
 
+def test_a_program_that_is_called_launch_does_not_start_itself(tmp_path: Path) -> None:
+    program = tmp_path / "launch.py"
+    program.write_text(
+        "from pathlib import Path\nfrom rhizome.cluster import _command\nprint(_command('m', {}, Path('r'), 7)[1])"
+    )
+    root = Path(launch.__file__).resolve().parent
+    done = subprocess.run(
+        [sys.executable, str(program)], env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(root / "launch.py"), done.stderr
+
+
 def test_switches_are_those_of_launch() -> None:
     switches = {p.name for p in launch.main.params if p.secondary_opts}
     assert switches == set(SWITCHES)
