@@ -99,8 +99,9 @@ class Bench:
                     continue
                 numbers += 1
                 heapq.heappush(later, (max(start + int(at_s * 1e9), self._clock()), numbers, talk))
+        first = min((r.sent_ns for r in records), default=start)  # the times of a trace need not begin at 0
         last = max((r.last_ns for r in records if r.last_ns), default=self._clock())
-        return records, max(1, last - start) / 1e9
+        return records, max(1, last - first) / 1e9
 
     def _patience(
         self, now: int, start: int, waiting: Sequence[Conversation], later: list[tuple[int, int, _Talk]]

@@ -90,6 +90,12 @@ def test_requests_are_sent_when_they_are_due() -> None:
     assert duration == pytest.approx(2.03, abs=0.02)
 
 
+def test_a_trace_that_begins_late_takes_no_longer_for_it() -> None:
+    _, records, duration = bench([talk(2, at_s=5.0), talk(3, at_s=6.0)], None)
+    assert [r.sent_ns / S for r in records] == pytest.approx([5.0, 6.0], abs=0.011)
+    assert duration == pytest.approx(1.03, abs=0.02)
+
+
 def test_concurrency_bounds_what_is_live() -> None:
     link, records, _ = bench([talk(2) for _ in range(10)], 3)
     assert len(records) == 10 and link.most == 3
