@@ -20,6 +20,7 @@ LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"  # by its place: a pr
 STOP_S = 30.0  # launch.py itself takes two seconds at most
 WHY_S = 3.0
 POLL_S = 0.02
+LOG_BYTES = 2**20
 SWITCHES = ("prefix_cache", "cuda_graphs")  # options of launch.py that are on unless --no-... says otherwise
 _pipes: "weakref.WeakSet[ChildCluster]" = weakref.WeakSet()
 
@@ -63,9 +64,12 @@ class ChildCluster:
 
     @property
     def log(self) -> str:
-        """What the cluster printed, nothing once it is closed."""
+        """What the cluster printed last, nothing once it is closed."""
         with self._log_lock:
-            return "" if self._log.closed else os.pread(self._log.fileno(), 2**20, 0).decode(errors="replace")
+            if self._log.closed:
+                return ""
+            size = os.fstat(self._log.fileno()).st_size
+            return os.pread(self._log.fileno(), LOG_BYTES, max(0, size - LOG_BYTES)).decode(errors="replace")
 
     def _wait(self) -> dict[str, Any]:
         """cluster.json once the cluster is ready; launch.py itself gives up after --start-timeout."""

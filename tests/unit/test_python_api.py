@@ -202,6 +202,16 @@ def test_a_forked_child_is_refused(short_dir: Path) -> None:
         assert texts(llm.generate("x")) == [["x 0!"]]
 
 
+def test_why_a_cluster_ended_is_found_behind_a_long_log(tmp_path: Path) -> None:
+    cluster = object.__new__(ChildCluster)
+    cluster._process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    cluster._log, cluster._log_lock, cluster._closed = (tmp_path / "log").open("w+b"), threading.Lock(), False
+    cluster._log.write(b"request id=1 status=200\n" * 100_000 + b"Error: the worker died\n")
+    cluster._log.flush()
+    assert cluster.ends() and cluster.end == "the cluster has ended: the worker died"
+    cluster._log.close()
+
+
 def test_a_cluster_that_is_closed_during_a_call_says_so(tmp_path: Path) -> None:
     cluster = object.__new__(ChildCluster)
     cluster._process = subprocess.Popen([sys.executable, "-c", ""])
