@@ -35,7 +35,7 @@ STYLE = {
 MARKS = {  # what: marker, colour, words
     "preempt": ("X", RED, "preempted"),
     "finish": ("o", INK, "finished"),
-    "gone": ("s", YELLOW, "aborted or past its deadline"),
+    "gone": ("s", YELLOW, "aborted, failed or past its deadline"),
 }
 CHAR_PT = 4.2  # width of a character of the small labels, in points
 WIDTH_IN = 14.0
@@ -65,7 +65,9 @@ class Picture:
                 case Gone(rids=rids):
                     for rid in rids:
                         self._mark("gone", rid, now)
-                case Reset():
+                case Reset(condemned=rids):
+                    for rid in rids:
+                        self._mark("gone", rid, now)
                     self._planned.clear()
             self.gauges.append((now, entry.gauges))
         return self
@@ -88,6 +90,8 @@ class Picture:
             self.steps.append((start, length, plan.tokens - len(plan.decodes), len(plan.decodes)))
         for rid, _ in step.finished:
             self._mark("finish", rid, now)
+        for rid in step.failed:
+            self._mark("gone", rid, now)
 
     def _mark(self, kind: str, rid: int, now: float) -> None:
         if rid in self._slots:

@@ -30,6 +30,7 @@ class _Stay:
     cached: int
     started: int = 0
     ready: int = 0
+    over: bool = False  # the request has ended, and the slot is given back with the next plan
 
 
 @dataclass(slots=True)
@@ -58,14 +59,15 @@ class Trace:
                         self._waiting[rid] = entry.now
                 case Gone(rids=rids, why=why):
                     for rid in rids:
-                        yield from self._admitted(rid, entry.now)
-                        yield from self._mark(rid, entry.now, why)
+                        yield from self._over(rid, entry.now, why)
                 case Planned():
                     yield from self._plan(entry, entry.what)
                 case Committed():
                     yield from self._commit(entry, entry.what)
-                case Reset(epoch=epoch):
+                case Reset(epoch=epoch, condemned=condemned):
                     yield self._event("i", SCHEDULER, LOOP, f"reset: epoch {epoch}", entry.now, s="g")
+                    for rid in condemned:
+                        yield from self._over(rid, entry.now, "condemn")
                     yield from self._reset(entry.now)
             yield from self._counters(entry)
         for slot in list(self._stays):
@@ -75,10 +77,11 @@ class Trace:
         yield from self._names()
 
     def _reset(self, now: int) -> Iterator[Event]:
-        """Nobody holds a slot any more, and those who did wait again."""
+        """Nobody holds a slot any more, and those who did and have not ended wait again."""
         self._planned.clear()
         for slot in list(self._stays):
-            self._waiting.setdefault(self._stays[slot].rid, now)
+            if not self._stays[slot].over:
+                self._waiting.setdefault(self._stays[slot].rid, now)
             yield from self._leave(slot)
 
     def _plan(self, entry: Entry, plan: Planned) -> Iterator[Event]:
@@ -107,7 +110,9 @@ class Trace:
         if planned is not None and step.times is not None:
             yield from self._step(planned, step, step.times, entry.now)
         for rid, reason in step.finished:
-            yield from self._mark(rid, entry.now, f"finish ({reason.name.lower()})")
+            yield from self._over(rid, entry.now, f"finish ({reason.name.lower()})")
+        for rid in step.failed:
+            yield from self._over(rid, entry.now, "fail")
 
     def _step(self, planned: Entry, step: Committed, times: tuple[int, int, int], now: int) -> Iterator[Event]:
         plan, (received, started, ready), lane = planned.what, times, 1 + step.step % self.lanes
@@ -146,6 +151,13 @@ class Trace:
             link = {"cat": "waiting", "id": rid}
             yield self._event("b", QUEUE, 0, f"r{rid} waits", since, **link)
             yield self._event("e", QUEUE, 0, f"r{rid} waits", now, **link)
+
+    def _over(self, rid: int, now: int, what: str) -> Iterator[Event]:
+        """A request ends."""
+        yield from self._admitted(rid, now)
+        yield from self._mark(rid, now, what)
+        for stay in self._stays.values():
+            stay.over |= stay.rid == rid
 
     def _mark(self, rid: int, now: int, what: str) -> Iterator[Event]:
         """An instant in the slot of a request, or in the queue when it has none."""

@@ -28,14 +28,16 @@ def describe(entry: Entry, origin: int) -> str:
             text = f"{why:<7} {_rids(rids)}"
         case Planned():
             text = _plan(entry.what)
-        case Committed(step=step, tokens=tokens, discarded=discarded, finished=finished, times=times):
+        case Committed(step=step, tokens=tokens, discarded=discarded, finished=finished, times=times, failed=failed):
             parts = [f"commit  {step}", f"tokens {tokens}"]
             parts += [f"discarded {discarded}"] if discarded else []
             parts += [f"finish {' '.join(f'r{rid}:{why.name.lower()}' for rid, why in finished)}"] if finished else []
+            parts += [f"fail {_rids(failed)}"] if failed else []
             parts += [f"forward {(times[2] - times[1]) / 1e6:.3f} ms"] if times else []
             text = "  ".join(parts)
-        case Reset(epoch=epoch):
+        case Reset(epoch=epoch, condemned=condemned):
             text = f"reset   the workers lost everything, epoch {epoch} begins"
+            text += f"  condemn {_rids(condemned)}" if condemned else ""
         case Ended(why=why):
             text = f"end     {why}"
     g = entry.gauges

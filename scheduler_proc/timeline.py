@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import chain, pairwise
 
-from common.codec import encode
+from common.codec import Message, encode
 from common.messages import Abort, AddRequest, Finish, GetStats, RequestError, StepPlan, StepResult, TokenBatch
 from scheduler_proc.recording import Kind, Record, Recording
 from scheduler_proc.scheduler import Scheduler
@@ -104,20 +104,28 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step's tokens came back. `times` (ns): plan received, forward started, tokens ready; None when not given."""
+    """A step's tokens came back. `times` (ns): plan received, forward started, tokens ready; None when not given.
+
+    `failed` requests ended with an error, because their grammar could not be followed.
+    """
 
     step: int
     times: tuple[int, int, int] | None
     tokens: int
     discarded: int
     finished: tuple[tuple[int, Finish], ...]
+    failed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The workers lost everything: steps in flight are void, all running requests wait again, steps count from 0."""
+    """The workers lost everything: steps in flight are void, all running requests wait again, steps count from 0.
+
+    `condemned` requests ended with an error, because the workers died of them.
+    """
 
     epoch: int
+    condemned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +185,15 @@ class Timeline:
                 case Kind.HANDLE:
                     return self._handle(record)
                 case Kind.EXPIRE:
-                    errors = [m for m in self.scheduler.expire(record.now) if isinstance(m, RequestError)]
-                    return Gone(tuple(e.rid for e in errors), "deadline") if errors else None
+                    late = _errors(self.scheduler.expire(record.now))
+                    return Gone(late, "deadline") if late else None
                 case Kind.PLAN:
                     return self._plan(record)
                 case Kind.COMMIT:
                     return self._commit(record.message, record.now)
                 case Kind.RESET:
-                    self.scheduler.reset(record.epoch, record.now, crashed=record.crashed)
-                    return Reset(record.epoch)
+                    answers = self.scheduler.reset(record.epoch, record.now, crashed=record.crashed)
+                    return Reset(record.epoch, _errors(answers))
                 case Kind.END:
                     self.why = record.why
                     return Ended(record.why)
@@ -261,19 +269,21 @@ class Timeline:
         )
 
     def _commit(self, result: StepResult, now: int) -> Committed:
-        answers = [m for m in self.scheduler.commit(result, now) if isinstance(m, TokenBatch)]
-        tokens = sum(len(m.token_ids) for m in answers)
-        finished = [(rid, Finish(f)) for m in answers for rid, f in zip(m.rids, m.finish, strict=True) if f]
+        answers = self.scheduler.commit(result, now)
+        batches = [m for m in answers if isinstance(m, TokenBatch)]
+        tokens = sum(len(m.token_ids) for m in batches)
+        finished = [(rid, Finish(f)) for m in batches for rid, f in zip(m.rids, m.finish, strict=True) if f]
         times = (result.times[0], result.times[1], result.times[2]) if len(result.times) == 3 else None
-        return Committed(result.step_id, times, tokens, len(result.tokens) - tokens, tuple(finished))
+        discarded = len(result.tokens) - tokens
+        return Committed(result.step_id, times, tokens, discarded, tuple(finished), _errors(answers))
 
     def _forget(self, what: What) -> None:
         """Ids may be used again once their requests are over."""
         match what:
-            case Gone(rids=rids):
+            case Gone(rids=rids) | Reset(condemned=rids):
                 self._entered.difference_update(rids)
-            case Committed(finished=finished):
-                self._entered.difference_update(rid for rid, _ in finished)
+            case Committed(finished=finished, failed=rids):
+                self._entered.difference_update(rids, (rid for rid, _ in finished))
 
     def _gauges(self) -> Gauges:
         stats = self.scheduler.stats()
@@ -291,6 +301,11 @@ def window(entries: Iterable[Entry], first: int | None, last: int | None) -> Ite
             started = entry.what.step + 1 == first
         if last is not None and isinstance(entry.what, Committed) and entry.what.step >= last:
             return
+
+
+def _errors(answers: Iterable[Message]) -> tuple[int, ...]:
+    """The requests that end with an error."""
+    return tuple(m.rid for m in answers if isinstance(m, RequestError))
 
 
 def _bits(bitmap: bytes) -> Iterator[int]:

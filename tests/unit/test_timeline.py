@@ -1,7 +1,9 @@
 """Timelines: their totals are the scheduler's counters, and what they are shown as is well formed."""
 
 import json
+from array import array
 from collections import Counter
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from common.config import ADMISSIONS, POLICIES
+from common.messages import ints
 from scheduler_proc import replay
 from scheduler_proc.chrome_trace import write_trace
 from scheduler_proc.recording import Recording
 from scheduler_proc.show_tree import show_tree
-from scheduler_proc.timeline import Arrived, Committed, Ended, Entered, Entry, Gone, Planned, Timeline, window
+from scheduler_proc.timeline import Arrived, Committed, Ended, Entered, Entry, Gone, Planned, Reset, Timeline, window
 from tests.unit.recorded import RecordedRun, random_workload, recorded
 
 
@@ -288,6 +291,36 @@ def test_a_trace_across_a_loss_of_the_workers(tmp_path: Path) -> None:
     assert totals(entries)["prompt_tokens"] == run.scheduler.stats()["prompt_tokens"] == 7 * 4
     waits = [e for e in events if e["ph"] == "b"]
     assert len(waits) == sum(len(e.what.entered) for e in entries if isinstance(e.what, Planned)) == 12
+
+
+def test_requests_that_end_with_an_error_are_shown_to_end(tmp_path: Path) -> None:
+    """One that the workers die of, one that ended just before they did, and one whose grammar cannot be followed."""
+    path = tmp_path / "errors.rec"
+    with recorded(path, steps_in_flight=1) as run:
+        run.add(1, [1, 2, 3], 1)
+        run.add(2, [2, 2, 3], 9)
+        run.step()
+        for epoch in range(1, 4):
+            run.scheduler.plan(run.tick())
+            run.lose_workers(epoch)
+        run.add(3, [3, 2, 3], 9)
+        plan = run.scheduler.plan(run.tick())
+        times = array("q", (run.tick(), run.tick(), run.tick()))
+        result = replace(run.worker.execute(plan), times=times, failed=ints(0), problems=("no token is possible",))
+        run.take(run.scheduler.commit(result, run.tick()))
+        run.finish()
+    assert [error.rid for error in run.errors] == [2, 3]
+    entries = entries_of(path)
+    assert [e.what.condemned for e in entries if isinstance(e.what, Reset)] == [(), (2,), ()]
+    assert [e.what.failed for e in entries if isinstance(e.what, Committed)] == [(), (3,)]
+    shown = CliRunner().invoke(replay.main, [str(path), "--step"]).output
+    assert "condemn r2" in shown and "fail r3" in shown
+    file = StringIO()
+    write_trace(file, entries, 1)
+    events = json.loads(file.getvalue())["traceEvents"]
+    check_trace(events)
+    waits = Counter(e["name"] for e in events if e["ph"] == "b")
+    assert waits == {"r1 waits": 1, "r2 waits": 2, "r3 waits": 1}, "nobody waits who has ended"
 
 
 def test_a_part_of_a_trace(tmp_path: Path, pressed: tuple[Path, RecordedRun]) -> None:
