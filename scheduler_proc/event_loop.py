@@ -152,17 +152,25 @@ def main(child: Child) -> None:
     loop = EventLoop(child, go)
     cache = child.config.cache
     kv = KVManager(go.num_pages, go.page_size, prefix_cache=cache.prefix_cache, host_pages=go.host_pages)
-    if child.config.record is None:
-        loop.run(Scheduler(child.config.scheduler, kv, go.context_len, epoch=go.epoch, vocab_size=go.vocab_size))
+    config, record = child.config.scheduler, child.config.record
+    recorder = None if record is None else new_recorder(Path(record), go.term)
+    if recorder is None:
+        loop.run(Scheduler(config, kv, go.context_len, epoch=go.epoch, vocab_size=go.vocab_size))
         return
-    with Recorder(_recording(Path(child.config.record), go.term)) as recorder:
-        config = child.config.scheduler
+    with recorder:
         loop.run(RecordedScheduler(recorder, config, kv, go.context_len, epoch=go.epoch, vocab_size=go.vocab_size))
 
 
-def _recording(path: Path, term: int) -> Path:
-    """A scheduler that replaces a dead one writes a file of its own beside that one's."""
-    return path if term == 0 else path.with_name(f"{path.name}.{term}")
+def new_recorder(path: Path, term: int) -> Recorder | None:
+    """A scheduler that replaces a dead one writes a file of its own beside that one's; where that cannot be, it serves
+    without. Raises OSError for the first one, whose user is there to be told."""
+    if term == 0:
+        return Recorder(path)
+    try:
+        return Recorder(path.with_name(f"{path.name}.{term}"))
+    except OSError as error:
+        log.warning("the new scheduler is not recorded: %s", error)
+        return None
 
 
 @click.command()

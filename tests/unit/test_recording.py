@@ -20,6 +20,7 @@ from common.codec import PROTOCOL_VERSION, decode, encode
 from common.config import ADMISSIONS, POLICIES
 from common.messages import AddRequest, StepPlan, StepResult, ints
 from scheduler_proc import replay
+from scheduler_proc.event_loop import new_recorder
 from scheduler_proc.invariants import check
 from scheduler_proc.recorder import Recorder
 from scheduler_proc.recording import FORMAT, Kind, Recording, RecordingError
@@ -373,3 +374,18 @@ def test_an_idle_scheduler_has_written_everything(tmp_path: Path) -> None:
         run.finish()
         assert replayed(path).plans == len(run.plans)
         assert replayed(path).why == "not closed: its process was killed or still runs"
+
+
+def test_a_scheduler_that_replaces_a_dead_one_serves_without_a_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.rec"
+    for term in (0, 2):
+        recorder = new_recorder(path, term)
+        assert recorder is not None
+        recorder.close()
+    with pytest.raises(FileExistsError):
+        new_recorder(path, 0)
+    assert new_recorder(path, 2) is None and "File exists" in caplog.text
+    assert new_recorder(tmp_path / "removed" / "run.rec", 1) is None and "No such file" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.rec", "run.rec.2"]
