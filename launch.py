@@ -23,7 +23,7 @@ from common.run_dir import RunDir, RunDirError
 from common.sockets import Endpoints
 from gateway_proc.options import http_options
 from launcher import gguf, hub
-from launcher.options import cache_options, model_options, scheduler_options, supervision_options
+from launcher.options import DEMO_MODEL, cache_options, model_options, scheduler_options, supervision_options
 from launcher.show import VERSION, panel, progress_bar
 from launcher.supervisor import ClusterError, Supervisor
 
@@ -127,6 +127,10 @@ def _find_model(model: str) -> tuple[Path, str | None]:
     except (hub.HubError, gguf.GgufError) as error:
         raise ClusterError(f"--model {model}: {error}") from None
     if not (Path(model) / "config.json").is_file():
+        if Path(model) == DEMO_MODEL:
+            raise ClusterError(
+                "--model is needed: the demo model comes with the repository, not with the package"
+            )
         reason = "not a directory with a Hugging Face checkpoint (no config.json), and no GGUF file"
         raise ClusterError(f"--model {model}: {reason}")
     return Path(model), None

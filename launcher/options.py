@@ -18,7 +18,7 @@ from common.config import (
     SupervisionConfig,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"  # in a checkout; an installed package has none
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 Command = Callable[..., Any]
@@ -77,7 +77,7 @@ model_options = _made_into(
     "model",
     ModelConfig,
     click.option(
-        "--model", "path", default=str(ROOT / "demo_model"), show_default="the demo model",
+        "--model", "path", default=str(DEMO_MODEL), show_default="the demo model",
         help="Directory of a Hugging Face checkpoint, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B[@revision] or "
         "Qwen/Qwen3-0.6B-GGUF:Q8_0.",
     ),

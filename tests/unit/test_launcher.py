@@ -4,14 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import launch
 from launcher.liveness import STUCK_FACTOR, Liveness, left_alone
 from launcher.process import Proc
 from launcher.restarts import Restarts
+from launcher.supervisor import ClusterError
 
 FROZEN_S = 3.0
 STUCK_S = STUCK_FACTOR * FROZEN_S
@@ -178,3 +181,10 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody() -> None:
     assert watched.frozen is None and not watched.stuck
     watched.run(FROZEN_S + 0.5, silent=("b",), getting_on=("a",))
     assert watched.frozen == "b", "from now on silence counts again"
+
+
+def test_an_installed_package_asks_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "demo_model" in launch.main.make_context("launch", []).params["path"]
+    monkeypatch.setattr(launch, "DEMO_MODEL", tmp_path / "demo_model")  # as in site-packages, where none is
+    with pytest.raises(ClusterError, match="--model is needed: the demo model comes with the repository"):
+        launch._find_model(str(tmp_path / "demo_model"))
