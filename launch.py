@@ -128,9 +128,7 @@ def _find_model(model: str) -> tuple[Path, str | None]:
         raise ClusterError(f"--model {model}: {error}") from None
     if not (Path(model) / "config.json").is_file():
         if Path(model) == DEMO_MODEL:
-            raise ClusterError(
-                "--model is needed: the demo model comes with the repository, not with the package"
-            )
+            raise ClusterError("--model is needed: the demo model comes with the repository, not with the package")
         reason = "not a directory with a Hugging Face checkpoint (no config.json), and no GGUF file"
         raise ClusterError(f"--model {model}: {reason}")
     return Path(model), None

@@ -33,16 +33,22 @@ def closed_loop(case, draw, add, poll, clock=time.perf_counter):
             if ended:
                 del running[key]
     seconds = clock() - started
-    ttft.sort()
-    gaps.sort()
     return {
         "output_tokens_per_s": output / seconds,
         "total_tokens_per_s": (output + tokens_in) / seconds,
-        "ttft_ms": ttft[len(ttft) // 2],
-        "itl_p99_ms": gaps[int(0.99 * (len(gaps) - 1))],
+        "ttft_ms": percentile(ttft, 50),
+        "itl_p99_ms": percentile(gaps, 99),
         "completed": case["requests"],
         "output_tokens": output,
     }
+
+
+def percentile(values, percent):
+    """As client_cli/bench_metrics.py has it, which measures the systems beside: linear between the closest ranks."""
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * percent / 100
+    low, high = int(at), min(int(at) + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def serve(version, vocabulary, add, poll):

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from bench.compare import CASES, llama_server, main
 from bench.peers.closed_loop import closed_loop
 from bench.peers.systems import BenchError, Case, InProcess, System
+from client_cli.bench_metrics import spread
 
 Hosted = TypeVar("Hosted", bound=System)
 CASE = Case("a case", requests=5, prefix=3, input=4, output=6, concurrency=2)
@@ -126,6 +127,22 @@ def test_tokens_that_come_together_are_all_counted_and_an_end_may_come_without_o
     ticks = iter(range(100))
     figures = closed_loop(case, counting(), lambda prompt, output: 0, lambda: next(steps), lambda: next(ticks))
     assert figures["output_tokens"] == 6
+
+
+def test_libraries_and_servers_are_judged_by_the_same_percentiles() -> None:
+    """Four requests that are sent at 0, whose two tokens come at these seconds."""
+    arrivals = [(10, 0, False), (14, 1, False), (18, 2, False), (50, 3, False), *((60, key, True) for key in range(4))]
+    now, coming, keys = [0.0], iter(arrivals), iter(range(4))
+
+    def poll() -> list[tuple[int, int, bool]]:
+        now[0], key, ended = next(coming)
+        return [(key, 1, ended)]
+
+    case = fields(Case("", 4, 0, 1, 2, 4))
+    figures = closed_loop(case, counting(), lambda prompt, output: next(keys), poll, lambda: now[0])
+    ttft, gaps = spread([10e3, 14e3, 18e3, 50e3]), spread([50e3, 46e3, 42e3, 10e3])
+    assert ttft is not None and gaps is not None
+    assert (figures["ttft_ms"], figures["itl_p99_ms"]) == (ttft["p50"], gaps["p99"]) == (16e3, pytest.approx(49880))
 
 
 @contextmanager
