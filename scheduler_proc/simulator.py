@@ -204,7 +204,11 @@ def cli(
                 workload, requests, *lengths, max_tokens, prefixes, prefix_tokens, turns, think, rate, concurrency, seed
             )
             work = generate(recipe)
-        given = {name: values[0] for name, values in map(parse_option, settings)}
+        given = {}
+        for name, values in map(parse_option, settings):
+            if len(values) > 1:
+                raise ConfigError(f"--set {name}: takes one value; several are for --compare")
+            given[name] = values[0]
         varied = dict(map(parse_option, compare))
         window = context_len or work.longest
         moving = _token_transfer(cost, host_bandwidth, kv_bytes)

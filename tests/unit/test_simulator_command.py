@@ -66,6 +66,7 @@ def test_comparing_gives_a_row_per_combination(costs_file):
     [
         (("--set", "polcy=fcfs"), "polcy=fcfs"),
         (("--set", "policy=best"), "policy must be one of"),
+        (("--set", "policy=fcfs,lpm"), "--set policy: takes one value; several are for --compare"),
         (("--set", "max_running=many"), "max_running takes values of type int"),
         (("--compare", "prefix_cache=maybe"), "prefix_cache takes values of type bool"),
         (("--requests", "0"), "requests must be at least 1"),
