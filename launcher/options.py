@@ -25,20 +25,16 @@ Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 
-class Size(click.ParamType[int]):
-    """Bytes, such as 512MiB, 2G or 1000000."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).strip().lower().removesuffix("b").removesuffix("i")
-        number, unit = (text[:-1], text[-1]) if text and text[-1].isalpha() else (text, "")
-        try:
-            return int(float(number) * UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            self.fail(f"{value!r} is not a size such as 512MiB or 2G", param, ctx)
+def size(value: object) -> int:
+    """Bytes, such as 512MiB, 2G or 1000000: the type of an option, which calls it with a default as well."""
+    if isinstance(value, int):
+        return value
+    text = str(value).strip().lower().removesuffix("b").removesuffix("i")
+    number, unit = (text[:-1], text[-1]) if text and text[-1].isalpha() else (text, "")
+    try:
+        return int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise click.BadParameter(f"{value!r} is not a size such as 512MiB or 2G") from None
 
 
 def _made_into(argument: str, config: Callable[..., object], *options: Decorator) -> Decorator:
@@ -105,14 +101,12 @@ cache_options = _made_into(
     CacheConfig,
     click.option("--page-size", type=int, default=16, help="Tokens per page of the KV cache."),
     click.option("--kv-tokens", type=int, default=None, help="Size of the KV cache in tokens."),
-    click.option(
-        "--kv-memory", "kv_bytes", type=Size(), default=None, help="Size of the KV cache per rank, e.g. 2GiB."
-    ),
+    click.option("--kv-memory", "kv_bytes", type=size, default=None, help="Size of the KV cache per rank, e.g. 2GiB."),
     click.option("--kv-cache-dtype", "--kv-dtype", "kv_dtype", default="auto", help="auto (the model's) or int8."),
     click.option(
         "--host-kv-memory",
         "host_kv_bytes",
-        type=Size(),
+        type=size,
         default=0,
         help="Host memory per rank for evicted pages of the KV cache, e.g. 16GiB; 0 is none.",
     ),

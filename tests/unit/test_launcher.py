@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import launch
 from launcher.liveness import STUCK_FACTOR, Liveness, left_alone
+from launcher.options import size
 from launcher.process import Proc
 from launcher.restarts import Restarts
 from launcher.supervisor import ClusterError
@@ -188,3 +190,23 @@ def test_an_installed_package_asks_for_a_model(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(launch, "DEMO_MODEL", tmp_path / "demo_model")  # as in site-packages, where none is
     with pytest.raises(ClusterError, match="--model is needed: the demo model comes with the repository"):
         launch._find_model(str(tmp_path / "demo_model"))
+
+
+def test_launch_works_with_the_oldest_click_that_may_be_installed() -> None:
+    """Before 8.4 its ParamType is no generic class."""
+    code = "import click; click.ParamType = type('ParamType', (), {}); import launcher.options"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("512MiB", 2**29), ("2G", 2**31), ("1.5k", 1536), ("1000000", 10**6), ("7b", 7)]
+)
+def test_sizes(text: str, found: int) -> None:
+    assert size(text) == found
+
+
+@pytest.mark.parametrize("text", ["5x", "", "GiB", "nan", "inf", "1e999"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a size such as 512MiB or 2G"):
+        size(text)
