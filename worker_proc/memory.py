@@ -69,15 +69,16 @@ def choose_num_pages(
     return pages
 
 
-def choose_host_pages(cache: CacheConfig, pages: KVCache, ranks: int) -> int:
+def choose_host_pages(cache: CacheConfig, pages: KVCache, ranks: int, *, settled: bool = False) -> int:
     """Pages of the host tier of one rank of `ranks`: what fits in `host_kv_bytes`.
 
     Raises ModelError with the numbers if not a single page fits, or if the memory that is available does not hold the
-    tiers of all ranks, and on a CPU their KV caches, of which nothing may have been written yet.
+    tiers of all ranks, and on a CPU their KV caches, of which nothing may have been written yet. When all that is
+    `settled`, because an earlier group had it, it holds however much is available now.
     """
     wanted, available = cache.host_kv_bytes, available_memory()
     beside = sum(tensor.nbytes for tensor in pages.page_tensors if tensor.device.type == "cpu")
-    if (wanted + beside) * ranks > available:
+    if not settled and (wanted + beside) * ranks > available:
         has = f"{available / _GIB:.2f} GiB of memory are available"
         has += f", {beside / _GIB:.2f} GiB of which each KV cache will take" if beside else ""
         raise ModelError("host_kv_memory", wanted, f"bytes for each of {ranks} ranks are too many: {has}")

@@ -138,6 +138,7 @@ def load_worker(
         )
         activations = measure_activations(model, spec, steps.max_batch_tokens, page_size, rows, device)
         activations += graph_memory(model, rows) if model_config.cuda_graphs else 0
+    settled = num_pages is not None
     if num_pages is None:
         num_pages = tp.min(
             choose_num_pages(
@@ -153,7 +154,8 @@ def load_worker(
     cache = KVCache(spec, num_pages, page_size, device)
     host = None
     if config.cache.host_kv_bytes:
-        host = HostPages(cache, tp.min(choose_host_pages(config.cache, cache, model_config.tp)), device)
+        host_pages = choose_host_pages(config.cache, cache, model_config.tp, settled=settled)
+        host = HostPages(cache, tp.min(host_pages), device)
     prefault = Prefault(cache.page_tensors, torch.get_num_threads()) if device.type == "cpu" else None
     if device.type == "cuda" and model_config.cuda_graphs:
         model = with_graphs(model, cache, steps.max_running, steps.max_batch_tokens, context_len, progress)

@@ -36,8 +36,11 @@ def test_a_settled_number_of_pages_is_kept_whatever_memory_is_available_now(
     """Those who are started in the place of lost ones: others' memory may not all have come back yet."""
     monkeypatch.setattr("worker_proc.memory.available_memory", lambda: 0)
     path = make_checkpoint("qwen3", tmp_path / "model")
-    config = ClusterConfig(str(tmp_path), ModelConfig(str(path), threads=1), CacheConfig(kv_bytes=2**20))
-    assert load_worker(config, 0, "0", tmp_path / "store", 7).info["num_pages"] == 7
+    config = ClusterConfig(
+        str(tmp_path), ModelConfig(str(path), threads=1), CacheConfig(kv_bytes=2**20, host_kv_bytes=2**20)
+    )
+    found = load_worker(config, 0, "0", tmp_path / "store", 7).info
+    assert found["num_pages"] == 7 and found["host_pages"] == 2**20 // (16 * found["kv_bytes_per_token"])
     with pytest.raises(ModelError, match="kv_memory"):
         load_worker(config, 0, "0", tmp_path / "another")
 
