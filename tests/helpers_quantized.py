@@ -46,6 +46,8 @@ def quantize_checkpoint(
         zeros = torch.full((outputs, groups), scheme.middle)
         if not scheme.symmetric:
             zeros = torch.randint(1, 2**scheme.bits, zeros.shape, generator=generator)
+            if method == "gptq":  # whose first format borrows from the place beside for it
+                zeros[0, 0] = 0
         groups_of = torch.arange(inputs) // size
         if scheme.ordered:  # q, k and v have the same inputs, and so do gates and ups: an order for each number of them
             groups_of = groups_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
@@ -212,10 +214,10 @@ def _stored(
             "scales": scales.t(),
         }
     else:
-        less = 0 if changes.get("checkpoint_format") == "gptq_v2" else 1
+        ones = torch.ones(1, 32 // bits) if changes.get("checkpoint_format") != "gptq_v2" else torch.zeros(1, 1)
         tensors = {
             "qweight": pack_words(codes, bits).t(),
-            "qzeros": pack_words(zeros.t() - less, bits),
+            "qzeros": pack_words(zeros.t(), bits) - pack_words(ones, bits),
             "scales": scales.t(),
             "g_idx": groups,
         }

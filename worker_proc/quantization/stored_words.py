@@ -5,7 +5,8 @@ and AWQ.
   with zero points `weight_zero_point` [out / n, groups] along the outputs, `weight_shape`, and, with actorder "group",
   `weight_g_idx` [in], the group of each input.
 - GPTQ: `qweight` [in / n, out] along the inputs, `qzeros` [groups, out / n] along the outputs, `scales` [groups, out],
-  `g_idx` [in], the group of each input: in turn, but with desc_act. Its first format stores zeros less one.
+  `g_idx` [in], the group of each input: in turn, but with desc_act. Its first format stores words of zeros less one in
+  each place, with borrows from one place to the next (`convert_gptq_v2_to_v1_format` of GPTQModel).
 - AWQ: `qweight` [in, out / n] and `qzeros` [groups, out / n] along the outputs, whose eight codes are in the order
   0, 2, 4, 6, 1, 3, 5, 7, and `scales` [groups, out].
 """
@@ -65,7 +66,8 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
             codes = _unpack(tensors["qweight"].t(), bits)
         scales = tensors["scales"].t()
         if not scheme.symmetric:
-            zeros = (_unpack(tensors["qzeros"], bits, places).int() + stored.zero_offset).t()
+            less = sum(stored.zero_offset << place for place in range(0, 32, bits))
+            zeros = _unpack(tensors["qzeros"] + less, bits, places).t()
     groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
     order = _order(stored, part, groups) if groups is not None else None
     return QuantizedRows(
