@@ -326,6 +326,21 @@ def test_modules_that_are_stored_plain_stay_so(tmp_path: Path) -> None:
         load_native(codes, None)
 
 
+def test_biases_of_zeros_beside_codes_are_left_out(tmp_path: Path) -> None:
+    """As AutoGPTQ stores them for layers that have none; the others are those of the model."""
+    source = make_checkpoint("qwen2", tmp_path / "source")
+    codes, plain = quantize_checkpoint(source, tmp_path, "gptq", INT4)
+    weights = load_file(codes / SINGLE_FILE)
+    modules = [name.removesuffix("qweight") for name in weights if name.endswith("qweight")]
+    zeros = {module + "bias": torch.zeros(weights[module + "scales"].shape[1]).half() for module in modules}
+    assert len(zeros) == 14 and len(zeros.keys() & weights.keys()) == 6
+    save_file(zeros | weights, codes / SINGLE_FILE)
+    check_same_model(codes, plain)
+    assert error(logits(load_torch(codes, None)), logits(load_torch(plain, None))) < 0.012
+    ones = {"model.layers.1.mlp.up_proj.bias": torch.ones(96)}
+    check_refused(codes, zeros | weights | ones, r"up_proj.bias = \[96\]: unexpected tensor")
+
+
 def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source")
     codes, _ = quantize_checkpoint(source, tmp_path, "gptq", INT4)

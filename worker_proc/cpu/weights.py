@@ -121,7 +121,7 @@ class PackedWeightPlan:
         self.embedding: Tensor | None = None
         if stored_head is not None:
             self.embedding = load.tensor(layout.embedding)
-        load.checkpoint.refuse_unexpected(load.used() | used, layout.harmless)
+        load.checkpoint.refuse_unexpected(load.used() | used | source.idle_biases(), layout.harmless)
 
     def finish(self) -> PackedWeights:
         for step in self._after:

@@ -79,7 +79,7 @@ class DecoderWeightPlan:
         elif layout.head is not None:
             self.head = self._vocabulary(layout.head, source.head_scheme(layout.head))
             used = load.used()
-        load.checkpoint.refuse_unexpected(used, layout.harmless)
+        load.checkpoint.refuse_unexpected(used | source.idle_biases(), layout.harmless)
 
     def finish(self) -> DecoderWeights:
         return DecoderWeights(self.embedding, self.positions, self.layers, self.norm, Linear(self.head, None))

@@ -227,6 +227,12 @@ def same_data(first: TensorEntry, second: TensorEntry) -> bool:
     return True
 
 
+def is_zero(entry: TensorEntry) -> bool:
+    """Whether a stored tensor is all zeros. Raises ModelError when it cannot be read."""
+    with _naming(entry), FileIO(str(entry.file)) as file:
+        return not bool(read_tensor(file, entry).any())
+
+
 def _read_ahead(file: FileIO) -> None:
     """Let the system read on while pieces are copied."""
     if hasattr(os, "posix_fadvise"):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from worker_proc.errors import ModelError
-from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.models.loading import Part, WeightLoader, is_zero
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, ROUNDED_HEAD, ScaleForm, Scheme
 from worker_proc.quantization.stored import is_stored, plan_read
@@ -75,6 +75,16 @@ class WeightSource:
         if self._scheme is None:
             return self.scheme((head,))
         return ROUNDED_HEAD if self._scheme.dynamic and self._in_groups else HEAD_SCHEME
+
+    def idle_biases(self) -> set[str]:
+        """When all reads are planned: biases of zeros that no layer asked for. AutoGPTQ stored one beside every matrix;
+        others than zeros would change the numbers. Raises ModelError when one cannot be read."""
+        if self._stored is None or self._stored.method != "gptq":
+            return set()
+        tensors, used = self._load.checkpoint.tensors, self._load.used()
+        modules = (name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight"))
+        biases = {f"{module}.bias" for module in modules} & (tensors.keys() - used)
+        return {name for name in biases if is_zero(tensors[name])}
 
     def into(self, part: Part, scheme: Scheme, target: QuantizedTarget) -> None:
         """Plan to copy `part` to `target`. Raises ModelError as `WeightLoader.into` does, and for columns that cut a
