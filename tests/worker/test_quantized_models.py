@@ -303,6 +303,10 @@ def test_stored_bytes_are_checked(tmp_path: Path) -> None:
         ({base + "weight": broken.view(torch.float8_e4m3fn)}, "up_proj.weight = 'NaN': a weight is not a number"),
         ({base + "weight_scale_inv": scales[:, :-1].contiguous()}, r"up_proj.weight_scale_inv = \[2, 1\]: .*\[2, 2\]"),
         ({base + "weight_scale_inv": scales.double()}, r"up_proj.weight_scale_inv = 'F64': .*F32"),
+        (
+            {base + "weight_scale_inv": scales * torch.nan},
+            "up_proj.weight = 'infinity or NaN': a scale is not a finite number",
+        ),
         ({base + "weight": weights[base + "weight"].to(torch.float8_e5m2)}, "up_proj.weight = .*not quantized"),
         ({base + "extra": torch.zeros(3)}, r"up_proj.extra = \[3\]: unexpected tensor"),
     ):
@@ -351,6 +355,10 @@ def test_a_stored_checkpoint_is_checked(tmp_path: Path) -> None:
         ({base + "g_idx": weights[base + "g_idx"].flip(0)}, r"up_proj.g_idx = .*order of activations"),
         ({base + "scales": weights[base + "scales"][:, :-1].contiguous()}, r"up_proj.scales = \[2, 95\]: .*\[2, 96\]"),
         ({base + "qzeros": weights[base + "qzeros"].double()}, r"up_proj.qzeros = 'F64': .*I32"),
+        (
+            {base + "scales": weights[base + "scales"] * torch.inf},
+            "up_proj.weight = 'infinity or NaN': a scale is not a finite number",
+        ),
         ({base + "extra": torch.zeros(3)}, r"up_proj.extra = \[3\]: unexpected tensor"),
     ):
         check_refused(codes, weights | change, message)
