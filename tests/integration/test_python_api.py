@@ -79,6 +79,7 @@ if pid == 0:
     os._exit(0)
 print(llm._own.run_dir, pid, *llm._own.info["pids"].values(), flush=True)
 if sys.argv[2] == "leave":
+    sys.stdin.read()
     sys.exit()
 llm.generate([[5, 6, i] for i in range(50)], SamplingParams(max_tokens=90, ignore_eos=True))
 sys.stdin.read()
@@ -108,14 +109,18 @@ def test_the_cluster_ends_with_the_program_however_that_ends(llama, how):
         assert len(found) == 5 and run_dir.is_dir()
         if how == "terminate":
             program.terminate()
-        elif how != "leave":
+        elif how == "leave":
+            program.stdin.close()
+        else:
             program.send_signal(signal.SIGKILL)
         program.wait(30)
         check_gone(found, run_dir)
         assert all(process.is_running() for process in forked)
     finally:
         program.kill()
-        program.communicate()
+        program.stdin.close()
+        program.stdout.read()
+        program.wait()
         for process in [*forked, *found]:
             if process.is_running():
                 process.kill()
