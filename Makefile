@@ -6,6 +6,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 TEST_FLAGS := --durations 15 --soak 2000 --hypothesis-seed 0
+IN_PROCESS := tests/unit tests/client tests/worker
 SET_UP := pyproject.toml constraints.txt scripts/set_up.sh
 
 unexport PYTHONDONTWRITEBYTECODE  # else each process of each cluster compiles all modules again
@@ -16,8 +17,8 @@ demo: .venv/installed
 	scripts/demo.sh
 
 test: lint
-	$(PY) -m pytest tests/unit tests/client tests/worker $(TEST_FLAGS) --numprocesses logical --maxprocesses 8 --dist worksteal
-	$(PY) -m pytest --ignore tests/unit --ignore tests/client --ignore tests/worker $(TEST_FLAGS) --numprocesses logical --maxprocesses 2 --dist worksteal
+	$(PY) -m pytest $(IN_PROCESS) $(TEST_FLAGS) --numprocesses logical --maxprocesses 8 --dist worksteal
+	$(PY) -m pytest $(IN_PROCESS:%=--ignore %) $(TEST_FLAGS) --numprocesses logical --maxprocesses 2 --dist worksteal
 
 lint: .venv/installed-test
 	$(PY) -m ruff check .

@@ -5,13 +5,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
-from worker_proc.cpu.linear import PackedMatrix, Pairing
+from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing
 from worker_proc.cpu.sampling import NativeDraws
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +44,19 @@ def packed(level: Level, weight: Tensor, paired: bool = False) -> PackedMatrix:
         matrix.pack(weight[:cut], 0)
         matrix.pack(weight[cut:], cut)
     return matrix
+
+
+def check_bits_in_any_batch(level: Level, matrix: Any, x: Tensor, outputs: int, data: st.DataObject) -> None:
+    """Rows multiplied alone, or few at a time and by one thread, are those of all of `x` at once by two."""
+    native, rows = load_library(level), x.shape[0]
+    native.set_threads(2)
+    whole = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+    native.set_threads(1)
+    for _ in range(5):
+        first = data.draw(st.integers(0, rows - 1))
+        count = data.draw(st.integers(1, rows - first))
+        part = matrix.linear(x[first : first + count], Finish.STORE_FLOAT, torch.empty(count, outputs))
+        assert torch.equal(part, whole[first : first + count])
 
 
 def check_emulated(option: str, level: Level, names: Sequence[str]) -> None:

@@ -78,6 +78,19 @@ def make_batch(rows: list[Row], q_lens: list[int], page_size: int) -> ForwardBat
     )
 
 
+def shuffled_batch(rows: list[tuple[int, int]], page_size: int) -> tuple[ForwardBatch, int]:
+    """A batch of rows with so many new and so many tokens in all, whose pages are in a random order, and how many
+    pages they have."""
+    need = [-(-total // page_size) for _, total in rows]
+    pages = list(range(sum(need)))
+    random.Random(1).shuffle(pages)
+    held = [
+        Row([0] * total, [pages.pop() for _ in range(n)], total - new)
+        for (new, total), n in zip(rows, need, strict=True)
+    ]
+    return make_batch(held, [new for new, _ in rows], page_size), sum(need)
+
+
 def generate(
     model: LanguageModel,
     prompts: list[list[int]],

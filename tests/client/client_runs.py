@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 from tests.unit.fake_frontend import TIMEOUT_S
 
@@ -23,20 +24,20 @@ def run_unread(*args: str, stdin: str = "") -> Ended:
     """Run the client with nobody at the other end of its stdout."""
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        return subprocess.run(
-            [*CLIENT, *args], input=stdin, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S
-        )
-    finally:
-        os.close(writer)
+    with os.fdopen(writer, "w") as unread:
+        return _run_into(unread, *args, stdin=stdin)
 
 
 def run_full(*args: str, stdin: str = "") -> Ended:
     """Run the client with a stdout that is a file on a full disk."""
     with Path("/dev/full").open("w") as full:
-        return subprocess.run(
-            [*CLIENT, *args], input=stdin, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S
-        )
+        return _run_into(full, *args, stdin=stdin)
+
+
+def _run_into(stdout: IO[str], *args: str, stdin: str) -> Ended:
+    return subprocess.run(
+        [*CLIENT, *args], input=stdin, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S
+    )
 
 
 def start(*args: str) -> "subprocess.Popen[str]":

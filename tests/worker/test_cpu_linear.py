@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers_native import packed
+from tests.helpers_native import check_bits_in_any_batch, packed
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
@@ -98,17 +98,9 @@ def test_gates_of_any_size_are_finite(level: Level, finish: Finish) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data(), SIZES, SIZES)
 def test_a_row_has_the_same_bits_in_any_batch(level: Level, data: st.DataObject, outputs: int, inputs: int) -> None:
-    native = load_library(level)
     rows = data.draw(st.sampled_from([2, 17, 33, 64, 70, 513, 700]))
     matrix, x = packed(level, random(outputs, inputs, seed=1)), random(rows, inputs, seed=2)
-    native.set_threads(2)
-    whole = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
-    native.set_threads(1)
-    for _ in range(5):
-        first = data.draw(st.integers(0, rows - 1))
-        count = data.draw(st.integers(1, rows - first))
-        part = matrix.linear(x[first : first + count], Finish.STORE_FLOAT, torch.empty(count, outputs))
-        assert torch.equal(part, whole[first : first + count])
+    check_bits_in_any_batch(level, matrix, x, outputs, data)
 
 
 @pytest.mark.parametrize("level", LEVELS)

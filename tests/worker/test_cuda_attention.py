@@ -1,6 +1,5 @@
 """Triton attention against the reference: on the GPU where there is one, else in Triton's interpreter."""
 
-import random
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from tests.helpers_triton import DEVICE, on_device
 
 pytest.importorskip("triton")
 
-from tests.helpers_paged import Row, copy_of, fill, make_batch, poison
+from tests.helpers_paged import Row, copy_of, fill, make_batch, poison, shuffled_batch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.attention import TritonAttention, _block, num_parts, num_splits, store
 from worker_proc.cuda.overlap import MOST_ROWS
@@ -104,18 +103,11 @@ def compare(
 ) -> None:  # fmt: skip
     """Results beside the reference's, and what is then in the cache, to the last bit. `level` is where sinks are."""
     torch.manual_seed(heads * page_size)
-    need = [-(-total // page_size) for _, total in rows]
-    pages = list(range(sum(need)))
-    random.Random(1).shuffle(pages)
-    held = [
-        Row([0] * total, [pages.pop() for _ in range(n)], total - new)
-        for (new, total), n in zip(rows, need, strict=True)
-    ]
-    batch = make_batch(held, [new for new, _ in rows], page_size)
+    batch, num_pages = shuffled_batch(rows, page_size)
     tokens = len(batch.token_ids)
     heads_of = [(heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)]
     q, k, v = (torch.randn(tokens, 2 * n, d).to(dtype)[:, :n] for n, d in heads_of)  # views, as of a fused projection
-    here = KVCache(KVSpec(2, kv_heads, k_dim, v_dim, dtype, int8), sum(need), page_size)
+    here = KVCache(KVSpec(2, kv_heads, k_dim, v_dim, dtype, int8), num_pages, page_size)
     fill(here)
     there = copy_of(here, DEVICE)
     limits = {"scale": k_dim**-0.5, "window": window, "softcap": softcap}

@@ -1,7 +1,6 @@
 """What is handed to FlashInfer, with a stand-in for the package (tests/helpers_flashinfer.py), and how a backend is
 chosen. On a GPU with the package, bench/gpu/attention.py runs the real one."""
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ pytest.importorskip("triton")
 from common.config import ConfigError, ModelConfig
 from tests.helpers_flashinfer import LIBRARY
 from tests.helpers_models import make_checkpoint
-from tests.helpers_paged import Row, make_batch
+from tests.helpers_paged import Row, make_batch, shuffled_batch
 from tests.worker.test_cuda_decoder import load, run_again
 from worker_proc import startup
 from worker_proc.attention.reference import ReferenceAttention
@@ -52,17 +51,10 @@ def test_equals_the_reference(
     heads: int, kv_heads: int, page_size: int, window: int | None, softcap: float | None, rows: list[tuple[int, int]]
 ) -> None:
     torch.manual_seed(heads)
-    need = [-(-total // page_size) for _, total in rows]
-    pages = list(range(sum(need)))
-    random.Random(1).shuffle(pages)
-    held = [
-        Row([0] * total, [pages.pop() for _ in range(n)], total - new)
-        for (new, total), n in zip(rows, need, strict=True)
-    ]
-    batch = make_batch(held, [new for new, _ in rows], page_size)
+    batch, num_pages = shuffled_batch(rows, page_size)
     q, k, v = (torch.randn(len(batch.token_ids), n, 16) for n in (heads, kv_heads, kv_heads))
     spec = KVSpec(2, kv_heads, 16, 16, torch.float32)
-    caches = [KVCache(spec, sum(need), page_size) for _ in range(2)]
+    caches = [KVCache(spec, num_pages, page_size) for _ in range(2)]
     for a, b in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
         b.normal_()
         a.copy_(b)

@@ -28,6 +28,7 @@ from tests.helpers_codes import (
     widened,
     without_nan,
 )
+from tests.helpers_native import check_bits_in_any_batch
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
@@ -192,17 +193,9 @@ def test_gated_products_and_biases(
 def test_a_row_has_the_same_bits_in_any_batch(
     level: Level, data: st.DataObject, scheme: Scheme, outputs: int, inputs: int
 ) -> None:
-    native = load_library(level)
     rows = data.draw(st.sampled_from([2, 17, 33, 64, 70, 513, 700]))
     matrix, x = packed(level, random_rows(outputs, inputs, scheme, 1)), random(rows, inputs, seed=2)
-    native.set_threads(2)
-    whole = matrix.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
-    native.set_threads(1)
-    for _ in range(5):
-        first = data.draw(st.integers(0, rows - 1))
-        count = data.draw(st.integers(1, rows - first))
-        part = matrix.linear(x[first : first + count], Finish.STORE_FLOAT, torch.empty(count, outputs))
-        assert torch.equal(part, whole[first : first + count])
+    check_bits_in_any_batch(level, matrix, x, outputs, data)
 
 
 @pytest.mark.parametrize("level", LEVELS)
