@@ -15,7 +15,7 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
-from worker_proc.models.loading import Part, WeightLoader, same_data
+from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
@@ -87,13 +87,7 @@ class PackedWeightPlan:
         self.native = native
         self.source = source
         layout = DecoderLayout(spec, shard, load.checkpoint)
-        used, stored_head = set(), layout.head
-        if spec.tied and layout.head is not None:  # stored although it is tied: held once if it is the same
-            used.add(layout.head.name)
-            entry = load.checkpoint.entry
-            if same_data(entry(layout.head.name), entry(layout.embedding.name)):
-                stored_head = None
-        head = stored_head or layout.embedding
+        head = layout.head or layout.embedding
         matrices = [
             (linear.weight, source.scheme(linear.weight), False)
             for parts in layout.layers
@@ -119,9 +113,9 @@ class PackedWeightPlan:
         self.norm = self._norm(layout.norm)
         self.head = self._matrix((head,), source.head_scheme(head))
         self.embedding: Tensor | None = None
-        if stored_head is not None:
+        if layout.head is not None:
             self.embedding = load.tensor(layout.embedding)
-        load.checkpoint.refuse_unexpected(load.used() | used | source.idle_biases(), layout.harmless)
+        load.checkpoint.refuse_unexpected(load.used() | layout.unread | source.idle_biases(), layout.harmless)
 
     def finish(self) -> PackedWeights:
         for step in self._after:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from worker_proc.errors import ModelError
-from worker_proc.models.loading import Part
+from worker_proc.models.loading import Part, same_data
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.weights import Checkpoint
 
@@ -88,7 +88,8 @@ class LayerParts:
 
 
 class DecoderLayout:
-    """All parts of one rank's share. `head` is None when the checkpoint holds none because it is tied."""
+    """All parts of one rank's share. `head` is None where the embedding is the head; `unread` names what may be stored
+    nevertheless, and is not needed."""
 
     def __init__(self, spec: DecoderSpec, shard: Shard, checkpoint: Checkpoint) -> None:
         self.spec = spec
@@ -105,9 +106,11 @@ class DecoderLayout:
         layer = self._gpt2_layer if gpt2 else self._llama_layer
         self.layers = tuple(layer(index) for index in range(spec.num_layers))
         self.norm = self._norm(self.prefix + ("ln_f" if gpt2 else "norm"))
-        # A tied checkpoint may still store the head; then it is read, so that a head that differs is honoured.
-        stored = not spec.tied or "lm_head.weight" in checkpoint.tensors
-        self.head = self._vocabulary("lm_head.weight") if stored else None
+        head, entry = "lm_head.weight", checkpoint.entry
+        # A tied checkpoint may still store the head: one that differs is honoured, one that does not is held once.
+        tied = spec.tied and (head not in checkpoint.tensors or same_data(entry(head), entry(self.embedding.name)))
+        self.head = None if tied else self._vocabulary(head)
+        self.unread = {head} if tied else set()
         # rotary frequencies and causal masks were stored as buffers by old versions of transformers
         self.harmless = (".attn.bias", ".attn.masked_bias") if gpt2 else (".rotary_emb.inv_freq",)
 

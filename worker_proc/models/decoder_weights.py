@@ -7,7 +7,7 @@ from torch import Tensor
 
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
 from worker_proc.models.layers import LayerNorm, Linear, Norm, RMSNorm, Table
-from worker_proc.models.loading import Part, WeightLoader, same_data
+from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.rows import QuantizedWeight
 from worker_proc.quantization.scheme import Scheme
@@ -67,19 +67,13 @@ class DecoderWeightPlan:
         self.load = load
         self.source = source
         layout = DecoderLayout(spec, shard, load.checkpoint)
-        # An embedding that is the head too is held as the head is.
-        tied = layout.head is None or (spec.tied and _same(load, layout.head, layout.embedding))
-        self.embedding = self._vocabulary(layout.embedding, source.head_scheme(layout.embedding) if tied else None)
+        head = layout.head or layout.embedding
+        self.head = self._vocabulary(head, source.head_scheme(head))
+        self.embedding = self.head if layout.head is None else self._vocabulary(layout.embedding, None)
         self.positions = load.tensor(layout.positions) if layout.positions is not None else None
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
-        self.head, used = self.embedding, load.used()
-        if layout.head is not None and tied:
-            used = used | {layout.head.name}
-        elif layout.head is not None:
-            self.head = self._vocabulary(layout.head, source.head_scheme(layout.head))
-            used = load.used()
-        load.checkpoint.refuse_unexpected(used | source.idle_biases(), layout.harmless)
+        load.checkpoint.refuse_unexpected(load.used() | layout.unread | source.idle_biases(), layout.harmless)
 
     def finish(self) -> DecoderWeights:
         return DecoderWeights(self.embedding, self.positions, self.layers, self.norm, Linear(self.head, None))
@@ -134,8 +128,3 @@ class DecoderWeightPlan:
             self.source.into(part, scheme, WeightTarget(weight, start))
             start += shape[0]
         return weight
-
-
-def _same(load: WeightLoader, head: Part, embedding: Part) -> bool:
-    tensors = load.checkpoint.tensors
-    return head.name in tensors and same_data(load.checkpoint.entry(head.name), load.checkpoint.entry(embedding.name))
