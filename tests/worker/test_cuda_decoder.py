@@ -27,6 +27,7 @@ from worker_proc.cuda.few_rows import few_rows_linear
 from worker_proc.cuda.graphs import GraphedDecoder, graph_sizes, kept_bytes
 from worker_proc.cuda.pieces import Outputs, launch_bound_tokens, piece_sizes
 from worker_proc.cuda.quantized import PackedWeight
+from worker_proc.cuda.startup import cuda_decoder, with_graphs
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_layout import Shard
@@ -135,10 +136,7 @@ def test_a_gpt_oss_in_fp4(int8: bool, tmp_path: Path) -> None:
     assert len({token for output in want for token in output}) > 8, "a degenerate model proves nothing"
     assert generate(OnDevice(model), PROMPTS, TOKENS, page_size=4, chunk=9, int8=int8) == want
     cache = KVCache(model.kv_spec, 2, 16, DEVICE)
-    # what bench/gpu.sh runs of this file does without grammars
-    from worker_proc.startup import cuda_decoder, with_graphs
-
-    assert with_graphs(model, cache, 4, 64, 64, None) is model and cuda_decoder(model, torch.device("cuda")) is None
+    assert with_graphs(model, cache, 4, 64, 64, None) is model and cuda_decoder(model) is None
 
 
 def test_logits_equal_the_reference_decoder(tmp_path: Path) -> None:

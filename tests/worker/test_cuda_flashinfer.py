@@ -17,7 +17,7 @@ from tests.helpers_flashinfer import LIBRARY
 from tests.helpers_models import make_checkpoint
 from tests.helpers_paged import Row, make_batch, shuffled_batch
 from tests.worker.test_cuda_decoder import load, run_again
-from worker_proc import startup
+from worker_proc import choices
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda import backends
 from worker_proc.cuda.attention import TritonAttention
@@ -135,7 +135,7 @@ def test_a_worker_says_whether_its_model_has_sinks(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(backends, "choose_attention", lambda *_, sinks, **__: told.append(sinks))
     for kind in ("gpt-oss", "llama", "olmo"):
         model = ModelConfig(str(make_checkpoint(kind, tmp_path / kind)))
-        startup.choose_attention(None, torch.bfloat16, torch.device("cuda"), model)
+        choices.choose_attention(None, torch.bfloat16, torch.device("cuda"), model)
     assert told == [True, False, False]
 
 

@@ -8,9 +8,10 @@ import torch
 
 from common.config import CacheConfig, ClusterConfig, ModelConfig
 from tests.helpers_models import make_checkpoint
+from worker_proc.choices import choose_dtype
 from worker_proc.errors import ModelError
 from worker_proc.models.interface import ModelInfo
-from worker_proc.startup import choose_dtype, load_worker
+from worker_proc.startup import load_worker
 
 
 def test_a_worker_says_what_it_is_served_in_and_has_more_pages(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.helpers_quantized import bytes_config, quantization_config, quantize_
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_gguf_models import K
 from tests.worker.test_quantized_models import error, load_native, load_torch, logits
+from worker_proc.choices import how_held
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
@@ -23,7 +24,6 @@ from worker_proc.errors import ModelError
 from worker_proc.models.describe import describe, read_config
 from worker_proc.quantization.scheme import W8A8, Scheme, load_time_scheme
 from worker_proc.quantization.stored_config import parse_stored
-from worker_proc.startup import how_held
 from worker_proc.weights import SINGLE_FILE
 
 pytestmark = needs_compiler

@@ -14,22 +14,22 @@ from common.config import CacheConfig, ConfigError, ModelConfig
 from tests.helpers_models import make_checkpoint
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cpu.features import CpuFeatures
-from worker_proc.errors import ModelError
-from worker_proc.kv_cache import KVSpec
-from worker_proc.memory import choose_num_pages
-from worker_proc.models.describe import describe
-from worker_proc.models.interface import ModelInfo
-from worker_proc.startup import (
+from worker_proc.choices import (
     choose_attention,
     choose_context_len,
     choose_device,
     choose_dtype,
     choose_kernels,
     choose_threads,
-    ready_info,
     share_of_cores,
 )
+from worker_proc.cpu.features import CpuFeatures
+from worker_proc.errors import ModelError
+from worker_proc.kv_cache import KVSpec
+from worker_proc.memory import choose_num_pages
+from worker_proc.models.describe import describe
+from worker_proc.models.interface import ModelInfo
+from worker_proc.startup import ready_info
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, k_head_dim=8, v_head_dim=8, dtype=torch.float32)  # 512 bytes per token
@@ -141,7 +141,7 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(choose_attention(library, torch.bfloat16, CPU, MODEL), CpuAttention)
     assert isinstance(choose_attention(library, torch.float16, CPU, MODEL), ReferenceAttention)
     assert isinstance(choose_attention(None, torch.bfloat16, CPU, MODEL), ReferenceAttention)
-    monkeypatch.setattr("worker_proc.startup.cpu_features", lambda: CpuFeatures("x86_64", frozenset()))
+    monkeypatch.setattr("worker_proc.choices.cpu_features", lambda: CpuFeatures("x86_64", frozenset()))
     with pytest.raises(ConfigError, match="cpu-kernels amx: this machine cannot run them"):
         choose_kernels(replace(MODEL, cpu_kernels="amx"), cpu)
 
@@ -166,7 +166,7 @@ def test_ready_info() -> None:
 def test_a_small_model_runs_on_one_thread_and_a_large_one_on_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_proc.startup.num_cpus", lambda: 8)
+    monkeypatch.setattr("worker_proc.choices.num_cpus", lambda: 8)
     large = replace(INFO, parameter_bytes=2**30)
     assert choose_threads(MODEL, INFO) == 1
     assert choose_threads(MODEL, large) == 8

@@ -5,13 +5,65 @@ from itertools import accumulate
 
 import torch
 
-from worker_proc.attention.interface import ForwardBatch
+from common.config import ClusterConfig
+from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.cuda.decoder import CudaDecoder
-from worker_proc.cuda.graphs import kept_bytes
+from worker_proc.cuda.graphs import GraphedDecoder, kept_bytes
+from worker_proc.cuda.warm_up import compile_kernels
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.interface import LanguageModel
+from worker_proc.models.loading import Progress
 
 log = logging.getLogger(__name__)
+
+
+def prepare_steps(
+    model: LanguageModel,
+    attention: AttentionBackend,
+    spec: KVSpec,
+    config: ClusterConfig,
+    context_len: int,
+    device: torch.device,
+    progress: Progress | None,
+) -> int:
+    """Have the kernels of all steps compiled. Returns the bytes that the largest step and the graphs will take beside
+    weights and a cache of `spec`."""
+    steps, page_size = config.scheduler, config.cache.page_size
+    compile_kernels(
+        model,
+        attention,
+        spec,
+        max_rows=steps.max_running,
+        max_tokens=steps.max_batch_tokens + steps.max_running,  # some have logits for a draw and for a score
+        context_len=context_len,
+        page_size=page_size,
+        device=device,
+        progress=progress,
+    )
+    largest = measure_activations(model, spec, steps.max_batch_tokens, page_size, steps.max_running, device)
+    return largest + (graph_memory(model, steps.max_running) if config.model.cuda_graphs else 0)
+
+
+def with_graphs(
+    model: LanguageModel,
+    cache: KVCache,
+    max_rows: int,
+    max_tokens: int,
+    context_len: int,
+    progress: Progress | None,
+) -> LanguageModel:
+    """The same model with its steps captured as CUDA graphs, where it can be."""
+    if not isinstance(model, CudaDecoder):
+        return model
+    graphed = GraphedDecoder(model, max_rows, context_len, max_tokens=max_tokens)
+    graphed.capture(cache, progress)
+    return graphed
+
+
+def cuda_decoder(model: LanguageModel) -> CudaDecoder | GraphedDecoder | None:
+    """A model that runs through the GPU's own decoder, with or without graphs: it reads pages that several decodes have
+    in common once, where its attention can, and says which layer it has reached."""
+    return model if isinstance(model, CudaDecoder | GraphedDecoder) else None
 
 
 def graph_memory(model: LanguageModel, max_running: int) -> int:
