@@ -3,19 +3,20 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from common.codec import encode
+from common.async_reader import AsyncReader
+from common.codec import Message, RefusedFrames, encode
 from common.connection import ENDINGS
 from common.messages import Abort, Beat, ErrorCode, Finish, Generate, GetStats, RequestError, Stats, TextBatch, ints
 from common.rows import Row, RowReader
 from common.sockets import Inbox, open_socket
+from common.stamps import Lost
 from tests.faults.catalog import CATALOG, Request
 from tests.faults.judge import CONDEMNED, LATE_TOKENS, Choice, Ending, Outcome
 from tests.faults.plan import Ask, Conduct
@@ -52,18 +53,15 @@ class IpcClient:
     def __init__(self, address: str, progress: Progress):
         self._address = address
         self._progress = progress
-        self._context = zmq.asyncio.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._numbers = count()
         self._live: dict[int, _Live] = {}
         self._done: dict[int, Outcome] = {}
         self._stats: dict[int, asyncio.Future[dict[str, int]]] = {}
         self._reader = RowReader()
-        self._socket: zmq.asyncio.Socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._reading = asyncio.Event()
-        self._reading.set()
+        self._link: _Link | None = None
         self.strays = 0  # rows that belong to no request at all
-        self.refused = 0
+        self._refused = RefusedFrames()
 
     async def __aenter__(self) -> "IpcClient":
         return self
@@ -90,30 +88,32 @@ class IpcClient:
                 await asyncio.sleep(after_s)
                 if not live.ended.is_set():
                     live.outcome.given_up_at = live.outcome.tokens
-                    self._send_for(live, Abort(rid))
+                    self.abort(rid)
             case Conduct.DISCONNECT:
                 await asyncio.sleep(after_s)
                 self._close(Ending.LEFT)
             case Conduct.SLOW:
                 await live.began.wait()
-                self._reading.clear()
-                await asyncio.sleep(after_s)
-                self._reading.set()
+                link = self._link
+                if link is not None:
+                    link.pause()
+                    await asyncio.sleep(after_s)
+                    link.go_on()
 
     def submit(self, request: Request, *, stream: bool = True, deadline_ms: int = 0) -> tuple[int, _Live]:
-        self._connect()
+        link = self._connect()
         rid = next(self._numbers)
         live = _Live(Outcome([Choice() for _ in range(request.n)]), set(range(request.n)))
         self._live[rid] = live
         msg = Generate(
             rid, None, ints(*request.prompt), None, request.params, stream, request.n, deadline_ms=deadline_ms
         )
-        self._send_for(live, msg)
+        link.send(msg)
         return rid, live
 
     def abort(self, rid: int) -> None:
-        if (live := self._live.get(rid)) is not None:
-            self._send_for(live, Abort(rid))
+        if rid in self._live and self._link is not None:
+            self._link.send(Abort(rid))
 
     async def stats(self, timeout_s: float) -> dict[str, int] | None:
         """The cluster's counters, or None when no answer comes in time. They take the way of all rows, and in their
@@ -121,9 +121,8 @@ class IpcClient:
         query = next(self._numbers)
         answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self._stats[query] = answer
-        self._connect()
         try:
-            await cast(zmq.asyncio.Socket, self._socket).send(encode(GetStats(query)), zmq.NOBLOCK)
+            self._connect().send(GetStats(query))
             return await asyncio.wait_for(answer, timeout_s)
         except (TimeoutError, zmq.ZMQError, ConnectionError):
             self._stats.pop(query, None)
@@ -138,34 +137,22 @@ class IpcClient:
     def live(self) -> int:
         return len(self._live)
 
-    def _send_for(self, live: _Live, msg: Any) -> None:
-        if live.ended.is_set() or self._socket is None:
-            return
-        error = cast("asyncio.Future[None]", self._socket.send(encode(msg), zmq.NOBLOCK)).exception()
-        if error is not None:
-            raise error
+    @property
+    def refused(self) -> int:
+        return self._refused.total
 
     # ---- the connection -------------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        if self._socket is not None:
-            return
-        socket = cast(zmq.asyncio.Socket, open_socket(cast(Any, self._context), zmq.DEALER))
-        monitor = socket.get_monitor_socket(ENDINGS)
-        socket.connect(self._address)
-        self._socket = socket
-        inbox = Inbox(cast(Any, socket), TextBatch, RequestError, Stats, Beat)
-        self._tasks = [asyncio.create_task(self._receive(socket, inbox)), asyncio.create_task(self._watch(monitor))]
+    def _connect(self) -> "_Link":
+        if self._link is None:
+            self._link = _Link(self._context, self._address, self._receive, self._on_ending, self._refused)
+        return self._link
 
     def _close(self, ending: Ending, problem: str = "") -> None:
-        socket, self._socket = self._socket, None
-        if socket is None:
+        link, self._link = self._link, None
+        if link is None:
             return
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        socket.disable_monitor()
-        socket.close(0)
+        link.close()
         for rid in list(self._live):
             self._end(rid, ending, problem)
         for answer in self._stats.values():
@@ -173,27 +160,19 @@ class IpcClient:
                 answer.set_exception(ConnectionError("disconnected"))
         self._stats.clear()
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        try:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-        finally:
-            monitor.close(0)
+    def _on_ending(self, parts: list[bytes]) -> None:
+        event = parse_monitor_message(parts)["event"]
         self._close(Ending.DISCONNECTED, f"the connection broke ({zmq.Event(event).name})")
 
-    async def _receive(self, socket: zmq.asyncio.Socket, inbox: Inbox) -> None:
-        while True:
-            await self._reading.wait()
-            msg = inbox.parse(await socket.recv())
-            self.refused = inbox.refused.total
-            match msg:
-                case TextBatch():
-                    self._take(msg)
-                case RequestError():
-                    self._fail(msg)
-                case Stats(query=query, values=values) if (answer := self._stats.pop(query, None)) is not None:
-                    if not answer.done():
-                        answer.set_result(values)
-            await asyncio.sleep(0)
+    def _receive(self, msg: Message | Lost | None) -> None:
+        match msg:
+            case TextBatch():
+                self._take(msg)
+            case RequestError():
+                self._fail(msg)
+            case Stats(query=query, values=values) if (answer := self._stats.pop(query, None)) is not None:
+                if not answer.done():
+                    answer.set_result(values)
 
     def _take(self, batch: TextBatch) -> None:
         for row in self._reader.rows(batch, time.monotonic_ns(), self._is_open):
@@ -231,6 +210,49 @@ class IpcClient:
         live = self._live.pop(rid)
         live.end(ending, problem)
         self._done[rid] = live.outcome
+
+
+class _Link:
+    """A connection that is read in the event loop until it is closed; while it is paused, what comes lies there."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        take: Callable[[Message | Lost | None], None],
+        on_ending: Callable[[list[bytes]], None],
+        refused: RefusedFrames,
+    ):
+        self._socket = open_socket(context, zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(ENDINGS)
+        self._socket.connect(address)
+        inbox = Inbox(self._socket, TextBatch, RequestError, Stats, Beat, refused=refused)
+        self._incoming = AsyncReader(self._socket, lambda frame: take(inbox.parse(frame)))
+        self._ending = AsyncReader(self._monitor, on_ending, parts=True)
+        self._tasks = [asyncio.create_task(reader.run()) for reader in (self._incoming, self._ending)]
+        self._paused = False
+
+    def send(self, msg: Message) -> None:
+        self._socket.send(encode(msg), zmq.NOBLOCK)
+        self._incoming.look()
+
+    def pause(self) -> None:
+        self._incoming.stop()
+        self._paused = True
+
+    def go_on(self) -> None:
+        if self._paused and not self._socket.closed:
+            self._paused = False
+            self._tasks.append(asyncio.create_task(self._incoming.run()))
+
+    def close(self) -> None:
+        for reader in (self._incoming, self._ending):
+            reader.stop()
+        for task in self._tasks:
+            task.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
 
 
 def _add(choice: Choice, row: Row) -> None:
