@@ -16,6 +16,7 @@ takes the next prompt whole, and more only while its fixed time (reading the wei
 beyond that, prompts one after the other take as long in all, and all but the last have their first tokens sooner.
 """
 
+from scheduler_proc.request import Request
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
 LEAST_TOKENS = 16  # so that prompts advance whatever is asked for
@@ -37,16 +38,20 @@ class ChunkBudget:
         self._most = most
         self._slowdown = slowdown
         self._target_s = target_s
-        self._typical = 0.0  # tokens that a request has to compute when it is admitted
+        self.typical_prompt = 0.0  # tokens that a request has to compute when it is admitted
         self._answer = 0.0  # tokens that a request has generated when it finishes
 
     def admitted(self, tokens: int) -> None:
         """A request has started, of whose prompt so many tokens are not cached."""
-        self._typical = _mean(self._typical, tokens)
+        self.typical_prompt = _mean(self.typical_prompt, tokens)
 
     def finished(self, tokens: int) -> None:
         """A request has got all of its tokens, so many."""
         self._answer = _mean(self._answer, tokens)
+
+    def likely_answer(self, request: Request) -> float:
+        """Tokens: as many as recent answers had, where it may end before its limit."""
+        return request.max_tokens if request.ends_at_limit else min(request.max_tokens, self._answer)
 
     def most(self, decodes: StepShape) -> int | None:
         """What `tokens` will not exceed, whatever waits; None is no limit."""
@@ -70,9 +75,9 @@ class ChunkBudget:
         share = self._step_time.tokens_for(self._slowdown, decodes)
         if share is None:
             return min(most, UNKNOWN_TOKENS)
-        backlog = prefilling + waiting * self._typical
+        backlog = prefilling + waiting * self.typical_prompt
         answers = decodes.tokens - guesses
-        keep_up = HEADROOM * answers * self._typical / self._answer if self._answer else 0.0
+        keep_up = HEADROOM * answers * self.typical_prompt / self._answer if self._answer else 0.0
         return min(most, max(LEAST_TOKENS, int(max(share, keep_up) + backlog / answers**CROWD)))
 
     def _alone(self) -> int | None:

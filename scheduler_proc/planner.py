@@ -1,5 +1,7 @@
 """What goes into a step: decodes first, then chunks of prompts under a token budget, admitting as there is room.
 
+In a burst (ramp_up.py) prompts go without decodes.
+
 Decodes that find no page preempt juniors; in such a step nobody is admitted.
 """
 
@@ -15,6 +17,7 @@ from scheduler_proc.plan_builder import PlanBuilder
 from scheduler_proc.policy import Policy
 from scheduler_proc.pressure import make_room, spare_pages
 from scheduler_proc.quarantine import Quarantine
+from scheduler_proc.ramp_up import RampUp
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
 from scheduler_proc.speculation import Speculation
@@ -48,15 +51,21 @@ class Planner:
         self._waiting = waiting
         self._residents = residents
         self.chunks = ChunkBudget(step_time, config.chunk_tokens, config.chunk_slowdown, config.itl_target_ms / 1e3)
+        self._ramp_up = RampUp(step_time, self.chunks)
         self._speculation = speculation
         self._measures = measures
         self._quarantine = quarantine
 
     def fill(self, step: PlanBuilder, now: int) -> None:
         """Plan as much as the budget and the pages allow, perhaps nothing. `now` in ns."""
-        preempted = self._plan_decodes(step)
+        held = self._holds_answers()
+        preempted = False if held else self._plan_decodes(step)
         if self._residents.prefilling or len(self._waiting):
             self._plan_prompts(step, now, preempted=preempted)
+        if held:
+            self._ramp_up.computed(step.num_tokens)
+            if not step.num_tokens:  # nobody can start
+                preempted = self._plan_decodes(step)
         self._share_prefills(step)
         if step.num_tokens and not preempted:
             self.admission.after_step()
@@ -80,6 +89,13 @@ class Planner:
             room = SCORED_TOKENS - step.num_scored_tokens if request.unscored else budget
             if room > 0:
                 budget -= self._plan_chunk(step, request, min(budget, room))
+
+    def _holds_answers(self) -> bool:
+        if not self._waiting.alike or self._config.itl_target_ms or not self._config.chunk_slowdown:
+            return False
+        residents = self._residents
+        starting = min(len(self._waiting), residents.free)
+        return self._ramp_up.holds(residents.decoding(), residents.prefilling, starting)
 
     def _plan_decodes(self, step: PlanBuilder) -> bool:
         """Plan one token for each decoding request that can have a page, and guesses at more where they pay; True when

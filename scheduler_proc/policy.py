@@ -23,6 +23,7 @@ class Policy:
 
     concurrent_prefills = False  # several unfinished prompts advance in the same steps
     overtakes = False  # `starts_beside` may be true of some
+    alike = True  # no request counts for more than another
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Request]] = []
@@ -87,6 +88,7 @@ class Priority(Policy):
     only what arrives within `ageing` times the difference can overtake it."""
 
     overtakes = True
+    alike = False
 
     def __init__(self, ageing_s: float = 10.0) -> None:
         super().__init__()

@@ -137,6 +137,11 @@ class Request:
         return self.max_tokens - self.generated
 
     @property
+    def ends_at_limit(self) -> bool:
+        """Nothing that the model says ends it before `max_tokens`."""
+        return not self.stop_token_ids and self.grammar is None
+
+    @property
     def seniority(self) -> tuple[int, int, int]:
         """Sorts those first who keep their pages longest under pressure: high priority, then early arrival."""
         return (-self.priority, self.since, self.seq)

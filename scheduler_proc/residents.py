@@ -16,8 +16,13 @@ class Residents:
         self.prefilling: list[Request] = []  # in order of admission
         self._kv = kv
         self._waiting = waiting
-        self._free = list(range(max_running))  # a heap, so that slots stay dense
+        self._free = list(range(max_running))  # slots, a heap, so that slots stay dense
         self._left: list[int] = []  # slots freed since the last plan
+
+    @property
+    def free(self) -> int:
+        """Slots."""
+        return len(self._free)
 
     @property
     def full(self) -> bool:

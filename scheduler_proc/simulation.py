@@ -191,7 +191,7 @@ class Simulation:
             rid=number,
             prompt=submission.prompt,
             max_tokens=submission.max_tokens,
-            stop_token_ids=ints(STOP_TOKEN),
+            stop_token_ids=ints(STOP_TOKEN) if number in self._ends else ints(),
             draw=DrawParams(),
             salt=submission.salt,
             priority=submission.priority,

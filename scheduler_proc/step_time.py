@@ -5,6 +5,7 @@ from dataclasses import dataclass
 NEAR = 0.995  # weight of a step in the fit, per later step
 OUTLIER = 2.0  # a step that was held up counts as at most so many times what it should have taken
 KNOWN = 8  # steps with prompts, after which the fit is asked
+KNOWN_ROUGHLY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ class StepTimeModel:
         if per_token <= 0:
             return None
         return max(0, int((seconds - base - per_context * context / 1e6) / per_token * 1e3))
+
+    def seconds_of_prompts(self, tokens: int) -> float | None:
+        """What so many prompt tokens take beside the fixed time of steps, roughly; None while nothing is known."""
+        if self._mixed.samples < KNOWN_ROUGHLY:
+            return None
+        return self.coefficients()[1] * tokens / 1e3
 
     def tokens_for(self, slowdown: float, shape: StepShape) -> int | None:
         """How many more tokens make a step of `shape` take `slowdown` times as long; None while too little is known."""

@@ -159,6 +159,7 @@ def test_the_scheduler_takes_small_chunks_beside_answers_and_large_ones_before_t
     for rid in range(6):
         rig.add(rid, range(10 * rid, 10 * rid + 8), 500)
     assert prefilled(rig) == 48, "all at once"
+    assert prefilled(rig) == 0, "now answers are under way"
     rig.add(10, range(1000, 1090), 5)
     first = prefilled(rig)
     assert first == pytest.approx(43 + 5, abs=3), "half of 40 + 3 ms are 43 tokens, and 1 / 6**1.6 of the 90"

@@ -1,0 +1,42 @@
+"""Answers that have only begun wait until the prompts that came with them are computed.
+
+A burst's first tokens come one after the other. Where each answer goes on at once, the steps that compute the other
+prompts compute its tokens, too: later prompts get their first tokens later, every answer is slow as long as the burst
+lasts, and they end one by one, the last ones in small batches. So prompts go first as long as no answer is past its
+first token (in SGLang they always do), and then all answers go on together.
+
+That holds up each answer once, all of them together by at most the time that an answer takes. Where the prompts of a
+burst take longer, and beside answers that are under way, prompts come in chunks (chunk_budget.py).
+"""
+
+from collections.abc import Sequence
+
+from scheduler_proc.chunk_budget import ChunkBudget
+from scheduler_proc.request import Request
+from scheduler_proc.step_time import StepShape, StepTimeModel
+
+
+class RampUp:
+    def __init__(self, step_time: StepTimeModel, chunks: ChunkBudget):
+        self._step_time = step_time
+        self._chunks = chunks
+        self._computed = 0  # tokens of prompts, while answers waited for them
+
+    def holds(self, decoding: Sequence[Request], prefilling: Sequence[Request], starting: int) -> bool:
+        """Whether the answers of `decoding` wait in the next step: for prompts that have started, and for those of
+        `starting` requests that have not, but find a slot."""
+        if not (decoding and (prefilling or starting) and all(r.cached_len == r.prompt_len for r in decoding)):
+            self._computed = 0
+            return False
+        left = sum(r.extend_len for r in prefilling) + int(starting * self._chunks.typical_prompt)
+        delay = self._step_time.seconds_of_prompts(self._computed + left)
+        if delay is None:
+            return False
+        answer = sum(map(self._chunks.likely_answer, decoding)) / len(decoding)
+        context = left + sum(r.cached_len for r in (*decoding, *prefilling))
+        together = StepShape(len(decoding) + len(prefilling) + starting, context)
+        return delay <= answer * self._step_time.predict(together)
+
+    def computed(self, tokens: int) -> None:
+        """So many tokens of prompts are computed in a step in which answers wait."""
+        self._computed += tokens
