@@ -1,6 +1,7 @@
 """Links and commands in the documentation lead somewhere."""
 
 import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(file for pattern in ("*.md", "docs/*.md", "demo_model/*.md") for file in ROOT.glob(pattern))
 _CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FILE = re.compile(r"`([\w./-]+\.(?:py|cpp|h|sh|md))`")
 _MODULE = re.compile(r"python (?:-m )?((?:bench|tests|worker_proc|client_cli)[\w./]*)")
 
 
@@ -54,3 +56,17 @@ def test_named_scripts_exist(file: Path) -> None:
     for name in _MODULE.findall(file.read_text()):
         module = name.removesuffix(".py").rstrip(".").replace("/", ".")
         assert find_spec(module) is not None, name
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_named_files_exist(file: Path) -> None:
+    """By their path in the project, or the last parts of it; but for paths of HTTP and files of Python."""
+    for name in _FILE.findall(file.read_text()):
+        assert name.startswith(("/", "pydoc_data/")) or any(known.endswith("/" + name) for known in known_files()), name
+
+
+@cache
+def known_files() -> list[str]:
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
+    return [path.as_posix() for path in files]
