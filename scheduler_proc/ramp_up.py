@@ -5,8 +5,8 @@ prompts compute its tokens, too: later prompts get their first tokens later, eve
 lasts, and they end one by one, the last ones in small batches. So prompts go first as long as no answer is past its
 first token (in SGLang they always do), and then all answers go on together.
 
-That holds up each answer once, all of them together by at most the time that an answer takes. Where the prompts of a
-burst take longer, and beside answers that are under way, prompts come in chunks (chunk_budget.py).
+That holds up each answer once, by at most the time that an answer takes, and LONGEST_S. Where the prompts of a burst
+take longer, and beside answers that are under way, prompts come in chunks (chunk_budget.py).
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from scheduler_proc.chunk_budget import ChunkBudget
 from scheduler_proc.request import Request
 from scheduler_proc.step_time import StepShape, StepTimeModel
+
+LONGEST_S = 15.0  # after which a reader would think that an answer has got stuck
 
 
 class RampUp:
@@ -35,7 +37,7 @@ class RampUp:
         answer = sum(map(self._chunks.likely_answer, decoding)) / len(decoding)
         context = left + sum(r.cached_len for r in (*decoding, *prefilling))
         together = StepShape(len(decoding) + len(prefilling) + starting, context)
-        return delay <= answer * self._step_time.predict(together)
+        return delay <= min(answer * self._step_time.predict(together), LONGEST_S)
 
     def computed(self, tokens: int) -> None:
         """So many tokens of prompts are computed in a step in which answers wait."""

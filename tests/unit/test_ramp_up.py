@@ -1,5 +1,7 @@
 """Answers that have only begun wait for the prompts that came with them, and for nothing else."""
 
+from itertools import cycle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,11 @@ def test_prompts_that_take_longer_than_an_answer_are_not_waited_for():
     assert not ramp_up().holds([begun(100, 50)], [prompt], starting=0)
 
 
+def test_no_answer_waits_for_long():
+    assert ramp_up().holds([begun(100, 10**6)], [], starting=140)
+    assert not ramp_up().holds([begun(100, 10**6)], [], starting=160), "16 seconds"
+
+
 def test_an_answer_that_may_end_counts_as_recent_ones():
     assert not ramp_up(answers=2).holds([begun(100, 1000, stop=True)], [], starting=8)
     assert ramp_up(answers=2).holds([begun(100, 1000)], [], starting=8), "it has no end but its limit"
@@ -74,17 +81,14 @@ def test_nobody_waits_while_the_time_of_prompts_is_not_known():
 
 @given(arrivals=st.lists(st.integers(1, 400), min_size=1), max_tokens=st.integers(1, 200))
 def test_prompts_that_keep_coming_hold_answers_no_longer_than_one_takes(arrivals, max_tokens):
-    one, held = ramp_up(), 0
-    for tokens in arrivals * 100:
+    one, held, context = ramp_up(), 0, 100 + 400
+    for tokens in cycle(arrivals):
         prompt = Request(1, ints(*range(tokens)), tokens, 50, frozenset(), DrawParams())
         if not one.holds([begun(100, max_tokens)], [prompt], starting=0):
             break
         one.computed(tokens)
         held += tokens
-    else:
-        raise AssertionError("for ever")
-    context = 100 + 400
-    assert held * PER_TOKEN <= max_tokens * (BASE + PER_TOKEN * 2 + 1e-6 * context) * 1.01
+        assert held * PER_TOKEN <= max_tokens * (BASE + PER_TOKEN * 2 + 1e-6 * context) * 1.01
 
 
 def timed_rig(**config) -> Rig:
