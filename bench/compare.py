@@ -36,6 +36,7 @@ CASES = (
     Case("in 1024 out 16, concurrency 4", 12, 0, 1024, 16, 4),
     Case("512 common + 64 own in, out 32, concurrency 8", 32, 512, 64, 32, 8),
 )
+FIGURES = {"ttft_ms": "TTFT p50, ms", "itl_p99_ms": "ITL p99, ms", "itl_max_ms": "ITL max, ms"}
 WARM_UP = Case("warm up", 8, 0, 128, 16, 8)
 READ_BYTES = 2**30
 LLAMA_CPP_TOKENS = 18432  # 2 GiB with the shape of Qwen3-0.6B
@@ -189,7 +190,7 @@ def main(
         unit = "output tok/s" if case.rate.startswith("output") else "total tok/s"
         shown = " | ".join(f"{rate:.1f}" for rate in rates)
         click.echo(f"| {case.name}, {unit} | {shown} | {floor} | {ahead} | {of_floor} |")
-        for figure, label in (("ttft_ms", "TTFT p50, ms"), ("itl_p99_ms", "ITL p99, ms")):
+        for figure, label in FIGURES.items():
             values = [statistics.median(r[figure] for r in results[name][case.name]) for name in names]
             click.echo(f"| {label} | " + " | ".join(f"{value:.0f}" for value in values) + " | | | |")
     for key, figure, scale, label in (

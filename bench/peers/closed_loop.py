@@ -38,6 +38,7 @@ def closed_loop(case, draw, add, poll, clock=time.perf_counter):
         "total_tokens_per_s": (output + tokens_in) / seconds,
         "ttft_ms": percentile(ttft, 50),
         "itl_p99_ms": percentile(gaps, 99),
+        "itl_max_ms": max(gaps),
         "completed": case["requests"],
         "output_tokens": output,
     }

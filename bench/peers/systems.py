@@ -164,6 +164,7 @@ class HttpSystem(_Hosted):
             "total_tokens_per_s": summary["total_tokens_per_s"],
             "ttft_ms": summary["ttft_ms"]["p50"],
             "itl_p99_ms": summary["itl_ms"]["p99"],
+            "itl_max_ms": summary["itl_ms"]["max"],
         }
 
 

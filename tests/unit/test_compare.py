@@ -143,6 +143,7 @@ def test_libraries_and_servers_are_judged_by_the_same_percentiles() -> None:
     ttft, gaps = spread([10e3, 14e3, 18e3, 50e3]), spread([50e3, 46e3, 42e3, 10e3])
     assert ttft is not None and gaps is not None
     assert (figures["ttft_ms"], figures["itl_p99_ms"]) == (ttft["p50"], gaps["p99"]) == (16e3, pytest.approx(49880))
+    assert figures["itl_max_ms"] == gaps["max"] == 50e3
 
 
 @contextmanager
