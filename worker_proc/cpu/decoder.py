@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -17,6 +18,7 @@ from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.layers import cap, embedding_scale
 from worker_proc.models.rope import inverse_frequencies
+from worker_proc.models.rope_spec import RopeSpec
 from worker_proc.models.spec import CLAMPED_SWIGLU, DecoderSpec
 from worker_proc.parallel import TensorParallel
 
@@ -88,6 +90,47 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Rotations:
+    """The rotations that layers of a model have, each once."""
+
+    ropes: tuple[RopeSpec | None, ...]
+    frequencies: Tensor  # float32 [ropes, half of the rotated numbers of a head]; layers without a rotation turn by 0
+    factors: Tensor  # float32 [ropes]
+
+    @classmethod
+    def of(cls, spec: DecoderSpec) -> "_Rotations":
+        ropes = tuple(dict.fromkeys(spec.ropes))
+        (rotated,) = {rope.dim for rope in ropes if rope is not None}
+        none = torch.zeros(rotated // 2)
+        frequencies = torch.stack([none if rope is None else inverse_frequencies(rope) for rope in ropes])
+        return cls(ropes, frequencies, torch.tensor([1.0 if rope is None else rope.attention_factor for rope in ropes]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Multiplications of a rank."""
+
+    per_token: int  # in projections
+    per_key: int  # for one query, over all layers
+    per_logits: int  # of one token
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, heads: int, weights: PackedWeights) -> "_Work":
+        each = spec.mixture.each if spec.mixture is not None else 1  # MLPs that a token goes through
+        per_token = sum(
+            times * matrix.inputs * matrix.outputs
+            for layer in weights.layers
+            for matrix, times in ((layer.qkv, 1), (layer.o, 1), (layer.up, each), (layer.down, each))
+        )
+        return cls(per_token, 2 * spec.num_layers * heads * spec.head_dim, weights.head.inputs * weights.head.outputs)
+
+    def of_step(self, batch: ForwardBatch) -> int:
+        """As if each row had one query."""
+        projections, logits = len(batch.token_ids) * self.per_token, len(batch.logit_rows) * self.per_logits
+        return projections + sum(batch.kv_lens_host) * self.per_key + logits
+
+
 class CpuDecoder:
     """One rank's share of a model. Implements `LanguageModel`.
 
@@ -103,66 +146,62 @@ class CpuDecoder:
         self.shard = shard
         self.tp = tp
         self.weights = weights  # keeps alive what the structs point to
-        ropes = list(dict.fromkeys(spec.ropes))
-        (rotated,) = {rope.dim for rope in ropes if rope is not None}
-        none = torch.zeros(rotated // 2)  # layers without a rotation turn by 0
-        self._frequencies = torch.stack([none if rope is None else inverse_frequencies(rope) for rope in ropes])
-        self._factors = torch.tensor([1.0 if rope is None else rope.attention_factor for rope in ropes])
-        self._norm = weights.norm * spec.logit_scale  # logits are its product with the head
         self._heads = shard.heads[1] - shard.heads[0]
         self._kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
-        self._attention = NativeAttention(native)
-        self._cache: KVCache | None = None
-        self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._step = _StepStruct()  # of the last step, 0 tokens before the first
+        self._work = _Work.of(spec, self._heads, weights)
+        self.alone_below = 0  # a step of fewer multiplications is computed by one thread
         self.op_ns: Tensor | None = None  # int64, as long as OPERATIONS: their times are added up here when it is set
         self._native = native
-        mixture = spec.mixture
-        each = mixture.each if mixture is not None else 1  # MLPs that a token goes through
-        self._work_of_token = sum(  # multiplications
-            times * matrix.inputs * matrix.outputs
-            for layer in weights.layers
-            for matrix, times in ((layer.qkv, 1), (layer.o, 1), (layer.up, each), (layer.down, each))
-        )
-        self._work_of_key = 2 * spec.num_layers * self._heads * spec.head_dim  # for one query
-        self._work_of_logits = weights.head.inputs * weights.head.outputs
-        self.alone_below = 0  # a step of fewer multiplications is computed by one thread
         self._functions = native.functions
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._functions, name)
             function.restype, function.argtypes = result, arguments
+        self._attention = NativeAttention(native)
+        self._cache: KVCache | None = None
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._step = _StepStruct()  # of the last step, 0 tokens before the first
+        self._rotations = _Rotations.of(spec)
+        self._norm = weights.norm * spec.logit_scale  # logits are its product with the head
         self._experts = [
             [side_by_side(matrices) for matrices in ([mlp.up for mlp in experts], [mlp.down for mlp in experts])]
             for experts in (layer.experts for layer in weights.layers)
         ]
-        self._layers = (_LayerStruct * spec.num_layers)()
-        for index, layer in enumerate(weights.layers):
-            self._layers[index] = _LayerStruct(
-                qkv=layer.qkv.struct,
-                o=layer.o.struct,
-                gate_up=layer.up.struct,
-                down=layer.down.struct,
-                router=layer.router.struct if layer.router is not None else MatrixStruct(),
-                expert_gate_ups=ctypes.addressof(self._experts[index][0]),
-                expert_downs=ctypes.addressof(self._experts[index][1]),
-                input_norm=layer.input_norm.data_ptr(),
-                post_norm=layer.post_norm.data_ptr(),
-                attention_norm=_pointer(layer.attention_norm),
-                mlp_norm=_pointer(layer.mlp_norm),
-                q_norm=_pointer(layer.q_norm),
-                k_norm=_pointer(layer.k_norm),
-                sinks=_pointer(layer.sinks),
-                scale=spec.scales[index],
-                window=spec.windows[index] or 0,
-                rope=ropes.index(spec.ropes[index]),
-            )
-        self._model = _ModelStruct(
+        self._layers = (_LayerStruct * spec.num_layers)(*map(self._layer_struct, range(spec.num_layers)))
+        self._model = self._model_struct()
+
+    def _layer_struct(self, index: int) -> _LayerStruct:
+        """But for the cache, see `_use_cache`."""
+        spec, layer = self.spec, self.weights.layers[index]
+        return _LayerStruct(
+            qkv=layer.qkv.struct,
+            o=layer.o.struct,
+            gate_up=layer.up.struct,
+            down=layer.down.struct,
+            router=layer.router.struct if layer.router is not None else MatrixStruct(),
+            expert_gate_ups=ctypes.addressof(self._experts[index][0]),
+            expert_downs=ctypes.addressof(self._experts[index][1]),
+            input_norm=layer.input_norm.data_ptr(),
+            post_norm=layer.post_norm.data_ptr(),
+            attention_norm=_pointer(layer.attention_norm),
+            mlp_norm=_pointer(layer.mlp_norm),
+            q_norm=_pointer(layer.q_norm),
+            k_norm=_pointer(layer.k_norm),
+            sinks=_pointer(layer.sinks),
+            scale=spec.scales[index],
+            window=spec.windows[index] or 0,
+            rope=self._rotations.ropes.index(spec.ropes[index]),
+        )
+
+    def _model_struct(self) -> _ModelStruct:
+        spec, shard, head, rotations = self.spec, self.shard, self.weights.head, self._rotations
+        mixture = spec.mixture
+        return _ModelStruct(
             layers=ctypes.addressof(self._layers),
-            head=weights.head.struct,
-            embedding=_pointer(weights.embedding),
+            head=head.struct,
+            embedding=_pointer(self.weights.embedding),
             norm=self._norm.data_ptr(),
-            inverse_frequencies=self._frequencies.data_ptr(),
-            attention_factors=self._factors.data_ptr(),
+            inverse_frequencies=rotations.frequencies.data_ptr(),
+            attention_factors=rotations.factors.data_ptr(),
             norm_eps=spec.norm_eps,
             embedding_scale=embedding_scale(spec, torch.bfloat16),
             residual_scale=spec.residual_scale,
@@ -172,16 +211,16 @@ class CpuDecoder:
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=spec.head_dim,
-            ropes=len(ropes),
-            rotated=rotated,
+            ropes=len(rotations.ropes),
+            rotated=2 * rotations.frequencies.shape[1],
             gate=_GATES[spec.activation],
             inner=shard.channels[1] - shard.channels[0],
             experts=mixture.experts if mixture is not None else 0,
-            experts_each=each,
+            experts_each=mixture.each if mixture is not None else 1,
             renormalizes=int(mixture is not None and mixture.renormalizes),
             vocab_first=shard.vocab[0],
-            vocab_count=weights.head.outputs,
-            several=int(tp.size > 1),
+            vocab_count=head.outputs,
+            several=int(self.tp.size > 1),
         )
 
     @property
@@ -230,9 +269,7 @@ class CpuDecoder:
         if cache is not self._cache:
             self._use_cache(cache)
         tokens = len(batch.token_ids)
-        work = tokens * self._work_of_token + sum(batch.kv_lens_host) * self._work_of_key
-        work += len(batch.logit_rows) * self._work_of_logits
-        self._native.work_alone(work < self.alone_below)
+        self._native.work_alone(self._work.of_step(batch) < self.alone_below)
         attention, step = self._attention.step(batch, cache, self._heads), self._step
         if tokens != step.tokens:
             step.tokens, step.workspace = tokens, self._room(tokens)
