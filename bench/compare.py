@@ -39,6 +39,7 @@ CASES = (
 FIGURES = {"ttft_ms": "TTFT p50, ms", "itl_p99_ms": "ITL p99, ms", "itl_max_ms": "ITL max, ms"}
 WARM_UP = Case("warm up", 8, 0, 128, 16, 8)
 READ_BYTES = 2**30
+Results = dict[str, dict[str, list[dict[str, float]]]]  # figures by system and case, or "start" and "memory"
 LLAMA_CPP_TOKENS = 18432  # 2 GiB with the shape of Qwen3-0.6B
 
 
@@ -79,9 +80,9 @@ def floor_s(case: Case, shape: ModelShape, bandwidth: float, flops: float) -> fl
 
 def run_all(
     systems: list[System], cases: list[Case], repeats: int, settle_s: float
-) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[Any]]:
+) -> tuple[Results, list[tuple[float, float]]]:
     """results[system][case] of all repeats, and the limits of the machine before each."""
-    results: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    results: Results = defaultdict(lambda: defaultdict(list))
     limits = [measure_limits()]
     for repeat in range(repeats):
         for system in systems[repeat % len(systems) :] + systems[: repeat % len(systems)]:
@@ -100,6 +101,38 @@ def run_all(
             system.rest()
         limits.append(measure_limits())
     return results, limits
+
+
+def print_table(names: list[str], cases: list[Case], results: Results, floors: dict[str, float]) -> None:
+    """Systems beside each other, Rhizome first, and beside the floors, which are rates."""
+
+    def medians(key: str, figure: str) -> list[float]:
+        return [statistics.median(figures[figure] for figures in results[name][key]) for name in names]
+
+    click.echo("| case | " + " | ".join(names) + " | floor | Rhizome / best other | Rhizome / floor |")
+    click.echo("|---" * (len(names) + 4) + "|")
+    for case in cases:
+        rates = medians(case.name, case.rate)
+        ahead = f"{rates[0] / max(rates[1:]):.2f}" if len(rates) > 1 else ""
+        floor, of_floor = "", ""
+        if case.name in floors:
+            floor, of_floor = f"{floors[case.name]:.1f}", f"{rates[0] / floors[case.name]:.0%}"
+        unit = "output tok/s" if case.rate.startswith("output") else "total tok/s"
+        shown = " | ".join(f"{rate:.1f}" for rate in rates)
+        click.echo(f"| {case.name}, {unit} | {shown} | {floor} | {ahead} | {of_floor} |")
+        for figure, label in FIGURES.items():
+            click.echo(f"| {label} | " + " | ".join(f"{v:.0f}" for v in medians(case.name, figure)) + " | | | |")
+    for key, figure, scale, label in (
+        ("start", "start_s", 1.0, "start-up, s"),
+        ("memory", "bytes", 2**30, "memory, GiB"),
+    ):
+        click.echo(f"| {label} | " + " | ".join(f"{v / scale:.1f}" for v in medians(key, figure)) + " | | | |")
+
+
+def _counted(case: Case) -> int:
+    """Tokens that the rate of a case counts."""
+    prompts = case.requests * (case.prefix + case.input) if case.rate == "total_tokens_per_s" else 0
+    return case.requests * case.output + prompts
 
 
 @click.command(context_settings={"show_default": True})
@@ -135,16 +168,8 @@ def main(
         if (program is None) != (converted is None):
             raise click.BadParameter(f"--{name} and --{name}-model go together", param_hint=f"--{name}")
     port = free_port()
-    command = [
-        sys.executable,
-        str(ROOT / "launch.py"),
-        "--model",
-        str(model),
-        "--context-len",
-        "4096",
-        "--port",
-        str(port),
-    ]
+    launch = [sys.executable, str(ROOT / "launch.py")]
+    command = [*launch, "--model", str(model), "--context-len", "4096", "--port", str(port)]
     systems: list[System] = [Rhizome("Rhizome", [*command, *flags], port, vocabulary)]
     if vllm is not None:
         for name, preload in (("vLLM", ""), ("vLLM, preload", vllm_preload)):
@@ -173,32 +198,10 @@ def main(
     bandwidth = statistics.median(b for b, _ in limits)
     flops = statistics.median(f for _, f in limits)
     click.echo(f"{machine()}; {repeats} repeats, medians; {bandwidth / 1e9:.1f} GB/s, {flops / 1e12:.2f} TFLOP/s\n")
-    names = [system.name for system in systems]
-    click.echo("| case | " + " | ".join(names) + " | floor | Rhizome / best other | Rhizome / floor |")
-    click.echo("|---" * (len(names) + 4) + "|")
     floors: dict[str, float] = {}
-    for case in cases:
-        rates = [statistics.median(r[case.rate] for r in results[name][case.name]) for name in names]
-        tokens = case.requests * case.output
-        if case.rate == "total_tokens_per_s":
-            tokens += case.requests * (case.prefix + case.input)
-        floor, of_floor = "", ""
-        if shape is not None:
-            floors[case.name] = tokens / floor_s(case, shape, bandwidth, flops)
-            floor, of_floor = f"{floors[case.name]:.1f}", f"{rates[0] / floors[case.name]:.0%}"
-        ahead = f"{rates[0] / max(rates[1:]):.2f}" if len(rates) > 1 else ""
-        unit = "output tok/s" if case.rate.startswith("output") else "total tok/s"
-        shown = " | ".join(f"{rate:.1f}" for rate in rates)
-        click.echo(f"| {case.name}, {unit} | {shown} | {floor} | {ahead} | {of_floor} |")
-        for figure, label in FIGURES.items():
-            values = [statistics.median(r[figure] for r in results[name][case.name]) for name in names]
-            click.echo(f"| {label} | " + " | ".join(f"{value:.0f}" for value in values) + " | | | |")
-    for key, figure, scale, label in (
-        ("start", "start_s", 1.0, "start-up, s"),
-        ("memory", "bytes", 2**30, "memory, GiB"),
-    ):
-        values = [statistics.median(r[figure] for r in results[name][key]) / scale for name in names]
-        click.echo(f"| {label} | " + " | ".join(f"{value:.1f}" for value in values) + " | | | |")
+    if shape is not None:
+        floors = {case.name: _counted(case) / floor_s(case, shape, bandwidth, flops) for case in cases}
+    print_table([system.name for system in systems], cases, results, floors)
     if json_file is not None:
         rates_of = {case.name: case.rate for case in cases}
         report = {"machine": machine(), "limits": limits, "floors": floors, "rates": rates_of, "results": results}

@@ -3,7 +3,8 @@
     python -m bench.quantized_checkpoint SOURCE DIRECTORY --kind w8a8   # int8 per output, activations dynamic per token
     python -m bench.quantized_checkpoint SOURCE DIRECTORY --kind w4a16  # int4 in groups of 128
 
-Codes are rounded to nearest, as tools do without calibration. Embedding and head stay as they are.
+Codes are rounded to nearest with scales as they are stored, in bfloat16 and positive, as tools do without calibration
+(`--quantization` here has scales in float32, which may be negative). Embedding and head stay as they are.
 """
 
 import json
