@@ -1,6 +1,8 @@
 """Greedy generation through `LanguageModel.forward` over shuffled pages: a scheduler in a few lines, for tests."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,6 +11,7 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import LanguageModel
 from worker_proc.parallel import TensorParallel
+from worker_proc.staging import Staging
 
 NEW_TOKENS = 24
 
@@ -27,6 +30,14 @@ class Row:
     pages: list[int]
     cached: int = 0
     output: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def sent(device: torch.device | str = "cpu") -> Iterator[Staging]:
+    """What is staged in the block happens at its end."""
+    staging = Staging(device)
+    yield staging
+    staging.send()
 
 
 def poison(cache: KVCache) -> None:

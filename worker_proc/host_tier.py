@@ -154,13 +154,6 @@ class PageCopies:
         self._host_pages = host.num_pages if host is not None else 0
         self._transfer = make_transfer(cache, host) if host is not None else None
 
-    @torch.inference_mode()
-    def make(self, copies: IntArray) -> None:
-        """At once."""
-        staging = Staging(self._cache.k[0].device)
-        self.stage(copies, staging)
-        staging.send()
-
     def stage(self, copies: IntArray, staging: Staging, *, by_layer: bool = False) -> LayerLoads | None:
         """When `staging` is sent. Raises ValueError at once if a page is outside the cache and the host tier, or a copy
         is from host to host.
@@ -171,9 +164,9 @@ class PageCopies:
         sources, targets = copies[::2].tolist(), copies[1::2].tolist()
         first, end = self._cache.num_pages, self._cache.num_pages + self._host_pages
         if min(*sources, *targets) < 0 or max(*sources, *targets) >= end:
-            raise ValueError(f"copy_pages: a page is outside 0..{end - 1}")
+            raise ValueError(f"copies: a page is outside 0..{end - 1}")
         if any(min(pair) >= first for pair in zip(sources, targets, strict=True)):
-            raise ValueError(f"copy_pages: both pages are on the host, which begins at {first}")
+            raise ValueError(f"copies: both pages are on the host, which begins at {first}")
         several = list(runs(sources, targets, first))
         for number, run in enumerate(several):
             if by_layer and run.way is Way.UP and number == len(several) - 1:

@@ -90,26 +90,20 @@ class KVCache:
         self.k[layer][pages, :, offsets] = k
         self.v[layer][pages, :, offsets] = v
 
-    @torch.inference_mode()
-    def copy_pages(self, src: list[int], dst: list[int]) -> None:
-        """Copy page `src[i]` to page `dst[i]` in every layer (copy-on-write). All sources are read before any write.
-
-        Raises ValueError if the lists differ in length, a page is outside the pool or a destination repeats.
-        """
-        staging = Staging(self.k[0].device)
-        self.stage_copies(src, dst, staging)
-        staging.send()
-
     def stage_copies(self, src: list[int], dst: list[int], staging: Staging) -> None:
-        """`copy_pages` when `staging` is sent. Raises as it does, at once."""
+        """Copy page `src[i]` to page `dst[i]` in every layer (copy-on-write) when `staging` is sent. All sources are
+        read before any write.
+
+        Raises ValueError at once if the lists differ in length, a page is outside the pool or a destination repeats.
+        """
         if len(src) != len(dst):
-            raise ValueError(f"copy_pages: {len(src)} sources but {len(dst)} destinations")
+            raise ValueError(f"copies: {len(src)} sources but {len(dst)} destinations")
         if not src:
             return
         if min(*src, *dst) < 0 or max(*src, *dst) >= self.num_pages:
-            raise ValueError(f"copy_pages: a page is outside 0..{self.num_pages - 1}")
+            raise ValueError(f"copies: a page is outside 0..{self.num_pages - 1}")
         if len(set(dst)) != len(dst):
-            raise ValueError("copy_pages: a destination page repeats")
+            raise ValueError("copies: a destination page repeats")
         both = staging.put(torch.tensor([src, dst], dtype=torch.int64))
 
         def copy() -> None:

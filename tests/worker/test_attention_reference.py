@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers_paged import sent
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.staging import Staging
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
@@ -95,11 +97,12 @@ def test_equals_token_by_token_attention(
         start += new
 
 
-def test_copy_pages_copies_every_layer_and_reads_before_it_writes() -> None:
+def test_copies_are_made_in_every_layer_and_reads_before_it_writes() -> None:
     cache = KVCache(KVSpec(2, 1, 2, 3, torch.float32), 4, 2)
     for tensor in (*cache.k, *cache.v):
         tensor.copy_(torch.arange(5.0)[:, None, None, None].expand_as(tensor))
-    cache.copy_pages([0, 1, 3], [1, 2, 0])
+    with sent() as staging:
+        cache.stage_copies([0, 1, 3], [1, 2, 0], staging)
     for tensor in (*cache.k, *cache.v):
         assert tensor[:, 0, 0, 0].tolist() == [3, 0, 1, 3, 4]
 
@@ -109,9 +112,9 @@ def test_copy_pages_copies_every_layer_and_reads_before_it_writes() -> None:
     [([0], []), ([0], [4]), ([-1], [0]), ([0, 1], [2, 2])],
     ids=["length", "scratch", "negative", "twice"],
 )
-def test_copy_pages_refuses_impossible_copies(src: list[int], dst: list[int]) -> None:
-    with pytest.raises(ValueError, match="copy_pages"):
-        KVCache(KVSpec(1, 1, 2, 2, torch.float32), 4, 2).copy_pages(src, dst)
+def test_impossible_copies_are_refused(src: list[int], dst: list[int]) -> None:
+    with pytest.raises(ValueError, match="copies"):
+        KVCache(KVSpec(1, 1, 2, 2, torch.float32), 4, 2).stage_copies(src, dst, Staging("cpu"))
 
 
 def test_bytes_per_token() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from common.config import CacheConfig
 from common.messages import ints
+from tests.helpers_paged import sent
 from worker_proc.cuda import page_transfer
 from worker_proc.cuda.page_transfer import CudaTransfer
 from worker_proc.errors import ModelError
@@ -39,6 +40,12 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def make(copies, *pages, device="cpu"):
+    """Copies at once: from the first page to the second, from the third to the fourth, and so on."""
+    with sent(device) as staging:
+        copies.stage(ints(*pages), staging)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(
@@ -49,9 +56,9 @@ def test_what_comes_back_is_what_went(dtype, int8, page_size, device):
     cache = filled(dtype, page_size, k=5, v=3, int8=int8, device=device)  # K and V of different and odd width
     copies = PageCopies(cache, HostPages(cache, HOST, device))
     before = [bits(cache, page) for page in range(PAGES + 1)]
-    copies.make(ints(2, PAGES + 4, 6, PAGES + 0))
+    make(copies, 2, PAGES + 4, 6, PAGES + 0, device=device)
     assert all(same(bits(cache, page), before[page]) for page in range(PAGES + 1)), "offloading only reads"
-    copies.make(ints(PAGES + 4, 0, PAGES + 0, 2))
+    make(copies, PAGES + 4, 0, PAGES + 0, 2, device=device)
     after = {0: 2, 2: 6}
     assert all(same(bits(cache, page), before[after.get(page, page)]) for page in range(PAGES + 1))
 
@@ -63,7 +70,7 @@ def test_the_order_of_copies_is_kept(device):
     copies = PageCopies(cache, HostPages(cache, HOST, device))
     before = [bits(cache, page) for page in range(PAGES)]
     host = PAGES
-    copies.make(ints(0, host, 1, 0, 2, host + 1, host, 2, 3, host, 0, 3, host, 0))
+    make(copies, 0, host, 1, 0, 2, host + 1, host, 2, 3, host, 0, 3, host, 0, device=device)
     assert same(bits(cache, 0), before[3]) and same(bits(cache, 1), before[1])
     assert same(bits(cache, 2), before[0]) and same(bits(cache, 3), before[1])
 
@@ -99,7 +106,7 @@ def test_any_copies_do_what_one_after_the_other_would_do(pairs, staged):
             wanted[target] = wanted[source]
             made += [source, target]
     if made:
-        copies.make(ints(*made))
+        make(copies, *made)
     assert all(same(bits(cache, page), before[wanted[page]]) for page in range(PAGES))
 
 
@@ -110,9 +117,9 @@ def test_any_copies_do_what_one_after_the_other_would_do(pairs, staged):
 def test_impossible_copies_are_refused(pairs, words):
     cache = filled()
     with pytest.raises(ValueError, match=words):
-        PageCopies(cache, HostPages(cache, HOST)).make(ints(*pairs))
+        make(PageCopies(cache, HostPages(cache, HOST)), *pairs)
     with pytest.raises(ValueError, match=r"outside 0\.\.6"):
-        PageCopies(cache).make(ints(0, PAGES))
+        make(PageCopies(cache), 0, PAGES)
 
 
 def test_the_size_of_the_tier_follows_from_its_memory(monkeypatch):

@@ -167,7 +167,7 @@ def test_a_bitmap_without_bits_computes_nothing(model: LanguageModel) -> None:
 
 
 def test_copies_outside_the_pool_are_refused(model: LanguageModel) -> None:
-    with pytest.raises(ValueError, match="copy_pages"):
+    with pytest.raises(ValueError, match="copies"):
         make_runner(model).execute(replace(empty_plan(), copies=ints(0, NUM_PAGES)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers_codes import rounds
 from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
-from tests.helpers_paged import generate, make_prompts, poison
+from tests.helpers_paged import generate, make_prompts, poison, sent
 from tests.helpers_quantized import (
     bytes_config,
     quantize_checkpoint,
@@ -170,7 +170,8 @@ def test_copies_of_pages_bring_their_scales(tmp_path: Path) -> None:
     slots = torch.arange(8)
     k = torch.randn(8, cache.spec.num_kv_heads, cache.spec.k_head_dim)
     cache.write(1, k, -k, slots)
-    cache.copy_pages([0], [3])
+    with sent() as staging:
+        cache.stage_copies([0], [3], staging)
     before, after = cache.read(1, slots), cache.read(1, slots + 24)
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
     assert error(after[0], k) < 0.01
