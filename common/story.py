@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from common.messages import Finish
 from common.rows import Row
 
+GATEWAY = b"gateway-"  # how identities of gateways at the tokenizer begin: they tell their stories themselves
 IPC = "IPC"  # the method of requests that come over the tokenizer's own socket
 SANE_ID = r"[A-Za-z0-9._:/@+=-]{1,128}"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from starlette.requests import Request
 
-from common.async_connection import RequestFailed
 from common.connection import ConnectionLost
 from common.messages import Info
 from common.sampling_params import SamplingParams
+from common.stream import RequestFailed
 from gateway_proc.errors import ApiError
 from gateway_proc.http import Json, while_connected
 from gateway_proc.service import Service

@@ -5,9 +5,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.async_connection import AsyncConnection, RequestFailed
+from common.async_connection import AsyncConnection
 from common.connection import ConnectionLost
 from common.messages import Info
+from common.stream import RequestFailed
 from gateway_proc.errors import ApiError
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from common.async_connection import RequestFailed
 from common.connection import ConnectionLost
 from common.messages import ErrorCode, RequestError
+from common.stream import RequestFailed
 
 _TYPES = {
     400: "invalid_request_error",

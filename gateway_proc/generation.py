@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.async_connection import AsyncConnection, Stream, UnreadRows
+from common.async_connection import AsyncConnection
 from common.codec import FrameError
 from common.fields import FieldError
 from common.logprobs import TokenLogprobs
@@ -14,6 +14,7 @@ from common.rows import Row
 from common.sampling_params import SamplingParams
 from common.sockets import PeerStalled
 from common.story import Story
+from common.stream import Stream, UnreadRows
 from gateway_proc.errors import ApiError, told_by_cluster
 
 MAX_AHEAD = 64  # groups of rows that may wait for a slow reader of several prompts

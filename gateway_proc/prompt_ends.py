@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from common.async_connection import AsyncConnection, RequestFailed
+from common.async_connection import AsyncConnection
 from common.fields import FieldError
 from common.messages import ChatMessage, ErrorCode, Info
 from common.parsers.reasoning import CLOSE, OPEN
+from common.stream import RequestFailed
 from gateway_proc.errors import told_by_cluster
 
 MAX_KNOWN = 64

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
-from common.async_connection import AsyncConnection, RequestFailed, Stream, UnreadRows
+from common.async_connection import AsyncConnection
 from common.chat_answers import ChatFormat
 from common.codec import FrameError
 from common.connection import ConnectionLost
 from common.json_request import JsonRequest
 from common.sockets import PeerStalled
+from common.stream import RequestFailed, Stream, UnreadRows
 from rhizome.cluster import ChildCluster
 from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError, check_process
 from rhizome.llm import MAX_LIVE, frontend_of

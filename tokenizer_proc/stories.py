@@ -6,9 +6,8 @@ Requests of a gateway come over it too, and have a story there already, so they 
 import logging
 from collections.abc import Callable
 
-from common.async_connection import GATEWAY
 from common.messages import ErrorCode, Finish, Generate
-from common.story import IPC, Story
+from common.story import GATEWAY, IPC, Story
 from common.tracing import Traces
 from tokenizer_proc.ledger import Entry, Owner
 from tokenizer_proc.limits import Refused

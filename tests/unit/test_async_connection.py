@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.async_connection import AsyncConnection, RequestFailed, Stream, UnreadRows
+from common.async_connection import AsyncConnection
 from common.codec import PROTOCOL_VERSION
 from common.connection import ConnectionLost, Row, Unreachable
 from common.logprobs import LogprobRows, Logprobs
@@ -31,6 +31,7 @@ from common.messages import (
     ints,
 )
 from common.sampling_params import SamplingParams
+from common.stream import RequestFailed, Stream, UnreadRows
 from tests.unit.fake_frontend import (
     TIMEOUT_S,
     FakeFrontend,

@@ -5,8 +5,8 @@ import re
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common.async_connection import GATEWAY
 from common.messages import Abort, ErrorCode, Finish, RequestError
+from common.story import GATEWAY
 from common.tracing import Traces
 from tests.unit.frontend_world import World, request, run, text_batch
 from tokenizer_proc.clients import Sent
