@@ -1,8 +1,5 @@
 """The real scheduler over its sockets; the test takes the places of launcher, tokenizer, detokenizer and worker."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +8,7 @@ from typing import TypeVar
 import pytest
 import zmq
 
-from common.codec import Message, decode, encode, message_types
+from common.codec import decode, message_types
 from common.config import ClusterConfig, ModelConfig, SchedulerConfig
 from common.messages import (
     AddRequest,
@@ -19,7 +16,6 @@ from common.messages import (
     Finish,
     GetStats,
     Go,
-    Pulse,
     Ready,
     RequestError,
     Resync,
@@ -30,10 +26,10 @@ from common.messages import (
 )
 from common.sampling_params import DrawParams, LogitEdits
 from common.sockets import Endpoints, open_socket
+from tests.helpers_launcher import StandInLauncher
 from tests.helpers_wire import StampedSocket, unstamped
 from tests.paper_worker import PaperWorker, solo_output
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_MS = 30_000
 M = TypeVar("M")
 
@@ -48,31 +44,17 @@ class SchedulerProcess:
         config.save()
         context = stack.enter_context(zmq.Context())
         endpoints = Endpoints(run_dir)
-        self.control = stack.enter_context(open_socket(context, zmq.ROUTER, bind=endpoints.control))
+        self.launcher = StandInLauncher(run_dir, context, stack)
         self.answers = stack.enter_context(open_socket(context, zmq.PULL, bind=endpoints.detokenizer(0)))
         self.plans = stack.enter_context(open_socket(context, zmq.PULL, bind=endpoints.plan(0, 0)))
-        life_read, life_write = os.pipe()
-        stack.enter_context(os.fdopen(life_write, "wb", buffering=0))
-        command = [sys.executable, "-m", "scheduler_proc.event_loop", "--run-dir", str(run_dir)]
-        self.process = subprocess.Popen([*command, "--life-fd", str(life_read)], cwd=ROOT, pass_fds=[life_read])
-        stack.enter_context(self.process)
-        stack.callback(self.process.kill)
-        os.close(life_read)
-        identity, ready = self.next_control()
+        self.process = self.launcher.start("scheduler_proc.event_loop")
+        identity, ready = self.launcher.next_said()
         assert isinstance(ready, Ready)
-        self.control.send_multipart([identity, encode(Go(16, 4, 40, 50, ints()))])
+        self.launcher.tell(identity, Go(16, 4, 40, 50, ints()))
         self.tokenizer = StampedSocket(context, "tokenizer", endpoints.scheduler(0))
         self.worker = StampedSocket(context, "worker-0", endpoints.results(0))
         for socket in (self.tokenizer.socket, self.worker.socket):
             stack.enter_context(socket)
-
-    def next_control(self) -> tuple[bytes, Message]:
-        while True:
-            assert self.control.poll(PATIENCE_MS), "the scheduler is silent"
-            identity, frame = self.control.recv_multipart()
-            msg: Message = decode(frame, set(message_types()))
-            if not isinstance(msg, Pulse):
-                return identity, msg
 
     def receive(self, socket: "zmq.Socket[bytes]", kind: type[M]) -> M:
         assert socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
@@ -128,5 +110,5 @@ def test_what_it_cannot_read_of_the_tokenizer_is_answered(scheduler: SchedulerPr
     scheduler.tokenizer.send(add(7, [1, 2], max_tokens=0))
     error = scheduler.receive(scheduler.answers, RequestError)
     assert (error.rid, error.code) == (7, ErrorCode.INTERNAL) and "max_tokens" in error.problem
-    _, resync = scheduler.next_control()
+    _, resync = scheduler.launcher.next_said()
     assert isinstance(resync, Resync) and resync.name == "scheduler"

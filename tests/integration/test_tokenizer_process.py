@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Iterator
@@ -26,14 +24,12 @@ from common.messages import (
     AddRequest,
     Beat,
     ChatMessage,
-    Drained,
     ErrorCode,
     Fatal,
     Finish,
     Generate,
     GetStats,
     Go,
-    Pulse,
     Ready,
     RequestError,
     Resync,
@@ -45,10 +41,10 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from common.sockets import Endpoints, open_socket
 from common.stamps import Stamper
+from tests.helpers_launcher import StandInLauncher
 from tests.helpers_tokenizers import CHATML, SPECIAL, byte_level, write_tokenizer
 from tests.helpers_wire import StampedSocket, unstamped
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_MS = 30_000
 NAMES = ("tokenizer", "detokenizer")
 M = TypeVar("M")
@@ -96,42 +92,25 @@ class Cluster:
         self._stack = stack
         self._context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         self.endpoints = Endpoints(run_dir)
-        self._control = self.open(zmq.ROUTER, bind=self.endpoints.control)
+        self.launcher = StandInLauncher(run_dir, self._context, stack)
         self.scheduler = self.open(zmq.PULL, bind=self.endpoints.scheduler(0))
         self.detokenizer = StampedSocket(self._context, "scheduler", self.endpoints.detokenizer(0))
         stack.enter_context(self.detokenizer.socket)
-        life_read, life_write = os.pipe()
-        self.life = stack.enter_context(os.fdopen(life_write, "wb", buffering=0))
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        for name in NAMES:
-            command = [sys.executable, "-m", f"tokenizer_proc.{name}", "--run-dir", str(run_dir)]
-            process = subprocess.Popen([*command, "--life-fd", str(life_read)], cwd=ROOT, pass_fds=[life_read])
-            self.processes[name] = stack.enter_context(process)
-            stack.callback(process.kill)
-        os.close(life_read)
+        self.processes = {name: self.launcher.start(f"tokenizer_proc.{name}") for name in NAMES}
 
     def open(self, kind: int, **address: str) -> Peer:
         return Peer(self._stack.enter_context(open_socket(self._context, kind, **address)))
 
-    def next_control(self) -> tuple[bytes, Message]:
-        """The next message but for signs of life."""
-        while True:
-            assert self._control.socket.poll(PATIENCE_MS), "the processes are silent"
-            identity, frame = self._control.socket.recv_multipart()
-            msg: Message = decode(frame, {Ready, Fatal, Pulse, Drained, Resync})
-            if not isinstance(msg, Pulse):
-                return identity, msg
-
     def go(self, context_len: int = 4096) -> "Cluster":
         identities = {}
         while len(identities) < len(NAMES):
-            identity, msg = self.next_control()
+            identity, msg = self.launcher.next_said()
             assert isinstance(msg, Ready), msg
             assert msg.pid == self.processes[msg.name].pid
             identities[msg.name] = identity
         limits = Go(512, 16, context_len, TOKENIZER.get_vocab_size(), ints(TOKENIZER.token_to_id(SPECIAL.content)))
         for identity in identities.values():
-            self._control.socket.send_multipart([identity, encode(limits)])
+            self.launcher.tell(identity, limits)
         return self
 
     def client(self, address: str | None = None) -> Peer:
@@ -275,7 +254,7 @@ def test_what_the_scheduler_said_and_cannot_be_read_ends_with_an_error_and_a_new
     cluster.step((second, ids_of(" fox"), Finish.NONE))
     error = client.receive(RequestError)
     assert (error.rid, error.code) == (1, ErrorCode.INTERNAL) and "lost" in error.problem
-    _, resync = cluster.next_control()
+    _, resync = cluster.launcher.next_said()
     assert isinstance(resync, Resync) and resync.name == "detokenizer" and "scheduler" in resync.problem
     assert cluster.scheduler.receive(Abort).rid == first
 
@@ -289,7 +268,7 @@ def test_a_missing_frame_is_noticed(cluster: Cluster) -> None:
     cluster.step((rid, ids_of(" jumps"), Finish.NONE))
     batch = client.receive(TextBatch)
     assert batch.texts == (" fox",)
-    _, resync = cluster.next_control()
+    _, resync = cluster.launcher.next_said()
     assert isinstance(resync, Resync) and "missing" in resync.problem
 
 
@@ -420,13 +399,13 @@ def test_to_end_is_to_answer_every_live_request(cluster: Cluster) -> None:
 
 
 def test_both_end_when_the_launcher_is_gone(cluster: Cluster) -> None:
-    cluster.life.close()
+    cluster.launcher.life.close()
     assert [p.wait(PATIENCE_MS / 1000) for p in cluster.processes.values()] == [70, 70]
 
 
 def test_a_broken_tokenizer_is_told_to_the_launcher(short_dir: Path) -> None:
     with running(short_dir, tokenizer_text="{}") as cluster:
-        messages = [cluster.next_control()[1] for _ in NAMES]
+        messages = [cluster.launcher.next_said()[1] for _ in NAMES]
         for msg in messages:
             assert isinstance(msg, Fatal) and "tokenizer.json" in msg.problem
         assert [p.wait(PATIENCE_MS / 1000) for p in cluster.processes.values()] == [1, 1]

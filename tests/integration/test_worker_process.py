@@ -1,8 +1,6 @@
 """Real worker processes over their sockets; the test takes the places of launcher and scheduler."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,17 +13,17 @@ import pytest
 import zmq
 
 from common.child import END
-from common.codec import Message, decode, encode
+from common.codec import decode, encode
 from common.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from common.messages import Fatal, GetStats, Go, Joined, Progress, Pulse, Ready, StepPlan, StepResult, ints
 from common.sampling_params import DrawParams
 from common.sockets import Endpoints, open_socket
+from tests.helpers_launcher import StandInLauncher
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import make_prompts
 from tests.helpers_plans import GREEDY, PlanWriter, empty_plan
 from tests.helpers_wire import StampedSocket, unstamped
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_MS = 60_000
 KV_TOKENS = 1000
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -50,21 +48,13 @@ class Workers:
         config.save()
         self.context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         self.endpoints = Endpoints(run_dir)
-        self.control = self._socket(stack, zmq.ROUTER, bind=self.endpoints.control)
+        self.launcher = StandInLauncher(run_dir, self.context, stack)
         self._stack = stack
-        life_read, life_write = os.pipe()
-        self.life = stack.enter_context(os.fdopen(life_write, "wb", buffering=0))
         self.logs = [run_dir / f"log{rank}" for rank in range(model.tp)]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.pulses: list[Pulse] = []
-        for rank in range(model.tp):
-            command = [sys.executable, "-m", "worker_proc.main", "--run-dir", str(run_dir)]
-            command += ["--life-fd", str(life_read), "--rank", str(rank)]
-            with self.logs[rank].open("wb") as log:
-                process = subprocess.Popen(command, cwd=ROOT, pass_fds=[life_read], stderr=log)
-            self.processes.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        os.close(life_read)
+        self.processes = []
+        for rank, path in enumerate(self.logs):
+            with path.open("wb") as log:
+                self.processes.append(self.launcher.start("worker_proc.main", "--rank", str(rank), stderr=log))
         self._open(0)
         self.ready: dict[str, Ready] = {}
         self._identities: list[bytes] = []
@@ -83,21 +73,10 @@ class Workers:
         for plans in self.plans:
             self._stack.enter_context(plans.socket)
 
-    def next_control(self) -> tuple[bytes, Message]:
-        """The next message but for signs of life."""
-        while True:
-            assert self.control.poll(PATIENCE_MS), "the workers are silent"
-            identity, frame = self.control.recv_multipart()
-            msg = decode(frame, {Ready, Fatal, Progress, Pulse, Joined})
-            if isinstance(msg, Pulse):
-                self.pulses.append(msg)
-            else:
-                return identity, msg
-
     def fatal(self) -> Fatal:
         """The next Fatal, whatever else comes before it."""
         while True:
-            _, msg = self.next_control()
+            _, msg = self.launcher.next_said()
             if isinstance(msg, Fatal):
                 return msg
 
@@ -105,7 +84,7 @@ class Workers:
         """Wait until every rank is ready, then let them serve."""
         identities = self._identities
         while len(self.ready) < len(self.processes):
-            identity, msg = self.next_control()
+            identity, msg = self.launcher.next_said()
             assert not isinstance(msg, Fatal), msg
             if isinstance(msg, Progress):
                 self.progress.append(msg)
@@ -124,10 +103,10 @@ class Workers:
         info = self.ready["worker-0"].info
         limits = (info["num_pages"], info["page_size"], info["context_len"], info["vocab_size"])
         for identity in self._identities:
-            self.control.send_multipart([identity, encode(Go(*limits, ints(), epoch=epoch))])
+            self.launcher.tell(identity, Go(*limits, ints(), epoch=epoch))
         self.joined = []
         while len(self.joined) < len(self.processes):
-            _, msg = self.next_control()
+            _, msg = self.launcher.next_said()
             assert isinstance(msg, Joined) and msg.epoch == epoch, msg
             self.joined.append(msg)
 
@@ -208,8 +187,8 @@ def test_serves_plans(short_dir: Path, checkpoint: Path, tp: int) -> None:
         for process in workers.processes:
             process.send_signal(END)
         assert workers.wait_ends() == [0] * tp
-        while workers.control.poll(0):
-            decode(workers.control.recv_multipart()[1], {Pulse})  # nothing else was said
+        while workers.launcher.control.poll(0):
+            decode(workers.launcher.control.recv_multipart()[1], {Pulse})  # nothing else was said
         for log in workers.logs:
             assert "refused 19 frames so far" in log.read_text()
 
@@ -223,7 +202,7 @@ def test_ranks_draw_alike(short_dir: Path, checkpoint: Path) -> None:
         run_dir.mkdir(mode=0o700)
         with start(run_dir, on_cpu(checkpoint, tp)) as workers:
             outputs.append(crowd(workers.go(), draws, 8))
-            workers.life.close()
+            workers.launcher.life.close()
             assert workers.wait_ends() == [70] * tp  # the launcher is gone
     assert outputs[0] == outputs[1]
 
