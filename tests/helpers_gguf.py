@@ -20,10 +20,16 @@ from worker_proc.gguf.names import GgufModel
 from worker_proc.weights import SINGLE_FILE
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-ARCHITECTURES |= {"gemma2": "gemma2", "gemma3_text": "gemma3"}
+ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite"}
+ARCHITECTURES |= {"mixtral": "llama", "phi3": "phi3", "smollm3": "smollm3"}
+_TURNED = ("llama", "mixtral", "granite", "smollm3")
 _QUANTIZED_HERE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # the package cannot make the others
+_SCALES = {
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
 _MIDDLES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q4_1": -7.5, "Q5_1": -15.5}  # of codes
-_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.\w+\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def write_gguf(
@@ -34,11 +40,12 @@ def write_gguf(
     plain: Path | None = None,
     seed: int = 0,
     tokenizer: dict[str, Any] | None = None,
+    merges_experts: bool = True,
     **settings: Any,
 ) -> Path:
     """`kind_of` says by its name in the file how a matrix is stored; those of kinds that cannot be made here become
     random. `plain` is where a checkpoint goes with what the file stands for. `settings` replace those of the
-    architecture, None leaves one out."""
+    architecture, None leaves one out. Unless `merges_experts`, each has tensors of its own, as in the first files."""
     config = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     _settings(writer, config, settings)
@@ -46,9 +53,9 @@ def write_gguf(
     names = gguf.get_tensor_name_map(_architecture(writer.arch), config["num_hidden_layers"])
     stands_for: dict[str, Tensor] = {}
     random = np.random.default_rng(seed)
-    for name, numbers in _stacked(load_file(source / SINGLE_FILE)).items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, name
+    tensors = load_file(source / SINGLE_FILE)
+    for name, numbers in (_stacked(tensors) if merges_experts else tensors).items():
+        stored = _name(names, name)
         to_file, back = _changes(config, name)
         data = to_file(numbers.float().numpy())
         kind = kind_of(stored) if numbers.dim() > 1 else "F32"
@@ -56,6 +63,8 @@ def write_gguf(
         writer.add_tensor(stored, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
         means = torch.from_numpy(np.ascontiguousarray(back(meant)))
         stands_for[name] = means.to(torch.bfloat16) if kind == "BF16" else means
+    for name, factors in _factors(config).items():
+        writer.add_tensor(name, np.array(factors, np.float32))
     for write in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,
@@ -145,6 +154,16 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config["model_type"] == "gemma2":
             values[key] = float(config[key])
+    if config["model_type"] == "phi3":
+        values |= {"attention.key_length": None, "attention.value_length": None}
+        values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        values["attention.sliding_window"] = config["sliding_window"] or 0
+        values["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+    if config["model_type"] == "granite":
+        for name, key in _SCALES.items():
+            values[key] = float(config[name])
+    if config["model_type"] == "mixtral":
+        values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
     if config["model_type"] == "qwen3_moe":
         values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]
@@ -153,8 +172,28 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
             writer.add_string(f"{writer.arch}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{writer.arch}.{key}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"{writer.arch}.{key}", value)
         elif value is not None:
             writer.add_uint32(f"{writer.arch}.{key}", value)
+
+
+def _name(names: gguf.TensorNameMap, name: str) -> str:
+    """What the file calls a tensor."""
+    if match := _EXPERT.fullmatch(name):
+        whole = _name(names, f"{match[1]}.{match[3]}.weight")
+        return whole.replace("_exps.", f".{match[2]}.")
+    stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert stored is not None, name
+    return stored
+
+
+def _factors(config: dict[str, Any]) -> dict[str, list[float]]:
+    """Tensors beside those of the checkpoint."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "longrope":
+        return {}
+    return {f"rope_factors_{name}.weight": rope[f"{name}_factor"] for name in ("short", "long")}
 
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -164,7 +203,7 @@ def _changes(config: dict[str, Any], name: str) -> tuple[Change, Change]:
     """What a converter does to a tensor, and the other way round."""
     if config["model_type"].startswith("gemma") and "norm" in name:
         return (lambda x: x + 1), (lambda x: x - 1)
-    if config["model_type"] == "llama" and re.search(r"[qk]_proj", name):
+    if config["model_type"] in _TURNED and re.search(r"[qk]_proj", name):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
 
         def turn(x: np.ndarray) -> np.ndarray:

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.helpers_gguf import directory_of, write_gguf
-from tests.helpers_models import VOCAB_SIZE, make_checkpoint
-from tests.helpers_paged import generate, make_prompts
+from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
+from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_quantized_models import LEVELS, error, load_native, load_torch, logits, shard_weights
 from worker_proc.cpu.features import Level
@@ -36,7 +36,15 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
+LONGROPE = {
+    "head_dim": 16, "partial_rotary_factor": 0.5, "max_position_embeddings": 512, "sliding_window": None,
+    "original_max_position_embeddings": 128, "rope_parameters": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 128,
+    },
+}  # fmt: skip
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+SMOLLM3 = {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0]}
 KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {}, {}),
     ("llama-gqa-untied", {}, {}),
@@ -45,6 +53,12 @@ KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {}, {}),
     ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, YARN),
     ("qwen3-moe", {"num_experts_per_tok": 7, "norm_topk_prob": True}, {}),
+    ("mixtral", {"num_experts_per_tok": 4}, {}),
+    ("phi3", {}, {}),
+    ("phi3", LONGROPE, {}),
+    ("gemma", {"tie_word_embeddings": True}, {}),
+    ("granite", {}, {}),
+    ("smollm3", SMOLLM3, {}),
     ("gemma2", {"tie_word_embeddings": True}, {"attention.sliding_window_pattern": 2}),
     ("gemma3", GEMMA3, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
 ]
@@ -68,6 +82,32 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(
     assert torch.equal(logits(load_native(directory, None)), logits(load_native(plain, None)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("mixtral", {}), ("phi3", {}), ("phi3", LONGROPE), ("gemma", {"tie_word_embeddings": True}), ("granite", {}),
+        ("smollm3", SMOLLM3),
+    ],
+)  # fmt: skip
+def test_greedy_tokens_are_those_of_transformers(kind: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    source = make_checkpoint(kind, tmp_path / "source", **overrides)
+    model = load_torch(directory_of(write_gguf(source, tmp_path / "m.gguf", lambda name: "F32")), None)
+    prompts = make_prompts(VOCAB_SIZE)
+    assert generate(model, prompts, NEW_TOKENS, page_size=8, chunk=9) == greedy(source, prompts, NEW_TOKENS)
+
+
+def test_experts_may_have_tensors_of_their_own(tmp_path: Path) -> None:
+    """As in the first files of Mixtral."""
+    source = make_checkpoint("mixtral", tmp_path / "source", **K)
+    files = [
+        write_gguf(source, tmp_path / f"{merges}.gguf", lambda name: "Q4_0", merges_experts=merges)
+        for merges in (True, False)
+    ]
+    assert b"blk.1.ffn_up.3.weight" in files[1].read_bytes()
+    merged, split = (load_native(directory_of(file), None) for file in files)
+    assert torch.equal(logits(split), logits(merged))
+
+
 def mostly_k(name: str) -> str:
     """As llama.cpp's Q4_K_M: values and some others in 6 bits, so that q, k and v are not alike."""
     return "Q6_K" if re.search(r"attn_v|ffn_down|token_embd|^output\.", name) else "Q4_K"
@@ -84,13 +124,14 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
-@pytest.mark.parametrize("name", FILES)
-def test_codes_are_what_they_stand_for(name: str, kind: str, tmp_path: Path) -> None:
-    if (kind, name) not in (("qwen3-moe", "Q4_K_M"), *(("llama", other) for other in FILES)):
-        pytest.skip("a mixture in one format")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("llama", name) for name in FILES), ("qwen3-moe", "Q4_K_M"), ("mixtral", "Q4_0"), ("phi3", "Q4_K")],
+)
+def test_codes_are_what_they_stand_for(kind: str, name: str, tmp_path: Path) -> None:
     of_kind, of_qkv, of_head = FILES[name]
     more = {"num_experts_per_tok": 7, "norm_topk_prob": True, "moe_intermediate_size": 256} if "moe" in kind else {}
+    more |= {"num_experts_per_tok": 4} if kind == "mixtral" else {}
     directory, plain = made(kind, tmp_path, of_kind, {}, **(K | more))
     assert describe(directory).quantization == "gguf" and describe(directory).dtype == "bfloat16"
     native = load_native(directory, None)
@@ -129,10 +170,11 @@ def test_scales_are_held_as_they_are(name: str, forms: list[ScaleForm], level: L
     assert generate(native, prompts, 16, page_size=8, chunk=9) == together
 
 
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
 @pytest.mark.parametrize("name", ["BF16", "Q4_K", "Q6_K"])
-def test_shards_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
-    """Heads whose rows lie by turns, and columns between blocks."""
-    directory, _ = made("llama", tmp_path, lambda _: name, {}, **K)
+def test_shards_are_those_of_the_whole(name: str, kind: str, tmp_path: Path) -> None:
+    """Heads whose rows lie by turns, columns between blocks, and projections in one matrix."""
+    directory, _ = made(kind, tmp_path, lambda _: name, {}, **K, num_key_value_heads=4)
     whole = shard_weights(directory, 0, 1, None)
     ranks = [shard_weights(directory, rank, 2, None) for rank in range(2)]
     for layer, (qkv, o, down, up) in enumerate(whole):
@@ -169,7 +211,8 @@ def test_a_file_with_its_tokenizer_is_a_model_directory(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"expert_count": 8}, r"llama.expert_count = 8: not supported"),
+        ({"expert_count": 8}, r"llama.expert_used_count = None: must be a whole number"),
+        ({"expert_used_count": 2}, r"llama.expert_used_count = 2: not supported"),
         ({"attention.sliding_window": 12}, r"llama.attention.sliding_window = 12: not supported"),
         ({"attention.clamp_kqv": 3.0}, r"llama.attention.clamp_kqv = 3.0: an unknown setting"),
         ({"rope.dimension_count": 8}, r"llama.rope.dimension_count = 8: not supported"),
@@ -204,6 +247,71 @@ def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
         directory_for(file, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned = False: not supported"),
+        ("granite", {"logit_scale": None}, "granite.logit_scale = None: must be a positive number"),
+        ("granite", {"attention.sliding_window": 12}, "granite.attention.sliding_window = 12: not supported"),
+        ("gemma", {"attention.sliding_window": 12}, "gemma.attention.sliding_window = 12: not supported"),
+        ("smollm3", {"attention.scale": 0.5}, "smollm3.attention.scale = 0.5: an unknown setting"),
+        ("mixtral", {"expert_gating_func": 2}, "llama.expert_gating_func = 2: not supported"),
+        ("mixtral", {"expert_feed_forward_length": 32}, "llama.expert_feed_forward_length = 32: not supported"),
+        ("mixtral", {"expert_shared_count": 1}, "llama.expert_shared_count = 1: not supported"),
+        ("phi3", {"rope.scaling.attn_factor": 1.5}, "phi3.rope.scaling.attn_factor = 1.5: not supported"),
+        ("phi3", {"attention.head_count_kv": 0}, "phi3.attention.head_count_kv = 0: must be a whole number"),
+    ],
+)
+def test_a_setting_that_would_change_the_numbers_is_named(
+    kind: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    tied = {"tie_word_embeddings": True} if kind == "gemma" else {}
+    source = make_checkpoint(kind, tmp_path / "source", **tied)
+    file = write_gguf(source, tmp_path / "m.gguf", lambda name: "F32", **settings)
+    with pytest.raises(GgufError, match=re.escape(message)):
+        directory_for(file, tmp_path / "cache")
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    source = make_checkpoint("mixtral", tmp_path / "source")
+    file = write_gguf(source, tmp_path / "m.gguf", lambda name: "F32", merges_experts=False)
+    file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up.3.weight", b"blk.1.ffn_up.4.weight"))
+    with pytest.raises(ModelError, match=r"layers.1.block_sparse_moe.experts.3.w3.weight = None: .* lacks this tensor"):
+        load_torch(directory_of(file), None)
+
+
+def phi3_header(**settings: Any) -> Header:
+    named = {
+        "block_count": 32, "context_length": 4096, "embedding_length": 3072, "feed_forward_length": 8192,
+        "attention.head_count": 32, "rope.dimension_count": 96, "attention.layer_norm_rms_epsilon": 1e-05,
+        "rope.scaling.original_context_length": 4096,
+    }  # fmt: skip
+    values = {f"phi3.{key}": value for key, value in (named | settings).items()}
+    tensor = StoredTensor("token_embd.weight", "Q6_K", (32064, 3072), 0, 0)
+    return Header({"general.architecture": "phi3"} | values, (tensor,))
+
+
+def test_what_files_say_of_phi3() -> None:
+    """Its first files do not name the window that the models of 4096 tokens have; a file of Phi-4 says that it has
+    none."""
+    for settings, window in (
+        ({}, 2047),
+        ({"attention.sliding_window": 1000}, 1000),
+        ({"attention.sliding_window": 0}, None),
+        ({"context_length": 16384}, None),
+    ):
+        assert config_of(phi3_header(**settings), {})["sliding_window"] == window
+    factors = {"rope_factors_short.weight": [1.0] * 36, "rope_factors_long.weight": [4.0] * 36}
+    long = {"context_length": 131072, "rope.dimension_count": 72, "rope.scaling.attn_factor": 1.1902381181716919}
+    spec = parse_spec(config_of(phi3_header(**long), factors))
+    assert spec.context_length == 4096 and spec.ropes[0].dim == 72
+    assert spec.ropes[0].attention_factor == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5, rel=1e-6)
+    assert spec.ropes[0].short_factor == (1.0,) * 36
+    del factors["rope_factors_long.weight"]
+    with pytest.raises(ModelError, match=r"rope_factors_long.weight = None: the file lacks this tensor"):
+        config_of(phi3_header(**long), factors)
+
+
 def llama3_header(head_dim: int) -> Header:
     settings = {
         "general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 131072,
@@ -228,7 +336,7 @@ def test_the_factors_of_llama_3_are_recognized() -> None:
         else:
             smooth = (8192 / length - 1.0) / (4.0 - 1.0)
             factors.append(1 / ((1 - smooth) / 32.0 + smooth))
-    config = config_of(header, [float(x) for x in np.array(factors, np.float32)])
+    config = config_of(header, {"rope_freqs.weight": [float(x) for x in np.array(factors, np.float32)]})
     assert config["rope_scaling"] == {
         "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -237,4 +345,4 @@ def test_the_factors_of_llama_3_are_recognized() -> None:
     assert config["quantization_config"] == {"quant_method": "gguf"} and config["tie_word_embeddings"]
     assert parse_spec(json.loads(json.dumps(config))).ropes[0].kind == "llama3"
     with pytest.raises(ModelError, match=r"rope_freqs.weight = .*: not the factors of Llama 3"):
-        config_of(header, [2.0, *factors[1:]])
+        config_of(header, {"rope_freqs.weight": [2.0, *factors[1:]]})

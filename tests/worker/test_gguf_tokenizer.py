@@ -22,6 +22,8 @@ PIECES = {
     "smollm": ["I", "'ll", " SAY", "'", "S", " ", *"12345", " camelCase", "//", "x", "\r\n\r\n ", " y"],
     "qwen2": ["I", "'ll", " SAY", "'S", " ", *"12345", " camelCase", "//", "x", "\r\n\r\n", " ", " y"],
     "llama-bpe": ["I", "'ll", " SAY", "'S", " ", "123", "45", " camelCase", "//", "x", "\r\n\r\n", " ", " y"],
+    "dbrx": ["I", "'ll", " SAY", "'S", " ", "123", "45", " camelCase", "//", "x", "\r\n\r\n", " ", " y"],
+    "gpt-4o": ["I'll", " SAY'S", " ", "123", "45", " camel", "Case", "//", "x", "\r\n\r\n", " ", " y"],
     "tekken": ["I", "'ll", " SAY", "'S", " ", *"12345", " camel", "Case", "//", "x", "\r\n\r\n", " ", " y"],
 }
 
@@ -125,6 +127,32 @@ PIECES_OF_TWO = {
     True: {"ab": ["▁ab"], " ab": ["▁▁", "ab"], "a ab": ["▁a", "▁ab"], "": [], "a</s>ab": ["▁a", "</s>", "▁ab"]},
     False: {"ab": ["ab"], " ab": ["▁ab"], "a ab": ["a", "▁ab"], "": [], "a</s>ab": ["a", "</s>", "ab"]},
 }
+
+
+def test_tokens_of_phi3_take_the_spaces_behind_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own tokenizer has it, and llama.cpp for files that call themselves so. Phi-4's do not."""
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "<|user|>",
+        "<|endoftext|>",
+        "▁",
+        "a",
+    ]
+    parts = {
+        "tokens": tokens, "scores": [0.0] * len(tokens), "token_type": [2, 3, 3, *([6] * 256), 3, 3, 1, 1],
+        "add_space_prefix": False, "unknown_token_id": 0,
+    }  # fmt: skip
+    for architecture, text in (("phi3", "<|user|>a<|endoftext|> a"), ("llama", "<|user|>\n a<|endoftext|> a")):
+        settings = header(model="llama", **parts).settings | {"general.architecture": architecture}
+        whole = Header(settings, ())
+        monkeypatch.setattr("worker_proc.gguf.tokenizer.read_header", lambda path, vocabulary, whole=whole: whole)
+        write_tokenizer(tmp_path / "m.gguf", tmp_path)
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        ids = tokenizer.encode("<|user|>\n a<|endoftext|> a").ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize("prefix", [True, False])

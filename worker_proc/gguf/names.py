@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from worker_proc.errors import ModelError
-from worker_proc.gguf.config import Architecture, architecture_of
+from worker_proc.gguf.architectures import Architecture, architecture_of
 from worker_proc.gguf.header import Header, StoredTensor, read_header
+from worker_proc.gguf.rope import Factors
+from worker_proc.gguf.settings import Settings
 from worker_proc.weights import TensorEntry
 
 SINGLE_FILE = "model.gguf"
@@ -16,27 +18,8 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<which>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _OUTSIDE |= {"output.weight": "lm_head.weight"}
-ROPE_FACTORS = "rope_freqs.weight"  # belongs to the configuration
-_INSIDE = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_OUTPUT_NORMS = {  # where what attention and MLP add is normalized
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_EXPERTS = re.compile(r"(ffn_\w+)_exps\.weight")
+_EXPERT = re.compile(r"(ffn_\w+)\.(\d+)\.weight")  # a tensor each, in files of early 2024 and before
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +41,12 @@ class GgufModel:
                 files[tensor.name] = path
         return cls(Header(headers[0].settings, tuple(t for header in headers for t in header.tensors)), files)
 
-    def rope_factors(self) -> list[float] | None:
-        """What frequencies are divided by, where the file says so by a tensor. Raises ModelError for another type."""
-        found = [tensor for tensor in self.header.tensors if tensor.name == ROPE_FACTORS]
-        if not found:
-            return None
-        (tensor,) = found
+    def rope_factors(self) -> Factors:
+        """What frequencies are divided by, where the file says so by tensors. Raises ModelError for another type."""
+        names = architecture_of(self.header).factors
+        return {tensor.name: self._vector(tensor) for tensor in self.header.tensors if tensor.name in names}
+
+    def _vector(self, tensor: StoredTensor) -> list[float]:
         if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 2**16:
             raise ModelError(tensor.name, [tensor.kind, *tensor.shape], "must be a vector in F32")
         with self.files[tensor.name].open("rb") as file:
@@ -74,7 +57,7 @@ class GgufModel:
         """The tensors under their names in Hugging Face's checkpoints. Raises ModelError for one that is unknown."""
         architecture = architecture_of(self.header)
         for tensor in self.header.tensors:
-            if tensor.name != ROPE_FACTORS:
+            if tensor.name not in architecture.factors:
                 yield from _entries(architecture, self.header, tensor, self.files[tensor.name])
 
 
@@ -110,19 +93,30 @@ def _entries(architecture: Architecture, header: Header, tensor: StoredTensor, f
     match = _LAYER.fullmatch(tensor.name)
     if match is None:
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
-    base, (module, _, kind) = f"model.layers.{match[1]}.", match[2].partition(".")
-    if module in _EXPERTS and kind == "weight" and architecture.experts is not None and len(tensor.shape) == 3:
-        for expert in range(tensor.shape[0]):
-            name = architecture.experts.format(expert=expert, projection=_EXPERTS[module])
-            yield entry.of_stack((expert, tensor.shape[0])).renamed(f"{base}{name}.weight")
+    base, rest = f"model.layers.{match[1]}.", match[2]
+    experts = list(_of_experts(architecture, entry, rest, base))
+    if experts:
+        yield from experts
         return
-    known = _INSIDE | (_OUTPUT_NORMS if architecture.output_norms else {})
+    module, _, kind = rest.partition(".")
+    known = architecture.layer_names()
     if module not in known or kind not in ("weight", "bias"):
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
     heads = 0
     if architecture.turned and module in ("attn_q", "attn_k"):
-        heads = architecture.heads(header, keys=module == "attn_k")
+        heads = Settings(header).heads(keys=module == "attn_k")
     yield entry.renamed(f"{base}{known[module]}.{kind}", heads=heads, shift=_shift(architecture, module))
+
+
+def _of_experts(architecture: Architecture, entry: TensorEntry, rest: str, base: str) -> Iterator[TensorEntry]:
+    """Those that a tensor of a layer holds; none where it is another one."""
+    if (single := _EXPERT.fullmatch(rest)) and single[1] in architecture.experts:
+        name = architecture.experts[single[1]].format(expert=int(single[2]))
+        yield entry.renamed(f"{base}{name}.weight")
+    if (several := _EXPERTS.fullmatch(rest)) and several[1] in architecture.experts and len(entry.shape) == 3:
+        for expert in range(entry.shape[0]):
+            name = architecture.experts[several[1]].format(expert=expert)
+            yield entry.of_stack((expert, entry.shape[0])).renamed(f"{base}{name}.weight")
 
 
 def _shift(architecture: Architecture, name: str) -> float:

@@ -2,7 +2,7 @@
 expressions are those of the models' own tokenizers; which name means which follows llama.cpp (src/llama-vocab.cpp).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worker_proc.errors import ModelError
 from worker_proc.gguf.header import Header
@@ -32,9 +32,16 @@ _TEKKEN = Splits(
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
     ignore_merges=True, bos=True,
 )  # fmt: skip
+_LLAMA3_PLAIN = replace(_LLAMA3, ignore_merges=False, bos=False)
+_GPT4O = Splits(
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_DIGITS = Splits(digits=True)
 SPLITS = {
-    "gpt-2": _GPT2, "olmo": _GPT2, "smollm": Splits(digits=True), "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
-    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "tekken": _TEKKEN,
+    "gpt-2": _GPT2, "olmo": _GPT2, "smollm": _DIGITS, "refact": _DIGITS, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "dbrx": _LLAMA3_PLAIN,
+    "smaug-bpe": _LLAMA3_PLAIN, "tekken": _TEKKEN, "gpt-4o": _GPT4O,
 }  # fmt: skip
 
 

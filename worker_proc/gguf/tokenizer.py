@@ -14,6 +14,7 @@ from worker_proc.gguf.header import Header, read_header
 from worker_proc.gguf.splits import Splits, splits_of
 
 _SPECIAL = {2: True, 3: True, 4: False}  # by type, of tokens that are found in texts as they are: unknown, control, own
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other tokens take those behind them
 _SHORT = {"padding": "pad", "unknown": "unk"}
 _SPACE = "\u2581"  # as SentencePiece writes it
 # Tokens that end a turn, as llama.cpp has them: files name one or two of a model's
@@ -43,7 +44,13 @@ def _write(header: Header, directory: Path) -> set[int]:
     tokenizer = _sentencepiece(header, vocabulary) if splits is None else _byte_level(header, vocabulary, splits)
     _set_ends(tokenizer, header, splits is None or splits.bos)
     whole = [(token, _SPECIAL[kind]) for token, kind in zip(tokens, kinds, strict=False) if kind in _SPECIAL]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token, special in whole])
+    strips = splits is None and header.settings.get("general.architecture") == "phi3"
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _KEEP_SPACES)
+            for token, special in whole
+        ]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name in ("bos", "eos", "padding", "unknown"):

@@ -1,0 +1,96 @@
+"""llama.cpp's architectures of which files are read: what each is called in Hugging Face's terms, and its tensors."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker_proc.errors import ModelError
+from worker_proc.gguf.header import Header
+
+_COMMON = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_OUTPUT_NORMS = {  # where what attention and MLP add is normalized
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_STACKED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}  # several projections as one
+SHARED_FACTORS = ("rope_freqs.weight",)  # tensors that belong to the configuration
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One of llama.cpp's architectures. `names` are those of a layer's tensors that differ from Llama's, `experts`
+    those of its experts, with `{expert}` for their number. `turned` says that the rows of queries and keys lie as its
+    rotation of pairs wants them, `norm_offset` what is added to norms, `may_have_biases` that its configuration says
+    whether attention and MLP have biases."""
+
+    model_type: str
+    class_name: str
+    names: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
+    turned: bool = False
+    norm_offset: float = 0.0
+    may_have_biases: bool = False
+    factors: tuple[str, ...] = SHARED_FACTORS
+    more: dict[str, Any] = field(default_factory=dict)  # of config.json
+
+    def layer_names(self) -> dict[str, str]:
+        return _COMMON | self.names
+
+
+def _experts(base: str, gate: str, up: str, down: str) -> dict[str, str]:
+    names = {"ffn_gate": gate, "ffn_up": up, "ffn_down": down}
+    return {name: f"{base}.{{expert}}.{projection}" for name, projection in names.items()}
+
+
+_LLAMA: dict[str, Any] = {"turned": True, "may_have_biases": True}
+_GEMMA: dict[str, Any] = {"norm_offset": 1.0, "names": _OUTPUT_NORMS}
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", **_LLAMA),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        experts=_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", names=_STACKED, factors=LONG_FACTORS),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", **_GEMMA),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", **_GEMMA),
+    "granite": Architecture("granite", "GraniteForCausalLM", **_LLAMA),
+    # llama.cpp rotates in all but each fourth layer, whatever the model says
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", more={"no_rope_layer_interval": 4}, **_LLAMA),
+}
+_MIXTRAL = Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    names={"ffn_gate_inp": "block_sparse_moe.gate"},
+    experts=_experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+    turned=True,
+)
+
+
+def architecture_of(header: Header) -> Architecture:
+    """Raises ModelError for one that is not read."""
+    name = header.settings.get("general.architecture")
+    if name not in ARCHITECTURES:
+        reason = f"of GGUF files, only {', '.join(ARCHITECTURES)} are read"
+        raise ModelError("general.architecture", name, reason)
+    if name == "llama" and header.settings.get("llama.expert_count"):
+        return _MIXTRAL
+    return ARCHITECTURES[name]
