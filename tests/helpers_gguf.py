@@ -21,9 +21,9 @@ from worker_proc.weights import SINGLE_FILE
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite"}
-ARCHITECTURES |= {"mixtral": "llama", "phi3": "phi3", "smollm3": "smollm3"}
+ARCHITECTURES |= {"mixtral": "llama", "phi3": "phi3", "smollm3": "smollm3", "gpt_oss": "gpt-oss"}
 _TURNED = ("llama", "mixtral", "granite", "smollm3")
-_QUANTIZED_HERE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # the package cannot make the others
+_QUANTIZED_HERE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # the package cannot make the others
 _SCALES = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
@@ -53,12 +53,12 @@ def write_gguf(
     names = gguf.get_tensor_name_map(_architecture(writer.arch), config["num_hidden_layers"])
     stands_for: dict[str, Tensor] = {}
     random = np.random.default_rng(seed)
-    tensors = load_file(source / SINGLE_FILE)
+    tensors = _apart(load_file(source / SINGLE_FILE))
     for name, numbers in (_stacked(tensors) if merges_experts else tensors).items():
         stored = _name(names, name)
         to_file, back = _changes(config, name)
         data = to_file(numbers.float().numpy())
-        kind = kind_of(stored) if numbers.dim() > 1 else "F32"
+        kind = kind_of(stored) if numbers.dim() > 1 and not name.endswith(".bias") else "F32"
         raw, meant = _stored(data, kind, random)
         writer.add_tensor(stored, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
         means = torch.from_numpy(np.ascontiguousarray(back(meant)))
@@ -74,7 +74,7 @@ def write_gguf(
         write()
     if plain is not None:
         shutil.copytree(source, plain)
-        save_file(_single(stands_for), plain / SINGLE_FILE)
+        save_file((_together if writer.arch == "gpt-oss" else _single)(stands_for), plain / SINGLE_FILE)
     return file
 
 
@@ -162,7 +162,12 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
     if config["model_type"] == "granite":
         for name, key in _SCALES.items():
             values[key] = float(config[name])
-    if config["model_type"] == "mixtral":
+    if config["model_type"] == "gpt_oss":
+        values["expert_feed_forward_length"] = config["intermediate_size"]
+        values["attention.sliding_window"] = config["sliding_window"]
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if config["model_type"] in ("mixtral", "gpt_oss"):
         values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
     if config["model_type"] == "qwen3_moe":
         values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
@@ -251,6 +256,41 @@ def _single(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found |= {f"{base}.{i}.{projection}.weight": part.contiguous() for i, part in enumerate(tensor)}
         else:
             found[name] = tensor.contiguous()
+    return found
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """gpt-oss's experts as files have them: gates and ups apart, and outputs before inputs."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        base, _, last = name.rpartition(".")
+        if last in ("gate_up_proj", "gate_up_proj_bias"):
+            kind = "bias" if last.endswith("bias") else "weight"
+            rows = tensor if kind == "bias" else tensor.mT
+            found |= {f"{base}.{which}_proj.{kind}": rows[:, first::2] for which, first in (("gate", 0), ("up", 1))}
+        elif last == "down_proj":
+            found[f"{name}.weight"] = tensor.mT
+        elif last == "down_proj_bias":
+            found[f"{base}.down_proj.bias"] = tensor
+        else:
+            found[f"{name}.weight" if last == "sinks" else name] = tensor
+    return found
+
+
+def _together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The other way round."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        base, _, kind = name.rpartition(".")
+        suffix = "_bias" if kind == "bias" else ""
+        if base.endswith("experts.gate_proj"):
+            up = tensors[name.replace("gate", "up")]
+            both = torch.stack((tensor, up), 2).flatten(1, 2)
+            found[base.replace("gate_proj", "gate_up_proj") + suffix] = (both if suffix else both.mT).contiguous()
+        elif base.endswith("experts.down_proj"):
+            found[base + suffix] = (tensor if suffix else tensor.mT).contiguous()
+        elif not base.endswith("experts.up_proj"):
+            found[base if base.endswith("sinks") else name] = tensor.contiguous()
     return found
 
 

@@ -23,6 +23,7 @@ from worker_proc.errors import ModelError
 from worker_proc.gguf.config import config_of
 from worker_proc.gguf.directory import GgufError, directory_for
 from worker_proc.gguf.header import Header, StoredTensor
+from worker_proc.gguf.names import GgufModel
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.families import parse_spec
 from worker_proc.quantization.scheme import ScaleForm, load_time_scheme
@@ -59,6 +60,7 @@ KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gemma", {"tie_word_embeddings": True}, {}),
     ("granite", {}, {}),
     ("smollm3", SMOLLM3, {}),
+    ("gpt-oss", {"num_experts_per_tok": 5}, {}),
     ("gemma2", {"tie_word_embeddings": True}, {"attention.sliding_window_pattern": 2}),
     ("gemma3", GEMMA3, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
 ]
@@ -86,7 +88,7 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(
     ("kind", "overrides"),
     [
         ("mixtral", {}), ("phi3", {}), ("phi3", LONGROPE), ("gemma", {"tie_word_embeddings": True}), ("granite", {}),
-        ("smollm3", SMOLLM3),
+        ("smollm3", SMOLLM3), ("gpt-oss", {}),
     ],
 )  # fmt: skip
 def test_greedy_tokens_are_those_of_transformers(kind: str, overrides: dict[str, Any], tmp_path: Path) -> None:
@@ -120,18 +122,25 @@ FILES = {
     "Q4_K_M": (mostly_k, Format.INT8, Format.INT8),
     "Q4_K": (lambda name: "Q6_K" if "embd" in name else "Q4_K", Format.INT4, Format.INT8),
     "Q5_K": (lambda name: "Q5_K", Format.INT8, Format.INT8),
+    "MXFP4": (lambda name: "MXFP4" if "blk" in name else "Q8_0", Format.FLOAT4, Format.INT8),
     "mixed": (lambda name: "Q4_0" if "attn_q." in name else "Q4_K", Format.INT4, Format.INT4),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*(("llama", name) for name in FILES), ("qwen3-moe", "Q4_K_M"), ("mixtral", "Q4_0"), ("phi3", "Q4_K")],
+    [
+        *(("llama", name) for name in FILES),
+        ("qwen3-moe", "Q4_K_M"),
+        ("mixtral", "Q4_0"),
+        ("phi3", "Q4_K"),
+        ("gpt-oss", "MXFP4"),
+    ],
 )
 def test_codes_are_what_they_stand_for(kind: str, name: str, tmp_path: Path) -> None:
     of_kind, of_qkv, of_head = FILES[name]
     more = {"num_experts_per_tok": 7, "norm_topk_prob": True, "moe_intermediate_size": 256} if "moe" in kind else {}
-    more |= {"num_experts_per_tok": 4} if kind == "mixtral" else {}
+    more |= {"num_experts_per_tok": {"mixtral": 4, "gpt-oss": 5}[kind]} if kind in ("mixtral", "gpt-oss") else {}
     directory, plain = made(kind, tmp_path, of_kind, {}, **(K | more))
     assert describe(directory).quantization == "gguf" and describe(directory).dtype == "bfloat16"
     native = load_native(directory, None)
@@ -139,9 +148,21 @@ def test_codes_are_what_they_stand_for(kind: str, name: str, tmp_path: Path) -> 
     assert native.weights.head.struct.format == of_head
     want = logits(load_torch(plain, None))
     # kept where codes have 4 bits or are those of Q8_0; others are rounded to a 127th of the largest of 128
-    kept = name in ("Q4_0", "Q4_1", "Q8_0", "mixed")
+    kept = name in ("Q4_0", "Q4_1", "Q8_0", "MXFP4", "mixed")
     assert error(logits(load_torch(directory, None)), want) < (1e-4 if kept else 0.02)
     assert error(logits(native), want) < 0.03
+
+
+@pytest.mark.parametrize(("kind", "raw"), [("Q4_0", b"\x00\x7c"), ("Q4_K", b"\x01\x7e"), ("MXFP4", b"\xff")])
+def test_a_scale_that_is_no_number_is_named(kind: str, raw: bytes, tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source", **K)
+    file = write_gguf(source, tmp_path / "m.gguf", lambda name: kind)
+    (tensor,) = (found for found in GgufModel.open([file]).header.tensors if found.name == "blk.1.attn_output.weight")
+    with file.open("r+b") as writable:
+        writable.seek(tensor.begin)
+        writable.write(raw)
+    with pytest.raises(ModelError, match=r"layers.1.self_attn.o_proj.weight = 'infinity or NaN': a scale is not a"):
+        load_torch(directory_of(file), None)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -129,6 +129,15 @@ PIECES_OF_TWO = {
 }
 
 
+def test_the_end_of_a_message_ends_no_answer_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = ["a", "b", "ab", "<|end|>", "<|endoftext|>", "<|return|>", "<|call|>"]
+    for count, ends in ((5, {3, 4}), (7, {4, 5, 6})):
+        parts = {"pre": "gpt-4o", "tokens": tokens[:count], "merges": ["a b"], "token_type": [1, 1, 1, 3, 3, 3, 3]}
+        whole = header(**parts)
+        monkeypatch.setattr("worker_proc.gguf.tokenizer.read_header", lambda path, vocabulary, whole=whole: whole)
+        assert write_tokenizer(tmp_path / "m.gguf", tmp_path) == ends
+
+
 def test_tokens_of_phi3_take_the_spaces_behind_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its own tokenizer has it, and llama.cpp for files that call themselves so. Phi-4's do not."""
     tokens = [

@@ -32,10 +32,10 @@ LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One of llama.cpp's architectures. `names` are those of a layer's tensors that differ from Llama's, `experts`
-    those of its experts, with `{expert}` for their number. `turned` says that the rows of queries and keys lie as its
-    rotation of pairs wants them, `norm_offset` what is added to norms, `may_have_biases` that its configuration says
-    whether attention and MLP have biases."""
+    """One of llama.cpp's architectures. `names` are those of a layer's modules (or tensors) that differ from Llama's,
+    `experts` those of its experts, with `{expert}` for their number. `turned` says that the rows of queries and keys
+    lie as its rotation of pairs wants them, `norm_offset` what is added to norms, `may_have_biases` that its
+    configuration says whether attention and MLP have biases."""
 
     model_type: str
     class_name: str
@@ -75,6 +75,17 @@ ARCHITECTURES = {
     "granite": Architecture("granite", "GraniteForCausalLM", **_LLAMA),
     # llama.cpp rotates in all but each fourth layer, whatever the model says
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", more={"no_rope_layer_interval": 4}, **_LLAMA),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        names={
+            "attn_sinks.weight": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        experts=_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        more={"attention_bias": True},
+    ),
 }
 _MIXTRAL = Architecture(
     "mixtral",

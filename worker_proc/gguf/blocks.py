@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS
-from worker_proc.quantization.rows import FACTOR_GROUPS, QuantizedRows, ScaleFactors, steps_of
-from worker_proc.quantization.scheme import ScaleForm, Scheme
+from worker_proc.quantization.rows import FACTOR_GROUPS, QuantizedRows, ScaleFactors, powers_of_two, steps_of
+from worker_proc.quantization.scheme import MXFP4, ScaleForm, Scheme
 
 GROUP = 32  # inputs with a scale of their own in all kinds that become codes of 4 bits
 _FORMS = {"Q4_0": ScaleForm.FLOAT16, "Q4_K": ScaleForm.FACTORS}
@@ -25,6 +25,8 @@ def scheme_of(kinds: list[str], cuts: Collection[int] = ()) -> Scheme | None:
     coded = [CODED[kind] for kind in kinds if kind in CODED]
     if not coded:
         return None
+    if all(kind == "MXFP4" for kind in kinds):
+        return MXFP4
     if all(kind in EXACT_IN_4_BITS for kind in kinds):
         whole = len(set(kinds)) == 1 and not any(cut % coded[0].numbers for cut in cuts)
         form = _FORMS.get(kinds[0], ScaleForm.FLOAT32) if whole else ScaleForm.FLOAT32
@@ -43,6 +45,9 @@ def dequantize(kind: str, raw: Tensor) -> Tensor:
 def codes_of(kind: str, raw: Tensor, scheme: Scheme) -> QuantizedRows:
     """Codes of 4 bits `[R, K]` of rows of blocks, uint8 `[R, bytes]`, in groups of 32: the same numbers."""
     blocks, factors = raw.view(len(raw), -1, CODED[kind].nbytes), None
+    if kind == "MXFP4":
+        codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), 2)
+        return QuantizedRows(scheme, codes.view(len(raw), -1), powers_of_two(blocks[..., 0]))
     if kind == "Q4_K":
         codes, factors = _codes_of_k(blocks)
         scales, least = factors.products()

@@ -70,13 +70,16 @@ def _mlp(architecture: Architecture, settings: Settings) -> dict[str, Any]:
     settings.must_be("expert_shared_count", 0)
     settings.must_be("expert_gating_func", 1)
     count, each = settings.whole("expert_count"), settings.whole("expert_used_count")
-    if architecture.model_type != "mixtral":
-        settings.get("feed_forward_length")  # of layers without experts, which there are none of
-        channels = settings.whole("expert_feed_forward_length")
-        return {"num_experts": count, "num_experts_per_tok": each, "moe_intermediate_size": channels}
-    channels = settings.whole("feed_forward_length")
-    settings.must_be("expert_feed_forward_length", channels)
-    return {"num_local_experts": count, "num_experts_per_tok": each, "intermediate_size": channels}
+    found = {"num_experts_per_tok": each}
+    if architecture.model_type == "mixtral":
+        channels = settings.whole("feed_forward_length")
+        settings.must_be("expert_feed_forward_length", channels)
+        return found | {"num_local_experts": count, "intermediate_size": channels}
+    settings.get("feed_forward_length")  # of layers without experts, which there are none of
+    channels = settings.whole("expert_feed_forward_length")
+    if architecture.model_type == "gpt_oss":
+        return found | {"num_local_experts": count, "intermediate_size": channels}
+    return found | {"num_experts": count, "moe_intermediate_size": channels}
 
 
 def _without_window(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +114,14 @@ def _granite(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.must_be("attention.sliding_window_pattern", 2)
+    found: dict[str, Any] = {"sliding_window": settings.whole("attention.sliding_window")}
+    if scaling := config.get("rope_scaling"):
+        found["rope_scaling"] = {**scaling, "truncate": False}  # as it was trained, though llama.cpp rounds
+    return found
+
+
 def _gemma2(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     return _gemma_windows(settings, config, every=2, largest=46) | {
         "attn_logit_softcapping": settings.number("attn_logit_softcapping", 50.0),
@@ -141,4 +152,5 @@ _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = 
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
 }

@@ -18,7 +18,7 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<which>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _OUTSIDE |= {"output.weight": "lm_head.weight"}
-_EXPERTS = re.compile(r"(ffn_\w+)_exps\.weight")
+_EXPERTS = re.compile(r"(ffn_\w+)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"(ffn_\w+)\.(\d+)\.weight")  # a tensor each, in files of early 2024 and before
 
 
@@ -94,12 +94,14 @@ def _entries(architecture: Architecture, header: Header, tensor: StoredTensor, f
     if match is None:
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
     base, rest = f"model.layers.{match[1]}.", match[2]
-    experts = list(_of_experts(architecture, entry, rest, base))
+    experts, known = list(_of_experts(architecture, entry, rest, base)), architecture.layer_names()
     if experts:
         yield from experts
         return
+    if rest in known:
+        yield entry.renamed(base + known[rest])
+        return
     module, _, kind = rest.partition(".")
-    known = architecture.layer_names()
     if module not in known or kind not in ("weight", "bias"):
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
     heads = 0
@@ -113,10 +115,10 @@ def _of_experts(architecture: Architecture, entry: TensorEntry, rest: str, base:
     if (single := _EXPERT.fullmatch(rest)) and single[1] in architecture.experts:
         name = architecture.experts[single[1]].format(expert=int(single[2]))
         yield entry.renamed(f"{base}{name}.weight")
-    if (several := _EXPERTS.fullmatch(rest)) and several[1] in architecture.experts and len(entry.shape) == 3:
+    if (several := _EXPERTS.fullmatch(rest)) and several[1] in architecture.experts and len(entry.shape) > 1:
         for expert in range(entry.shape[0]):
             name = architecture.experts[several[1]].format(expert=expert)
-            yield entry.of_stack((expert, entry.shape[0])).renamed(f"{base}{name}.weight")
+            yield entry.of_stack((expert, entry.shape[0])).renamed(f"{base}{name}.{several[2]}")
 
 
 def _shift(architecture: Architecture, name: str) -> float:

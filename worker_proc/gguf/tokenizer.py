@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from common.harmony import CALL, END, RETURN
 from worker_proc.errors import ModelError
 from worker_proc.gguf.header import Header, read_header
 from worker_proc.gguf.splits import Splits, splits_of
@@ -20,6 +21,7 @@ _SPACE = "\u2581"  # as SentencePiece writes it
 # Tokens that end a turn, as llama.cpp has them: files name one or two of a model's
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>",
+    CALL, RETURN,
 )  # fmt: skip
 
 
@@ -60,7 +62,10 @@ def _write(header: Header, directory: Path) -> set[int]:
     template = header.settings.get("tokenizer.chat_template")
     if isinstance(template, str):
         (directory / "chat_template.jinja").write_text(template)
-    return {vocabulary[token] for token, _ in whole if token in _ENDS}
+    ends = {token for token, _ in whole if token in _ENDS}
+    if {CALL, RETURN} <= ends:
+        ends.discard(END)  # there it ends a message of an answer
+    return {vocabulary[token] for token in ends}
 
 
 def _list(header: Header, name: str) -> list[Any]:

@@ -94,6 +94,7 @@ class DecoderLayout:
     def __init__(self, spec: DecoderSpec, shard: Shard, checkpoint: Checkpoint) -> None:
         self.spec = spec
         self.shard = shard
+        self.stored = checkpoint.tensors
         gpt2 = spec.layout == "gpt2"
         embedding = "wte.weight" if gpt2 else "embed_tokens.weight"
         # Checkpoints saved from the bare model lack the first component.
@@ -155,7 +156,8 @@ class DecoderLayout:
         gate = mlp + ("router" if self.spec.layout == "gpt_oss" else "gate")
         bias = (Part(gate + ".bias", (mixture.experts,)),) if mixture.router_bias else ()
         router = LinearParts((Part(gate + ".weight", (mixture.experts, self.spec.hidden_size)),), bias)
-        if self.spec.layout == "gpt_oss":
+        apart = mlp + "experts.0.gate_proj.weight" in self.stored  # in GGUF files
+        if self.spec.layout == "gpt_oss" and not apart:
             return router, tuple(self._stacked(mlp + "experts.", expert) for expert in range(mixture.experts))
         return router, tuple(self._mlp(f"{mlp}experts.{expert}.") for expert in range(mixture.experts))
 

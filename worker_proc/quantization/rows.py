@@ -45,6 +45,12 @@ def steps_of(scales: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     return scales, -least / scales
 
 
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """float32 2^(e - 127) of bytes e (E8M0), infinity for 255, which is no number."""
+    # float32 has the same exponents, but for the least one, which is a denormal number
+    return (exponents.int() << 23).clamp_min_(1 << 22).view(torch.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
     """Rows of a weight matrix: `codes` uint8 `[R, K]`, `scales` float32 `[R, G]`, and as many `zeros`, or None. Where

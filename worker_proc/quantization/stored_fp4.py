@@ -8,12 +8,11 @@ Two codes are a byte, the first one in the lower half; a scale is a byte e, for 
 - compressed-tensors (mxfp4-pack-quantized): `weight_packed` [out, in / 2] and `weight_scale` [out, in / 32].
 """
 
-import torch
 from torch import Tensor
 
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part
-from worker_proc.quantization.rows import QuantizedRows
+from worker_proc.quantization.rows import QuantizedRows, powers_of_two
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.stored_entries import find_entry, module_of
 from worker_proc.weights import Checkpoint, TensorEntry
@@ -47,11 +46,10 @@ def unpack(stored: StoredQuantization, part: Part, tensors: dict[str, Tensor]) -
     """See `stored.StoredLayout`. Refuses a scale that is not a number."""
     first, step = part.turn
     codes = tensors["codes"].flatten(1)[first::step]
-    exponents = tensors["scales"][first::step].int()
+    exponents = tensors["scales"][first::step]
     if int(exponents.max()) == _NAN:
         raise ModelError(part.name, "NaN", "a scale is not a number")
-    # float32 has the same exponents, but for the least one, which is a denormal number
-    scales = (exponents << 23).clamp_min_(1 << 22).view(torch.float32)
+    scales = powers_of_two(exponents)
     return QuantizedRows(stored.scheme, codes, scales, halved=True)
 
 
