@@ -40,10 +40,21 @@ def load(
     )
 
 
-# soft caps and alternating windows; window in all layers; partial rotary; clipped q, k, v; experts
-@pytest.mark.parametrize("kind", ["vaultgemma", "starcoder2", "gptneox", "olmo", "olmoe"])
-def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
-    path = make_checkpoint(kind, tmp_path)
+# soft caps and alternating windows; window in all layers; partial rotary; clipped q, k, v; experts; some layers without
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("vaultgemma", {}),
+        ("starcoder2", {}),
+        ("gptneox", {}),
+        ("olmo", {}),
+        ("olmoe", {}),
+        ("qwen3-moe", {"mlp_only_layers": [1]}),
+        ("qwen3-moe", {"decoder_sparse_step": 2}),
+    ],
+)
+def test_greedy_tokens_equal_transformers(kind: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path, **overrides)
     assert describe(path).backend == "transformers"
     model, want = load(path), greedy(path, PROMPTS, NEW_TOKENS)
     assert len({token for output in want for token in output}) > 20, "a degenerate model proves nothing"

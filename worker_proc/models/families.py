@@ -26,8 +26,14 @@ from worker_proc.quantization.stored_config import parse_stored
 
 
 def is_native(config: Config) -> bool:
-    """Whether the native decoder is meant for this model type (it may still refuse details in `parse_spec`)."""
-    return config.get("model_type") in FAMILIES
+    """Whether the native decoder is meant for this model (it may still refuse details in `parse_spec`)."""
+    return config.get("model_type") in FAMILIES and not _lacks_experts(config)
+
+
+def _lacks_experts(config: Config) -> bool:
+    """Whether some layers of a mixture have an MLP instead, which the native decoder does not know."""
+    step, named = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
+    return config.get("model_type") == "qwen3_moe" and (step not in (None, 1) or named not in (None, []))
 
 
 def check_servable(config: Config) -> None:
