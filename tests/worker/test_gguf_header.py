@@ -17,7 +17,7 @@ from worker_proc.errors import ModelError
 from worker_proc.gguf.blocks import codes_of, dequantize, scheme_of
 from worker_proc.gguf.header import Uncounted, read_header
 from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS, NAMES
-from worker_proc.quantization.scheme import ScaleForm
+from worker_proc.quantization.scheme import MXFP4, ScaleForm
 
 RANDOM = np.random.default_rng(0)
 
@@ -118,9 +118,18 @@ def test_codes_of_four_bits_stand_for_the_same_numbers(kind: str, beside: str) -
     assert rows.zeros is None or bool(rows.zeros.isfinite().all())
 
 
+def test_mxfp4_stays_as_it_is() -> None:
+    raw = torch.from_numpy(RANDOM.integers(0, 256, (64, 8 * 17), dtype=np.uint8))
+    raw.view(64, 8, 17)[..., 0] %= 200
+    raw[0, 0::17] = torch.arange(8)  # with the least exponents
+    rows = codes_of("MXFP4", raw, MXFP4)
+    torch.testing.assert_close(rows.dequantize(torch.float32), dequantize("MXFP4", raw), rtol=0, atol=0)
+
+
 def test_other_kinds_become_eight_bits_together() -> None:
     assert scheme_of(["F16", "BF16", "F32"]) is None
-    for kinds in (["Q8_0", "F16"], ["MXFP4"], ["Q5_1", "Q6_K"]):
+    assert scheme_of(["MXFP4", "MXFP4"]) == MXFP4
+    for kinds in (["Q8_0", "F16"], ["MXFP4", "Q4_0"], ["Q5_1", "Q6_K"]):
         assert str(scheme_of(kinds)) == "int8, groups of 32"
     for kinds in (["Q6_K"], ["Q4_K", "Q6_K"], ["Q5_K", "BF16"]):
         assert str(scheme_of(kinds)) == str(scheme_of(kinds, (0, 1024))) == "int8, groups of 128"
