@@ -109,10 +109,10 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`max_running` requests at once, `max_batch_tokens` per step, at most `chunk_tokens` of prefill beside running
-    decodes, fewer where a step would take more than `chunk_slowdown` times as long (0 is off), little waits and prompts
-    still keep up with answers,
-    `max_waiting` requests in the queue, `steps_in_flight` plans sent before the first one's tokens are back.
+    """`max_running` requests at once, `max_waiting` in the queue, `max_batch_tokens` per step, `steps_in_flight` plans
+    sent before the first one's tokens are back. Beside running decodes at most `chunk_tokens` of prefill, fewer where a
+    step would take more than `chunk_slowdown` times as long (0 is off), little waits and prompts still keep up with
+    answers.
 
     `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds
     how long a policy may favour others. `itl_target_ms` sizes prefill chunks so that running decodes keep it, 0 is off.
