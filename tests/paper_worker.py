@@ -7,8 +7,10 @@ is a hash of the whole context, so any wrong page, order or length changes the o
 from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 from common.codec import decode, encode
+from common.fields import IntArray
 from common.logprobs import LogprobRows, Logprobs
 from common.messages import History, StepPlan, StepResult, ints
 from common.sampling_params import DrawParams
@@ -47,6 +49,23 @@ def solo_output(prompt: list[int], max_tokens: int, stop: frozenset[int] = froze
     return tokens[len(prompt) :]
 
 
+class _Row(NamedTuple):
+    slot: int
+    tokens: list[int]
+    samples: bool
+    guesses: int  # of `tokens`, the last ones
+
+
+@dataclass
+class _Drawn:
+    """What a step has drawn, as in StepResult; `logprobs` by place in `tokens`."""
+
+    tokens: IntArray = field(default_factory=ints)
+    failed: IntArray = field(default_factory=ints)
+    accepted: IntArray = field(default_factory=ints)
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+
+
 @dataclass
 class Slot:
     length: int
@@ -76,6 +95,29 @@ class PaperWorker:
         plan = decode(frame, {StepPlan})
         assert plan.step_id == self.next_step
         self.next_step += 1
+        self._enter(plan)
+        self._copy(plan)
+        rows = self._rows(plan)
+        self._write(rows)
+        drawn = _Drawn()
+        for row in rows:
+            if row.samples:
+                self._draw(row, drawn)
+        return StepResult(
+            plan.step_id,
+            plan.epoch,
+            plan.group,
+            drawn.tokens,
+            array("q", (1, 2, 3)),
+            LogprobRows.of(drawn.logprobs),
+            LogprobRows.of(self.score(plan)),
+            failed=drawn.failed,
+            problems=("a reason",) * len(drawn.failed),
+            accepted=drawn.accepted,
+        )
+
+    def _enter(self, plan: StepPlan) -> None:
+        """Slots leave and enter, and get their pages."""
         for slot in plan.leave:
             del self.slots[slot]
         for slot, length, draw in zip(plan.enter_slots, plan.enter_lens, plan.enter_draw, strict=True):
@@ -93,63 +135,58 @@ class PaperWorker:
             at += count
         if self.num_pages is not None:
             assert all(page < self.num_pages for page in plan.pages), "a request computes in a host page"
+
+    def _copy(self, plan: StepPlan) -> None:
         for source, target in zip(plan.copies[::2], plan.copies[1::2], strict=True):
             if self.num_pages is not None:
                 assert min(source, target) < self.num_pages, "a copy from host to host"
             for offset in range(self.page_size):
                 self.cells[target, offset] = self.cells.get((source, offset), -1)
-        rows: list[tuple[int, list[int], bool, int]] = []
+
+    def _rows(self, plan: StepPlan) -> list[_Row]:
+        """Chunks, then decodes."""
+        rows: list[_Row] = []
         at = 0
         drafts = plan.chunk_drafts or ints(*[0] * len(plan.chunk_slots))
         columns = (plan.chunk_slots, plan.chunk_lens, plan.chunk_samples, drafts)
         for slot, length, samples, guesses in zip(*columns, strict=True):
             tokens = list(plan.chunk_tokens[at : at + length])
             assert not guesses or self.slots[slot].last in (-1, tokens[-1 - guesses]), "guesses after another token"
-            rows.append((slot, tokens, bool(samples), guesses))
+            rows.append(_Row(slot, tokens, bool(samples), guesses))
             at += length
         decoding = [s for s in range(len(plan.decode) * 8) if plan.decode[s // 8] >> (s % 8) & 1]
-        rows += [(slot, [self.slots[slot].last], True, 0) for slot in decoding]
+        return rows + [_Row(slot, [self.slots[slot].last], True, 0) for slot in decoding]
+
+    def _write(self, rows: list[_Row]) -> None:
+        """All writes of a step come before all reads, as in a layer's attention."""
         written: set[tuple[int, int]] = set()
-        for slot, tokens, _, _ in rows:  # all writes of a step come before all reads, as in a layer's attention
-            state = self.slots[slot]
-            for token in tokens:
+        for row in rows:
+            state = self.slots[row.slot]
+            for token in row.tokens:
                 cell = (state.pages[state.length // self.page_size], state.length % self.page_size)
                 assert cell not in written, "two rows write one cell"
                 written.add(cell)
                 self.cells[cell] = token
                 state.length += 1
-        sampled, failed, accepted = ints(), ints(), ints()
-        logprobs: dict[int, Logprobs] = {}
-        for slot, _, samples, guesses in rows:
-            if samples:
-                state, context = self.slots[slot], self.read(slot)
-                known = len(context) - guesses
-                right = 0
-                while True:
-                    state.last = next_token(context[: known + right])
-                    if state.draw.logprobs is not None:
-                        logprobs[len(sampled)] = entry(context[: known + right], state.last, state.draw.logprobs)
-                    self.check_history(state, context[: known + right])
-                    failed.extend([len(sampled)] * self.follow(state, context[: known + right]))
-                    sampled.append(state.last)
-                    if right == guesses or state.last != context[known + right]:
-                        break
-                    right += 1
-                state.length -= guesses - right
-                if guesses:
-                    accepted.append(right)
-        return StepResult(
-            plan.step_id,
-            plan.epoch,
-            plan.group,
-            sampled,
-            array("q", (1, 2, 3)),
-            LogprobRows.of(logprobs),
-            LogprobRows.of(self.score(plan)),
-            failed=failed,
-            problems=("a reason",) * len(failed),
-            accepted=accepted,
-        )
+
+    def _draw(self, row: _Row, drawn: _Drawn) -> None:
+        """The row's next token, and one more for each guess that was right."""
+        state, context = self.slots[row.slot], self.read(row.slot)
+        known, right = len(context) - row.guesses, 0
+        while True:
+            now = context[: known + right]
+            state.last = next_token(now)
+            if state.draw.logprobs is not None:
+                drawn.logprobs[len(drawn.tokens)] = entry(now, state.last, state.draw.logprobs)
+            self.check_history(state, now)
+            drawn.failed.extend([len(drawn.tokens)] * self.follow(state, now))
+            drawn.tokens.append(state.last)
+            if right == row.guesses or state.last != context[known + right]:
+                break
+            right += 1
+        state.length -= row.guesses - right
+        if row.guesses:
+            drawn.accepted.append(right)
 
     def check_history(self, state: Slot, context: list[int]) -> None:
         """What a worker knows of a slot's tokens must be all of them."""
