@@ -5,16 +5,27 @@ evicted. All known tokens of the request get their pages at once; the classes di
 come. Only FullReservation can do without preemption.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.request import Request
 
 
 class Admission(Protocol):
-    def fits(self, kv: KVManager, running: Sequence[Request], request: Request) -> bool:
-        """Whether `request` may start beside `running`."""
+    """Whoever is tried costs about the same, however many run: a burst may start hundreds in one step."""
+
+    def begin(self, kv: KVManager, running: Sequence[Request]) -> None:
+        """Requests are to be tried beside `running`, which do not change until `begin` is called again."""
+        ...
+
+    def fits(self, kv: KVManager, request: Request) -> bool:
+        """Whether `request` may start beside them."""
+        ...
+
+    def started(self, kv: KVManager, request: Request) -> None:
+        """`request` has got its pages and is one of them now."""
         ...
 
     def after_step(self) -> None:
@@ -24,7 +35,7 @@ class Admission(Protocol):
         """A request had to give its pages back; `running` are those left."""
 
 
-def promised(kv: KVManager, running: Sequence[Request]) -> int:
+def promised(kv: KVManager, running: Iterable[Request]) -> int:
     """Pages that running requests may still take until their longest possible end."""
     return sum(kv.pages_for(r.kv_len_at_end) - len(r.pages) for r in running)
 
@@ -32,8 +43,17 @@ def promised(kv: KVManager, running: Sequence[Request]) -> int:
 class FullReservation(Admission):
     """Reserves every request's longest possible length. It cannot overcommit; it wastes what early stops leave."""
 
-    def fits(self, kv: KVManager, running: Sequence[Request], request: Request) -> bool:
-        return promised(kv, [*running, request]) <= kv.available
+    def __init__(self) -> None:
+        self._promised = 0
+
+    def begin(self, kv: KVManager, running: Sequence[Request]) -> None:
+        self._promised = promised(kv, running)
+
+    def fits(self, kv: KVManager, request: Request) -> bool:
+        return self._promised + promised(kv, (request,)) <= kv.available
+
+    def started(self, kv: KVManager, request: Request) -> None:
+        self._promised += promised(kv, (request,))
 
 
 class NewTokenRatio(Admission):
@@ -48,13 +68,23 @@ class NewTokenRatio(Admission):
         self._least = least
         self._decay = (initial - least) / steps_to_least
         self._clip = clip
+        self._alone = True
+        self._later = 0  # tokens, of those who run
 
-    def fits(self, kv: KVManager, running: Sequence[Request], request: Request) -> bool:
+    def begin(self, kv: KVManager, running: Sequence[Request]) -> None:
+        self._alone = not running
+        self._later = sum(min(r.remaining, self._clip) for r in running)
+
+    def fits(self, kv: KVManager, request: Request) -> bool:
         now = kv.pages_for(len(request.tokens) + 1) - len(request.pages)
-        if not running:
+        if self._alone:
             return now <= kv.available
-        later = sum(min(r.remaining, self._clip) for r in running) + min(request.remaining, self._clip)
+        later = self._later + min(request.remaining, self._clip)
         return now + kv.pages_for(int(later * self.ratio)) <= kv.available
+
+    def started(self, kv: KVManager, request: Request) -> None:
+        self._alone = False
+        self._later += min(request.remaining, self._clip)
 
     def after_step(self) -> None:
         self.ratio = max(self._least, self.ratio - self._decay)
@@ -74,19 +104,50 @@ class ExactPeak(Admission):
     chunked prefill can break, so preemption stands behind it.
     """
 
-    def fits(self, kv: KVManager, running: Sequence[Request], request: Request) -> bool:
-        everyone = sorted((*running, request), key=lambda r: r.remaining, reverse=True)
-        room = kv.available + sum(len(r.pages) - r.shared_pages for r in running)
-        own = 0
-        for i, r in enumerate(everyone, 1):
-            own += max(len(r.pages), kv.pages_for(len(r.tokens) + 1)) - r.shared_pages
-            growth = i * kv.pages_for(r.remaining) if i > 1 else self._alone(kv, r)
-            if own + growth > room:
+    def __init__(self) -> None:
+        self._needs: list[_Need] = []  # of those who run, the one with the most tokens to come first
+        self._held = 0  # pages that they alone hold
+
+    def begin(self, kv: KVManager, running: Sequence[Request]) -> None:
+        self._needs = sorted((_need(kv, r) for r in running), key=_last_first)
+        self._held = sum(len(r.pages) - r.shared_pages for r in running)
+
+    def fits(self, kv: KVManager, request: Request) -> bool:
+        room = kv.available + self._held
+        needs = self._needs.copy()
+        insort(needs, _need(kv, request), key=_last_first)
+        own = needs[0].own
+        if own + needs[0].alone > room:
+            return False
+        for i, (_, more, growth, _) in enumerate(needs[1:], 2):
+            own += more
+            if own + i * growth > room:
                 return False
         return True
 
-    def _alone(self, kv: KVManager, r: Request) -> int:
-        return max(0, kv.pages_for(r.kv_len_at_end) - max(len(r.pages), kv.pages_for(len(r.tokens) + 1)))
+    def started(self, kv: KVManager, request: Request) -> None:
+        insort(self._needs, _need(kv, request), key=_last_first)
+        self._held += len(request.pages) - request.shared_pages
+
+
+class _Need(NamedTuple):
+    """Tokens that a request may still get, and in pages: what it alone holds with its next token, and what the tokens
+    to come take, rounded up beside others, exactly when it runs alone."""
+
+    remaining: int
+    own: int
+    growth: int
+    alone: int
+
+
+def _need(kv: KVManager, r: Request) -> _Need:
+    held = max(len(r.pages), kv.pages_for(len(r.tokens) + 1))
+    alone = max(0, kv.pages_for(r.kv_len_at_end) - held)
+    return _Need(r.remaining, held - r.shared_pages, kv.pages_for(r.remaining), alone)
+
+
+def _last_first(need: _Need) -> int:
+    return -need.remaining
 
 
 ADMISSIONS: dict[str, Callable[[], Admission]] = {

@@ -164,6 +164,8 @@ class Planner:
                 continue
             if len(self._kv.copies) > 2 * MOVED_PAGES:
                 break
+            if not admitted:
+                self.admission.begin(self._kv, self._residents.running())
             size = self._size(request)
             if (entering and entering + size > MOST_ENTERING) or not self._try_admit(step, request):
                 break
@@ -190,6 +192,7 @@ class Planner:
         if self._residents.holders():
             return
         request = self._quarantine.next()
+        self.admission.begin(self._kv, ())
         if request is not None and self._try_admit(step, request):
             self._started(request, now)
 
@@ -202,13 +205,14 @@ class Planner:
     def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
         match = self._kv.lock_prefix(request)
         room = self._kv.pages_for(len(request.tokens)) - len(request.pages)
-        if room > self._kv.available or not self.admission.fits(self._kv, self._residents.running(), request):
+        if room > self._kv.available or not self.admission.fits(self._kv, request):
             self._kv.unlock_prefix(request, match)
             return False
         if self._kv.take_room(request, match):
             self._measures.counts["copied_pages"] += 1
         request.on(Event.ADMIT)
         self._residents.enter(request)
+        self.admission.started(self._kv, request)
         if request.cached_prompt < 0:
             request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
             self._measures.counts["prompt_tokens"] += request.prompt_len

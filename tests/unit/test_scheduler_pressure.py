@@ -11,6 +11,7 @@ from common.sampling_params import DrawParams
 from scheduler_proc.admission import NewTokenRatio
 from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.request import Request
 from scheduler_proc.scheduler import Scheduler
 from tests.paper_worker import solo_output
 from tests.rig import Rig
@@ -159,3 +160,24 @@ def test_lost_workers_do_not_make_anybody_wait_in_the_queue_again():
     rig.scheduler.plan(rig.now)
     waits = rig.scheduler.measures.flat()
     assert sum(count for name, count in waits.items() if name.startswith("scheduler.queue/")) == 4
+
+
+@pytest.mark.parametrize("admission", ["ratio", "peak", "reserve"])
+def test_a_burst_is_admitted_without_a_look_at_everybody_for_each(admission, monkeypatch):
+    looks = 0
+
+    def counted(asked):
+        def look(request):
+            nonlocal looks
+            looks += 1
+            return asked(request)
+
+        return property(look)
+
+    for name in ("remaining", "kv_len_at_end", "is_running"):
+        monkeypatch.setattr(Request, name, counted(getattr(Request, name).fget))
+    rig = Rig(1000, 4, max_running=256, max_batch_tokens=1024, chunk_slowdown=0, admission=admission)
+    for rid in range(256):
+        rig.add(rid, [rid], 4)
+    rig.scheduler.plan(rig.now)
+    assert len(rig.scheduler.holders()) == 256 and looks < 10 * 256
