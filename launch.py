@@ -58,7 +58,8 @@ def main(
 ) -> None:
     """Start a Rhizome cluster and serve until Ctrl-C, which lets running requests finish; a second one does not.
 
-    SIGTERM does the same. SIGHUP, without a terminal, restarts the workers without losing a request.
+    SIGTERM does the same, and so does a closed terminal, except under nohup. Without a terminal (a service), SIGHUP
+    restarts the workers without losing a request.
     """
     if parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()

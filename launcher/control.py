@@ -1,9 +1,9 @@
 """What reaches the launcher: signals, dead children, and what the children say."""
 
 import contextlib
+import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -18,22 +18,25 @@ _SAID = frozenset({Ready, Fatal, Progress, Pulse, Joined, Drained, Resync})
 
 
 class Control:
-    """`stops` counts SIGINT and SIGTERM, `hang_ups` SIGHUP. Every signal, SIGCHLD too, ends a `poll`. `refused` counts
+    """`stops` counts SIGINT and SIGTERM; with a terminal, SIGHUP is a first stop, without one `hang_ups` counts it, and
+    where it was ignored from the start (nohup), it stays so. Every signal, SIGCHLD too, ends a `poll`. `refused` counts
     frames that are not of our children."""
 
     def __init__(self, address: str):
         self.stops = 0
         self.hang_ups = 0
         self.refused = RefusedFrames()
-        self._in_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._in_terminal = _has_terminal()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.ROUTER, bind=address)
         self._wake, wake_in = socket.socketpair()
         self._wake.setblocking(False)
         wake_in.setblocking(False)
         signal.set_wakeup_fd(wake_in.detach())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -42,7 +45,7 @@ class Control:
         if number in (signal.SIGINT, signal.SIGTERM):
             self.stops += 1
         elif number == signal.SIGHUP and self._in_terminal:
-            self.stops += 1  # it was closed
+            self.stops = max(self.stops, 1)  # it was closed, which its shell and the system may both say
         elif number == signal.SIGHUP:
             self.hang_ups += 1
 
@@ -72,3 +75,12 @@ class Control:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a controlling terminal, wherever its input comes from: one that is closed hangs up."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

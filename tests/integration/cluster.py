@@ -48,6 +48,8 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             cwd=self.home,
             env=os.environ | dict(env or {}),
+            start_new_session=True,  # as a service: no terminal of a developer's decides what SIGHUP means
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nor nohup
         )
         self.seen: dict[int, psutil.Process] = {}
 

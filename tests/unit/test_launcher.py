@@ -1,9 +1,11 @@
 """The launcher's decisions: how often something is started again, and who is alive."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import click
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 import launch
 from launcher.liveness import STUCK_FACTOR, Liveness, left_alone
 from launcher.options import size
-from launcher.process import Proc
+from launcher.process import ROOT, Proc
 from launcher.restarts import Restarts
 from launcher.supervisor import ClusterError
 
@@ -210,3 +212,40 @@ def test_sizes(text: str, found: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size such as 512MiB or 2G"):
         size(text)
+
+
+# ---- signals ------------------------------------------------------------------------------------------------------
+
+
+HANG_UP_TWICE = """
+import os, signal, sys
+from launcher.control import Control
+control = Control(f"ipc://{sys.argv[1]}/control.sock")
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGHUP)
+print(control.stops, control.hang_ups)
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "at_first", "heard"),
+    [(True, signal.SIG_DFL, "1 0"), (True, signal.SIG_IGN, "0 0"), (False, signal.SIG_DFL, "0 2")],
+    ids=["terminal", "nohup", "service"],
+)
+def test_what_a_hang_up_means(tmp_path: Path, terminal: bool, at_first: signal.Handlers, heard: str) -> None:
+    """A terminal that is closed hangs up, wherever input comes from; its shell may say so as well."""
+    ours, theirs = os.openpty()
+
+    def in_session() -> None:
+        os.setsid()
+        signal.signal(signal.SIGHUP, at_first)
+        if terminal:
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-c", HANG_UP_TWICE, str(tmp_path)]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, preexec_fn=in_session, cwd=ROOT
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert done.stdout.strip() == heard, done.stderr
