@@ -1,7 +1,8 @@
 """The private directory of a cluster: sockets, configuration, and `cluster.json` for those who look for it.
 
 A living cluster holds an exclusive lock on `lock`, which the kernel drops with the process, so a directory whose lock
-is free belongs to nobody and may be healed.
+is free belongs to nobody and may be healed. It holds one on the directory, too: systemd-tmpfiles, which removes what was
+not used for days, passes over directories that are locked.
 """
 
 import fcntl
@@ -11,6 +12,7 @@ import re
 import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ class RunDir:
         _check_ours(self.path)
         made, self._lock = _lock_directory(self.path)
         self._made = made or not named
+        self._kept = _keep_from_cleaners(self.path)
         _remove_own_files(self.path)
 
     def write_cluster(self, info: dict[str, Any]) -> None:
@@ -65,6 +68,7 @@ class RunDir:
             except OSError:
                 pass  # somebody else put a file there: leave it
         os.close(self._lock)
+        os.close(self._kept)
 
 
 def _check_ours(path: Path) -> None:
@@ -96,6 +100,14 @@ def _lock_directory(path: Path) -> tuple[bool, int]:
                 raise RunDirError(f"a living cluster uses {path}") from None
             time.sleep(0.01)
         os.close(handle)
+
+
+def _keep_from_cleaners(path: Path) -> int:
+    """The descriptor of the directory, locked where its file system can do that."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
 
 
 def _remove_dead(base: Path) -> None:

@@ -1,5 +1,6 @@
 """Run directories: private, held by one living cluster, healed after a dead one, and found by clients."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -68,6 +69,25 @@ def test_a_living_cluster_is_respected(tmp_path: Path) -> None:
     assert find_cluster(tmp_path) == {"addresses": {"frontend": "x"}}
     held.close()
     RunDir(tmp_path).close()
+
+
+def test_cleaners_of_temporary_directories_pass_over_a_living_cluster(tmp_path: Path) -> None:
+    """systemd-tmpfiles leaves a directory alone on which it gets no lock."""
+
+    def cleaned() -> bool:
+        handle = os.open(tmp_path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(handle)
+
+    held = RunDir(tmp_path)
+    assert not cleaned()
+    held.close()
+    assert cleaned()
 
 
 def test_a_look_at_the_directory_does_not_hold_it(tmp_path: Path) -> None:
