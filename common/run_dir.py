@@ -1,8 +1,8 @@
 """The private directory of a cluster: sockets, configuration, and `cluster.json` for those who look for it.
 
 A living cluster holds an exclusive lock on `lock`, which the kernel drops with the process, so a directory whose lock
-is free belongs to nobody and may be healed. It holds one on the directory, too: systemd-tmpfiles, which removes what was
-not used for days, passes over directories that are locked.
+is free belongs to nobody and may be healed. It holds one on the directory, too: systemd-tmpfiles, which removes what
+was not used for days, passes over directories that are locked.
 """
 
 import fcntl

@@ -21,6 +21,7 @@ from common.config import ConfigError, HttpConfig
 from common.messages import Info, Joined
 from common.run_dir import CLUSTER_FILE
 from common.tracing import to_collector
+from gateway_proc.address import find_address
 from gateway_proc.app import build
 from gateway_proc.auth import Keys
 from gateway_proc.backend import Backend
@@ -69,27 +70,23 @@ def main(child: Child, port: int | None = None) -> None:
     http = child.config.http if port is None else replace(child.config.http, port=port)
     key_file = None if http.api_key_file is None else Path(http.api_key_file)
     keys = Keys(read_keys(key_file, os.environ), http.key_concurrency)
-    with listen(http) as listener:
+    with listen(http, with_keys=keys.required) as listener:
         uvloop.run(_serve(child, keys, listener))
 
 
-def listen(http: HttpConfig) -> socket.socket:
+def listen(http: HttpConfig, *, with_keys: bool = False) -> socket.socket:
     """The listening socket. Raises ConfigError in words that name the option."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host {http.host}: {error.strerror or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        problem = f"cannot listen on {http.host} port {http.port}: {error.strerror}"
-        raise ConfigError(f"{problem}; choose another --port (0 takes a free one) or --no-http") from None
+    family, kind, protocol, address = find_address(http, with_keys=with_keys)
+    with contextlib.ExitStack() as undo:
+        try:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            problem = f"cannot listen on {http.host} port {http.port}: {error.strerror}"
+            raise ConfigError(f"{problem}; choose another --port (0 takes a free one) or --no-http") from None
+        undo.pop_all()
     listener.setblocking(False)
     return listener
 

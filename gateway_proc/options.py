@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 
-from common.config import GENERATION_CONFIGS, KEYS_VARIABLE, ConfigError, HttpConfig
+from common.config import GENERATION_CONFIGS, ConfigError, HttpConfig
 from common.tracing import require_extra
+from gateway_proc.address import find_address
 from gateway_proc.key_file import KeysError, read_keys
-
-LOOPBACK = ("127.", "localhost", "::1")
 
 _OPTIONS = (
     click.option("--host", default="127.0.0.1", help="Address for HTTP; beyond loopback, API keys are required."),
@@ -67,7 +66,8 @@ def http_options(function: Callable[..., None]) -> Callable[..., None]:
             )
             if otlp_endpoint is not None:
                 require_extra()
-            _check_keys(http)
+            if http.enabled:
+                _check(http)
         except (ConfigError, KeysError) as error:
             raise click.ClickException(str(error)) from None
         function(http=http, **rest)
@@ -77,11 +77,7 @@ def http_options(function: Callable[..., None]) -> Callable[..., None]:
     return with_http
 
 
-def _check_keys(http: HttpConfig) -> None:
-    """The gateway reads the keys itself; here, before anything is started, only whether they can be read."""
-    if not http.enabled:
-        return
+def _check(http: HttpConfig) -> None:
+    """The gateway reads keys and finds its address itself: here, before anything is started, only whether it can."""
     keys = read_keys(None if http.api_key_file is None else Path(http.api_key_file), os.environ)
-    if not keys and not http.host.startswith(LOOPBACK):
-        problem = f"--host {http.host} is open to others: API keys are required (--api-key-file or {KEYS_VARIABLE})"
-        raise ConfigError(problem)
+    find_address(http, with_keys=bool(keys))

@@ -1,9 +1,13 @@
 """API keys: where they come from, whose they are, what each may."""
 
+import re
+import socket
 from pathlib import Path
 
 import pytest
 
+from common.config import ConfigError, HttpConfig
+from gateway_proc.address import find_address
 from gateway_proc.auth import Keys, namespace
 from gateway_proc.errors import ApiError
 from gateway_proc.key_file import KeysError, digest_of, read_keys
@@ -86,3 +90,32 @@ def test_namespaces_are_kept_apart() -> None:
     spaces = [namespace(name, salt) for name in ("-", "a", "b") for salt in (None, "s", "a\0s", "x" * 1000)]
     assert len(set(spaces)) == len(spaces) and all(len(space) <= 64 for space in spaces)
     assert namespace("-", None) == "" and namespace("-", "s") == "s" and namespace("a", None) != ""
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.3.2.1", "127.1", "localhost", "LOCALHOST", "::1", "::ffff:127.0.0.1"]
+)
+def test_loopback_needs_no_keys(host: str) -> None:
+    find_address(HttpConfig(host=host), with_keys=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "192.0.2.1", "::ffff:192.0.2.1", "fe80::1"])
+def test_other_addresses_need_keys(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--host {host} is open to others: API keys are required"):
+        find_address(HttpConfig(host=host), with_keys=False)
+    find_address(HttpConfig(host=host), with_keys=True)
+
+
+def test_the_address_decides_and_not_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name server answers in tests: the system's answer is made up."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 8000))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    for host in ("127.example.com", "localhost.example.com"):
+        with pytest.raises(ConfigError, match="open to others"):
+            find_address(HttpConfig(host=host), with_keys=False)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "no such host", "[::1]"])
+def test_hosts_that_are_none(host: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--host {host}: ")):
+        find_address(HttpConfig(host=host), with_keys=True)
