@@ -2,11 +2,12 @@
 OpenAI's format, and answers to those who would rather speak another protocol."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httptools
 from pydantic_core import to_json
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway_proc.errors import ApiError
 
@@ -38,6 +39,23 @@ class _Parser(httptools.HttpRequestParser):
                     raise
                 (end,) = upgrade.args
                 rest, parser = rest[end:], self._protocol.read_again()
+
+
+def _until_close(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """How an answer is sent in HTTP/1.0, which has no chunks: one of unknown length ends with its connection."""
+    send, open_end = cycle.send, False
+
+    async def sending(message: Any) -> None:
+        nonlocal open_end
+        if message["type"] == "http.response.start":
+            open_end = all(name != b"content-length" for name, _ in message["headers"])
+            if open_end:
+                cycle.chunked_encoding = False
+        elif open_end:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return sending
 
 
 class Protocol(HttpToolsProtocol):
@@ -92,6 +110,8 @@ class Protocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         self._stop_timer()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _until_close(self.cycle)  # type: ignore[method-assign, assignment]
 
     def read_again(self) -> _Parser:
         """Read the head that has come once more, without its offer. Returns the parser for what follows."""

@@ -170,6 +170,24 @@ def test_head_asks_for_a_head_alone(short_dir: Path) -> None:
     serve(short_dir, HELLO, test)
 
 
+def test_http_1_0_has_no_chunks(short_dir: Path) -> None:
+    def test(url: str, cluster: FakeFrontend) -> None:
+        for stream in (True, False):
+            with dial(url) as connection:
+                whole = post("/v1/completions", {"prompt": "x", "stream": stream})
+                connection.sendall(whole.replace(b"HTTP/1.1", b"HTTP/1.0"))
+                answer_head, _, body = until_closed(connection).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in answer_head and b"connection: close" in answer_head
+            if stream:
+                events = body.split(b"\n\n")
+                assert all(event.startswith(b"data: {") for event in events[:-2]), body
+                assert events[-2:] == [b"data: [DONE]", b""]
+            else:
+                assert b"content-length: %d" % len(body) in answer_head
+
+    serve(short_dir, HELLO, test)
+
+
 def test_a_tunnel_is_refused(short_dir: Path) -> None:
     def test(url: str, cluster: FakeFrontend) -> None:
         with dial(url) as connection:
