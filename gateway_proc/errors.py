@@ -120,9 +120,11 @@ def told_by_cluster(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def of_validation(error: ValidationError) -> ApiError:
-    """The most specific problem that pydantic found, with the path of the field in the client's JSON."""
+    """The most specific problem that pydantic found, with the path of the field in the client's JSON. That a list is
+    too long tells more than that its items are not of the other types that a field may have."""
     found: dict[str, list[str]] = {}
-    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    for problem in [problem for problem in problems if problem["type"] == "too_long"] or problems:
         if problem["type"] == "json_invalid":
             return ApiError(
                 400, f"the body is not valid JSON: {problem['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
@@ -130,10 +132,10 @@ def of_validation(error: ValidationError) -> ApiError:
         text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         found.setdefault(path_of(problem["loc"]), []).append(_decapitalized(text))
     param = max(found, key=lambda path: path.count(".") + path.count("["))
-    problems = " or ".join(dict.fromkeys(found[param]))
+    words = " or ".join(dict.fromkeys(found[param]))
     if not param:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")
-    return refused(param, problems)
+    return refused(param, words)
 
 
 def path_of(loc: Iterable[str | int]) -> str:

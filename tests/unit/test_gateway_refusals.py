@@ -78,6 +78,7 @@ def test_what_sglangs_parameters_may_not_be(short_dir: Path, fields: dict[str, A
         ("POST", "/v1/completions", b'{"prompt": "x", "a": ' + b"[" * 300 + b"]" * 300 + b"}", 400, None),
         ("POST", "/v1/completions", b"{}", 400, "prompt"),
         ("POST", "/v1/completions", b'{"prompt": []}', 400, "prompt"),
+        ("POST", "/v1/completions", json.dumps({"prompt": ["x"] * 1025}).encode(), 400, "prompt"),
         ("POST", "/v1/completions", b'{"prompt": "x", "suffix": "y"}', 400, "suffix"),
         ("POST", "/v1/completions", b'{"prompt": "x", "model": "other"}', 404, "model"),
         ("POST", "/v1/completions", b'{"prompt": "x", "best_of": 2, "n": 3}', 400, "best_of"),
