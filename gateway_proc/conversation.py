@@ -105,7 +105,7 @@ def conversation_of(
             if tool_format is None:
                 problem = "cannot be enforced: this model's chat template has no tool format that is known here"
                 raise unsupported("tool_choice", problem)
-            if grammar is not None:
+            if grammar is not None and grammar_field != "response_format":  # that is for answers without a call
                 raise refused("tool_choice", f"cannot be forced together with {grammar_field}")
             wanted = _wanted(request)
             grammar, grammar_field = force_call(wanted, tool_format, parallel=parallel), "tools"

@@ -61,6 +61,8 @@ def test_forced_calls_have_a_grammar() -> None:
     assert named is not None and '"clock"' in named.text and '"weather"' not in named.text
     one = conversation(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).grammar
     assert one is not None and one != required
+    formatted = conversation(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}).grammar
+    assert formatted == required, "the format is for answers without calls, as with OpenAI"
 
 
 @pytest.mark.parametrize(
