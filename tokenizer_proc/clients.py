@@ -10,7 +10,7 @@ from tokenizer_proc.ledger import Owner
 
 MAX_BACKLOG_MESSAGES = 4096
 MAX_BACKLOG_BYTES = 8 * 2**20
-DEAF_MESSAGES = 4 * MAX_BACKLOG_MESSAGES
+DEAF = 4  # times as much, and a client is not answered any more
 
 
 class Sent(Enum):
@@ -34,9 +34,8 @@ class _Backlog:
     frames: deque[bytes] = field(default_factory=deque)
     bytes: int = 0
 
-    @property
-    def over(self) -> bool:
-        return len(self.frames) > MAX_BACKLOG_MESSAGES or self.bytes > MAX_BACKLOG_BYTES
+    def over(self, times: int = 1) -> bool:
+        return len(self.frames) > times * MAX_BACKLOG_MESSAGES or self.bytes > times * MAX_BACKLOG_BYTES
 
 
 class Clients:
@@ -66,17 +65,17 @@ class Clients:
             backlog = self._backlogs[owner] = _Backlog()
         backlog.frames.append(frame)
         backlog.bytes += len(frame)
-        return Delivery.OVERFLOW if backlog.over else Delivery.DONE
+        return Delivery.OVERFLOW if backlog.over() else Delivery.DONE
 
     def overflowing(self, owner: Owner) -> bool:
         """Whether the client must read before it may ask for more."""
         backlog = self._backlogs.get(owner)
-        return backlog is not None and backlog.over
+        return backlog is not None and backlog.over()
 
     def deaf(self, owner: Owner) -> bool:
         """Whether the client has left so much unread that not even refusals are kept for it."""
         backlog = self._backlogs.get(owner)
-        return backlog is not None and len(backlog.frames) > DEAF_MESSAGES
+        return backlog is not None and backlog.over(DEAF)
 
     def flush(self) -> list[Owner]:
         """Send what slow clients take now; returns those that are gone."""

@@ -119,7 +119,7 @@ class Frontend:
             case Abort():
                 self._abort(owner, msg.rid)
             case GetStats():
-                if not self._stats.ask(owner, msg.query):
+                if self._clients.overflowing(owner) or not self._stats.ask(owner, msg.query):
                     self._ignored += 1
             case Tokenize() | Detokenize() | GetInfo():
                 if self._clients.overflowing(owner):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from common.codec import decode
+from common.codec import decode, encode
 from common.messages import Beat, ErrorCode, RequestError
 from tokenizer_proc import clients as clients_module
 from tokenizer_proc.clients import Clients, Delivery, Sent
@@ -68,6 +68,18 @@ def test_the_backlog_is_bounded_and_nothing_in_it_is_lost(
     clients.flush()
     assert not clients.overflowing(b"a")
     assert [rid for _, rid in peers.got] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bound", ["MAX_BACKLOG_MESSAGES", "MAX_BACKLOG_BYTES"])
+def test_who_is_deaf(peers: Peers, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    """Messages that are few and large count, too."""
+    monkeypatch.setattr(clients_module, bound, 3 if bound == "MAX_BACKLOG_MESSAGES" else 3 * len(encode(error(0))))
+    clients = Clients(peers.send)
+    deaf = []
+    for rid in range(14):
+        clients.send(b"a", error(rid))
+        deaf.append(clients.deaf(b"a"))
+    assert deaf == [False] * 12 + [True] * 2 and not clients.deaf(b"b")
 
 
 def test_clients_that_are_gone(peers: Peers) -> None:

@@ -295,6 +295,7 @@ def test_a_client_that_does_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch)
         world.frontend.on_detokenizer(text_batch(second, "end", Finish.LENGTH))
         assert world.scheduler[3:] == [Abort(first)]
         world.receive(request(3))
+        world.receive(GetStats(4))
         assert len(world.scheduler) == 4 and len(world.answers[b"b"]) == 2
         world.state[b"a"] = Sent.YES
         world.frontend.flush()
