@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -116,7 +117,8 @@ class Child:
         around. Returns how many seconds may pass until the next call."""
         now = time.monotonic()
         if now >= self._pulse_due:
-            self.tell(Pulse(self.name, 0, False, self.refused.total))
+            with suppress(zmq.Again):  # the launcher has been stopped for an hour: it forgives what it did not hear
+                self.tell(Pulse(self.name, 0, False, self.refused.total))
             self._pulse_due = now + self.until_pulse(now)
         return self._pulse_due - now
 
