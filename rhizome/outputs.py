@@ -43,7 +43,8 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """New text, reasoning and tokens of one answer to one prompt; `finish_reason` is set in its last one."""
+    """New text, reasoning and tokens of one answer to one prompt. `finish_reason`, and `stop_reason` where there is
+    one, are set in its last one, `prompt_logprobs` in its first one, where they were asked for."""
 
     index: int
     text: str
@@ -53,6 +54,8 @@ class StreamOutput:
     cached_tokens: int
     logprobs: list[TokenLogprobs] | None = None
     reasoning: str = ""
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 def to_output(prompt: str | None, token_ids: Sequence[int] | None, answers: Sequence[Answer]) -> RequestOutput:

@@ -155,9 +155,11 @@ def stream_output(row: Row) -> StreamOutput:
     """A row as a piece of an answer."""
     finish = None if row.finish is Finish.NONE else row.finish.name.lower()
     logprobs = None if row.logprobs is None else list(row.logprobs)
+    of_prompt = None if row.prompt_logprobs is None else list(row.prompt_logprobs)
     return StreamOutput(
-        row.choice, row.text, list(row.token_ids), finish, row.prompt_tokens, row.cached_tokens, logprobs, row.reasoning
-    )
+        row.choice, row.text, list(row.token_ids), finish, row.prompt_tokens, row.cached_tokens, logprobs,
+        row.reasoning, row.stop_reason, of_prompt,
+    )  # fmt: skip
 
 
 def numbered(requests: Sequence[JsonRequest], form: ChatFormat | None) -> Iterator[Progress]:

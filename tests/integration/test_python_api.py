@@ -43,6 +43,10 @@ def test_outputs_are_those_of_the_client_and_nothing_is_left():
         outputs = llm.generate(PROMPTS, PARAMS)
         streamed = ["".join(p.text for p in llm.stream(prompt, PARAMS)) for prompt in PROMPTS]
         chat = llm.chat([{"role": "user", "content": "hi"}], PARAMS)[0]
+        stopping = SamplingParams(temperature=0.0, max_tokens=24, stop=["e"], prompt_logprobs=1)
+        (whole,), pieces = llm.generate(PROMPTS[0], stopping), list(llm.stream(PROMPTS[0], stopping))
+        assert whole.outputs[0].stop_reason == pieces[-1].stop_reason == "e" and whole.prompt_logprobs
+        assert [p.prompt_logprobs for p in pieces] == [whole.prompt_logprobs] + [None] * (len(pieces) - 1)
 
         async def beside():
             async with AsyncLLM.connect(run_dir) as other:
