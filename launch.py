@@ -83,14 +83,21 @@ def main(
                 record=None if record is None else str(record.resolve()),
             )
             Endpoints(directory.path)
-        except (ConfigError, ValueError):
+            _save(config)
+        except (ConfigError, RunDirError, ValueError):
             directory.close()
             raise
     except (ConfigError, RunDirError, ClusterError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    config.save()
     set_up_logging("launcher", log_level)
     sys.exit(_run(Supervisor(config, directory)))
+
+
+def _save(config: ClusterConfig) -> None:
+    try:
+        config.save()
+    except OSError as error:
+        raise RunDirError(f"{config.run_dir} cannot be written to: {error.strerror}") from None
 
 
 def _run(supervisor: Supervisor) -> int:

@@ -37,9 +37,16 @@ def base_dir() -> Path:
 
 
 class RunDir:
-    """A run directory held by this process. Raises RunDirError when it is another's or a living cluster's."""
+    """A run directory held by this process. Raises RunDirError when it is another's or a living cluster's, or cannot be
+    made."""
 
     def __init__(self, path: Path | None = None):
+        try:
+            self._make(path)
+        except OSError as error:
+            raise RunDirError(f"{error.filename or path}: {error.strerror}") from None
+
+    def _make(self, path: Path | None) -> None:
         named = path is not None
         if path is None:
             path = base_dir() / str(os.getpid())

@@ -59,6 +59,7 @@ class Supervisor:
         self._resyncs: list[tuple[str, str]] = []  # asked for: by which process, and why
         self._http_port: int | None = None
         self._drained = False
+        self._outdated = False  # cluster.json
         self._began = time.monotonic()
         self._start_up_s = 0.0
 
@@ -80,7 +81,12 @@ class Supervisor:
                 raise ClusterError(f"not ready after {self._config.start_timeout_s:g} s (--start-timeout): {late}")
             self._announce()
         self._start_up_s = time.monotonic() - self._began
-        return self._write_cluster()
+        info = self._describe()
+        try:
+            self._run_dir.write_cluster(info)
+        except OSError as error:
+            raise ClusterError(f"cluster.json cannot be written to {self._run_dir.path}: {error.strerror}") from None
+        return info
 
     def _gateway_serves(self) -> bool:
         """Whether the first HTTP request would be answered, if there is to be one."""
@@ -157,10 +163,12 @@ class Supervisor:
                     self._check(unit, now)
                 case State.ENDING if not any(p.alive for p in unit.procs.values()):
                     unit.state = State.PAUSING
-                    self._write_cluster()
+                    self._rewrite_cluster()
                 case State.PAUSING if now >= unit.due:
                     self._spawn(unit)
-                    self._write_cluster()
+                    self._rewrite_cluster()
+        if self._outdated:
+            self._rewrite_cluster()
         self._resync(now)
         self._announce()
         self._tell_refused()
@@ -310,12 +318,21 @@ class Supervisor:
             self._go = replace(self.go, refused=refused)
             self._tell(self._units[TOKENIZER].procs.values())
 
-    def _write_cluster(self) -> dict[str, object]:
-        info = describe(
+    def _describe(self) -> dict[str, object]:
+        return describe(
             self._config, self._endpoints, self._procs(), self.go, self._http_port, self._restarts(), self._start_up_s
         )
-        self._run_dir.write_cluster(info)
-        return info
+
+    def _rewrite_cluster(self) -> None:
+        """Bring cluster.json up to date. Where that cannot be written, as on a full disk, it is tried again later: the
+        address in it, by which clients come, is still right."""
+        try:
+            self._run_dir.write_cluster(self._describe())
+            self._outdated = False
+        except OSError as error:
+            if not self._outdated:
+                log.warning("cluster.json is outdated until it can be written: %s", error.strerror)
+            self._outdated = True
 
     # ---- stopping -------------------------------------------------------------------------------------------------
 

@@ -197,6 +197,23 @@ def test_hang_up_restarts_the_workers(cluster: Cluster, undisturbed: list[Output
     cluster.check_idle()
 
 
+def test_where_cluster_json_cannot_be_written_the_cluster_goes_on(cluster: Cluster, undisturbed: list[Output]) -> None:
+    """As on a full disk, for as long as that lasts."""
+    old = cluster.pid("scheduler")
+    obstacle = cluster.run_dir / "cluster.json.tmp"
+    obstacle.mkdir()
+    with cluster.connect() as connection:
+        streams = Streams(connection)
+        streams.until(STREAMS * TOKENS // 4)
+        os.kill(old, signal.SIGKILL)
+        assert streams.finish() == undisturbed
+    assert cluster.pid("scheduler") == old and "cluster.json is outdated" in cluster.log
+    obstacle.rmdir()
+    wait_until(lambda: cluster.info["pids"].get("scheduler", old) != old, PATIENCE_S)
+    cluster.remember()
+    cluster.check_idle()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_without_tokenizer_clients_hear_it_and_it_serves_again(
     cluster: Cluster, undisturbed: list[Output], number: signal.Signals

@@ -61,6 +61,12 @@ def test_a_named_directory_is_made_with_its_parents(tmp_path: Path) -> None:
     assert not (tmp_path / "a" / "b").exists()
 
 
+def test_where_no_directory_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match=f"^{tmp_path}/file/run: Not a directory"):
+        RunDir(tmp_path / "file" / "run")
+
+
 def test_a_living_cluster_is_respected(tmp_path: Path) -> None:
     held = RunDir(tmp_path)
     held.write_cluster({"addresses": {"frontend": "x"}})
