@@ -11,6 +11,7 @@ Hostile grammars run in a process of their own, with a limit on time and memory.
 
 import json
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -227,8 +228,6 @@ def main(tokenizer: Path, out: Path | None, only: tuple[str, str] | None) -> Non
     """Compare the grammar libraries on schemas, speed and hostile grammars."""
     tokens = vocabulary(tokenizer)
     if only is not None:
-        import resource
-
         library = LIBRARIES[only[0]](tokens)
         resource.setrlimit(resource.RLIMIT_AS, (HOSTILE_BYTES, HOSTILE_BYTES))
         print(json.dumps(hurt(library, HOSTILE[only[1]])))

@@ -1,5 +1,6 @@
 """`bench`: latency and throughput of a server under load, the same for a local cluster and for any peer over HTTP."""
 
+import importlib.util
 import json
 import os
 import random
@@ -237,8 +238,6 @@ def _vocabulary(target: Target) -> int:
 
 
 def _need_matplotlib(plot: Path) -> None:
-    import importlib.util
-
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'rhizome[bench]'")
     os.environ.setdefault("MPLBACKEND", "Agg")

@@ -1,5 +1,7 @@
 """Models of known shapes with random weights, made on the GPU without a checkpoint."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +100,6 @@ def random_weights(spec: DecoderSpec, scheme: Scheme | None = None, device: str 
 
 def save_checkpoint(name: str, path: Path, tokenizer_of: Path) -> None:
     """The same model as a Hugging Face checkpoint, with the tokenizer files of another one."""
-    import json
-    import shutil
-
     from safetensors.torch import save_file
 
     spec = parse_spec(CONFIGS[name])

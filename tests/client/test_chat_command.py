@@ -1,11 +1,13 @@
 """The chat command: what lines mean, the conversation, and the whole on a pipe and on a terminal."""
 
+import fcntl
 import json
 import os
 import pty
 import select
 import signal
 import subprocess
+import termios
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -191,9 +193,6 @@ class Terminal:
 
 
 def _take_terminal() -> None:
-    import fcntl
-    import termios
-
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C on it becomes a signal
 
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,6 @@ def rows(
     rid: int, text: str, *token_ids: int, finish: Finish = Finish.NONE, cached: int = 2, choice: int = 0
 ) -> TextBatch:
     """A TextBatch with one row, as the tokenizer sends it."""
-    from array import array
-
     times = array("q", range(1, 9))
     tokens = ints(*token_ids)
     return TextBatch(

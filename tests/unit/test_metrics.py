@@ -1,5 +1,6 @@
 """Histograms that travel as counters, what tokenizer and scheduler measure, and what Prometheus is shown."""
 
+import os
 from array import array
 from bisect import bisect_left
 from typing import Any
@@ -121,8 +122,6 @@ def test_a_silent_cluster_is_shown_as_down() -> None:
 
 
 def test_processes() -> None:
-    import os
-
     seen = process_of(os.getpid())
     assert seen is not None and seen[0] > 10**6 and seen[1] > 0
     assert process_of(2**22 + 1) is None
