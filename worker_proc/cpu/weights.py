@@ -1,7 +1,7 @@
 """Reads one rank's share of a checkpoint straight into packed form: the plain form is never held as a whole."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -88,24 +88,10 @@ class PackedWeightPlan:
         self.source = source
         layout = DecoderLayout(spec, shard, load.checkpoint)
         head = layout.head or layout.embedding
-        matrices = [
-            (linear.weight, source.scheme(linear.weight), False)
-            for parts in layout.layers
-            for linear in (parts.qkv, parts.o)
-        ]
-        mlps = [mlp for parts in layout.layers for mlp in parts.mlps]
-        of_mlps = [(mlp.up.weight, source.scheme(mlp.up.weight), True) for mlp in mlps]
-        of_mlps += [(mlp.down.weight, source.scheme(mlp.down.weight), False) for mlp in mlps]
-        matrices.append(((head,), source.head_scheme(head), False))
-        if spec.mixture is None:
-            matrices += of_mlps
-        plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired in matrices if scheme is None)
+        matrices = list(self._matrices(layout, head))
+        plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired, may in matrices if may and scheme is None)
         self._compress = compresses(native, compression, plain)
-        forms = [self._form(*matrix) for matrix in matrices]
-        if spec.mixture is not None:  # experts are small and many: which codes they take would cost more than it gives
-            of_mlps += [(parts.router.weight, None, False) for parts in layout.layers if parts.router is not None]
-            forms += [self._form(*matrix, compress=False) for matrix in of_mlps]
-        self.memory = HugePages(sum(form.room() for form in forms))
+        self.memory = HugePages(sum(self._form(*matrix).room() for matrix in matrices))
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []
 
@@ -126,6 +112,21 @@ class PackedWeightPlan:
             count = sum(matrix.compressed for matrix in self._compressed)
             log.info("%d of %d matrices are in 12 bits", count, len(self._compressed))
         return PackedWeights(self.embedding, self.layers, self.norm, self.head)
+
+    def _matrices(
+        self, layout: DecoderLayout, head: Part
+    ) -> Iterator[tuple[tuple[Part, ...], Scheme | None, bool, bool]]:
+        """What each matrix is made of, its scheme, whether it is paired, and whether it may take 12 bits: experts are
+        small and many, which codes they take would cost more than it gives."""
+        yield (head,), self.source.head_scheme(head), False, True
+        for parts in layout.layers:
+            for linear in (parts.qkv, parts.o):
+                yield linear.weight, self.source.scheme(linear.weight), False, True
+            for mlp in parts.mlps:
+                yield mlp.up.weight, self.source.scheme(mlp.up.weight), True, parts.router is None
+                yield mlp.down.weight, self.source.scheme(mlp.down.weight), False, parts.router is None
+            if parts.router is not None:
+                yield parts.router.weight, None, False, False
 
     def _form(
         self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False, compress: bool = True
