@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from common.messages import EnterGrammar
 from common.sampling_params import Grammar
 from tokenizer_proc.text_decoder import TextDecoders
-from worker_proc.grammar_matcher import GrammarMatchers
+from worker_proc.grammar_matcher import GrammarMatchers, make_vocabulary
 
 EOS = 0
 PADDING = 13  # entries of the model's vocabulary that are no tokens
@@ -44,7 +44,7 @@ def straddling() -> Tokenizer:
 
 
 def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
-    return LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size() + PADDING, eos_token=[EOS])
+    return make_vocabulary(tokenizer, tokenizer.get_vocab_size() + PADDING, [EOS])
 
 
 def make_matchers(tokenizer: Tokenizer | None = None) -> GrammarMatchers:

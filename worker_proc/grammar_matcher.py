@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -44,8 +44,38 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) 
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    return make_vocabulary(tokenizer, vocab_size, eos_token_ids)
+
+
+def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The bytes of a tokenizer's tokens, and of nothing up to `vocab_size`. Raises ValueError where the library does
+    not know its kind."""
     size = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-    return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=list(eos_token_ids))
+    found = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=list(eos_token_ids))
+    added = tokenizer.get_added_tokens_decoder().items()
+    text = {i for i, token in added if not token.special and i not in eos_token_ids and found.is_special_token(i)}
+    if not text:
+        return found
+    return LLTokenizer(TokenizerWrapper(_AsText(found, text)), n_vocab=size, eos_token=list(eos_token_ids))
+
+
+class _AsText:
+    """A vocabulary in the form that the library takes, in which the tokens `text` are the text that they look like.
+
+    By itself the library takes every added token in angle brackets for a special one, which is in no text. Then the
+    <think> and <tool_call> of Qwen's models could not come, and where they must, they were refused when they came.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, found: LLTokenizer, text: set[int]) -> None:
+        self._found = found
+        self.eos_token_id = found.eos_token
+        self.tokens = [found.decode_bytes([i]) for i in range(found.vocab_size)]
+        self.special_token_ids = [i for i in range(found.vocab_size) if i not in text and found.is_special_token(i)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._found.tokenize_bytes(text)
 
 
 @dataclass(frozen=True, slots=True)

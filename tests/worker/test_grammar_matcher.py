@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from common.parsers import (
     ArgumentsDelta,
@@ -294,6 +295,39 @@ def test_forced_calls_are_read_back(
                 calls[delta.index] = (name, arguments + delta.text)
         for name, arguments in calls.values():
             jsonschema.validate(json.loads(arguments), dict(TOOLS)[name])
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "begun", "mark"),
+    [
+        (Reasoning.NONE, "", "<tool_call>"),
+        (Reasoning.NONE, '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n', "</tool_call>"),
+        (Reasoning.TAGS, "", "<think>"),
+        (Reasoning.TAGS, "<think>hm", "</think>"),
+        (Reasoning.TAGS, "<think>hm</think>\n", "<tool_call>"),
+        (Reasoning.OPENED, "hm", "</think>"),
+    ],
+)
+def test_marks_may_be_tokens_that_are_not_special(reasoning: Reasoning, begun: str, mark: str) -> None:
+    """As in Qwen's tokenizers: a mark comes as the one token that the model knows, and the answer goes on behind it."""
+    tokenizer = Tokenizer.from_str(straddling().to_str())
+    tokenizer.add_tokens([AddedToken(m, special=False) for m in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    matchers = make_matchers(tokenizer)
+    grammar = after_reasoning(force_call(TOOLS, ToolFormat.HERMES, parallel=False), reasoning)
+    enter(matchers, 0, grammar, tokenizer.encode(begun).ids)
+    wants_mark = torch.zeros(1, tokenizer.get_vocab_size() + PADDING)
+    wants_mark[0, tokenizer.token_to_id(mark)] = 100.0
+    assert draw_step(matchers, [0], wants_mark) == ([tokenizer.token_to_id(mark)], {})
+    draw_answers(matchers, [0], tokenizer.get_vocab_size() + PADDING, seed=1, most=20)
+
+
+def test_an_end_of_sequence_that_is_not_marked_as_special_is_no_text() -> None:
+    tokenizer = Tokenizer.from_str(straddling().to_str().replace('"special":true', '"special":false'))
+    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    matchers = make_matchers(tokenizer)
+    enter(matchers, 0, Grammar("regex", r"[^x]{40}"))
+    answer = draw_answers(matchers, [0], tokenizer.get_vocab_size() + PADDING, seed=2, scale=0.0)[0]
+    assert answer[-1] == EOS and len(text_of(answer, tokenizer)) == 40
 
 
 def arguments_end(matchers: GrammarMatchers, parameters: dict[str, object] | None, arguments: str) -> bool:

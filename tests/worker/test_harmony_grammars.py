@@ -9,7 +9,6 @@ from functools import cache
 import jsonschema
 import pytest
 import torch
-from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from common.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
@@ -19,7 +18,7 @@ from tests.helpers_grammars import draw_answers, draw_step, enter, straddling
 from tests.helpers_parsers import parse, shown
 from tokenizer_proc.grammar_check import GrammarCheck
 from tokenizer_proc.limits import Refused
-from worker_proc.grammar_matcher import GrammarMatchers
+from worker_proc.grammar_matcher import GrammarMatchers, make_vocabulary
 
 THOUGHT = "<|channel|>analysis<|message|>hm\n <b> é<|end|><|start|>assistant"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"],
@@ -49,7 +48,7 @@ EOS = ids(RETURN + CALL)
 @pytest.fixture(scope="module")
 def matchers() -> GrammarMatchers:
     tokenizer = harmony_tokenizer()
-    return GrammarMatchers(lambda: LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB, eos_token=EOS), VOCAB)
+    return GrammarMatchers(lambda: make_vocabulary(tokenizer, VOCAB, EOS), VOCAB)
 
 
 def next_tokens(matchers: GrammarMatchers, grammar: Grammar, text: str) -> set[str] | None:
