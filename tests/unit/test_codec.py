@@ -24,6 +24,7 @@ from common.codec import (
 from common.fields import Bool, Bytes, FieldError, Float, Int, Ints, ListOf, MapOf, Maybe, Str
 from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats
 from common.sampling_params import SamplingParams
+from tests.examples import examples
 from tests.helpers_wire import whole_body
 from tests.unit.wire_strategies import messages_of
 
@@ -69,7 +70,7 @@ def decodes_or_refuses(frame: bytes) -> None:
     assert decode(encode(msg), ALL) == msg
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"\xc1")
@@ -82,7 +83,7 @@ def test_random_bytes(frame: bytes) -> None:
     decodes_or_refuses(frame)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(any_message, st.data())
 def test_mutated_frames(msg: Any, data: st.DataObject) -> None:
     frame = bytearray(encode(msg))
@@ -110,13 +111,13 @@ def test_trailing_bytes_are_refused(msg: Any, tail: bytes) -> None:
     assert refused(encode(msg) + tail).cause == "malformed"
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from([cls.TAG for cls in ALL]), st.lists(values, max_size=16))
 def test_well_formed_frames_with_arbitrary_fields(tag: int, fields: list[Any]) -> None:
     decodes_or_refuses(pack([PROTOCOL_VERSION, tag, *fields]))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(any_message, values, st.data())
 def test_one_arbitrary_field(msg: Any, value: Any, data: st.DataObject) -> None:
     body = whole_body(msg)

@@ -25,6 +25,7 @@ from common.messages import (
 )
 from common.sampling_params import Grammar, SamplingParams
 from common.stamps import Lost
+from tests.examples import examples
 from tests.unit.frontend_world import World, request, rows_of, run, text_batch
 from tests.unit.test_streams import decoders
 from tokenizer_proc.streams import Streams
@@ -229,7 +230,7 @@ def test_draining_refuses_what_is_new_and_waits_for_what_is_there() -> None:
     run(test)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.integers(1, 250), min_size=1, max_size=24),
     st.lists(st.sampled_from(["ab", "e", "\ufffd", "zz"]), max_size=2),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.wire import seeds
 
@@ -19,7 +20,7 @@ def test_targets_stand(name: str) -> None:
             at = chance.randrange(len(seed))
             target(seed[:at] + bytes([chance.randrange(256)]) + seed[at + chance.randrange(2) :])
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(st.binary(max_size=200))
     def any_bytes(data: bytes) -> None:
         target(data)

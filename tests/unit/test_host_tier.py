@@ -14,6 +14,7 @@ from scheduler_proc.host_tier import HostTier
 from scheduler_proc.invariants import InvariantViolation, check
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.radix_tree import RadixTree
+from tests.examples import examples
 from tests.paper_worker import solo_output
 from tests.rig import Rig
 
@@ -168,7 +169,7 @@ def workloads(draw):
     return size, draw(st.sampled_from([3, 1000])), draw(st.lists(action, max_size=30))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(workloads())
 def test_a_tree_over_a_host_tier_is_a_dictionary_of_all_prefixes(workload):
     """Insert, match, evict and load; `cells` are what the pages of both tiers hold, moved by the copies that are asked

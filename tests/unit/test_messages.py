@@ -25,6 +25,7 @@ from common.messages import (
     ints,
 )
 from common.sampling_params import SamplingParams
+from tests.examples import examples
 from tests.helpers_wire import whole_body
 from tests.unit.wire_strategies import messages_of
 
@@ -46,7 +47,7 @@ def text_batch(**changes: Any) -> TextBatch:
 
 @pytest.mark.parametrize("cls", message_types(), ids=lambda cls: cls.__name__)
 def test_round_trip(cls: type) -> None:
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(messages_of(cls))
     def check(msg: Any) -> None:
         frame = encode(msg)

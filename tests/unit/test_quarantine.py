@@ -10,6 +10,7 @@ from common.config import POLICIES
 from common.messages import ErrorCode, StepPlan, StepResult
 from scheduler_proc.invariants import check
 from scheduler_proc.quarantine import MAX_ALL_LOSSES, MAX_LOSSES, REFUSED_NS
+from tests.examples import examples
 from tests.paper_worker import PaperWorker, solo_output
 from tests.rig import Rig
 
@@ -202,7 +203,7 @@ def test_suspects_may_leave() -> None:
     assert not rig.scheduler.quarantine and not rig.scheduler.has_work
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_mixture_of_innocents_and_culprits(data: st.DataObject) -> None:
     rig = PoisonRig(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.radix_tree import RadixTree
+from tests.examples import examples
 
 
 def raw(tokens):
@@ -22,7 +23,7 @@ def workloads(draw):
     return size, draw(st.lists(st.tuples(st.booleans(), sequence, salt), max_size=25))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(workloads())
 def test_same_as_a_dictionary_of_all_prefixes(workload):
     """Insert and match many sequences; every prefix that was ever inserted is found, to the token, and nothing else.

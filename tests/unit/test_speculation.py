@@ -102,7 +102,7 @@ def test_guesses_that_were_held_up_once_are_tried_again(cost: LinearCost, in_fli
 
 
 @pytest.mark.parametrize("cost", [DEAR, SMALL])
-@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("requests", [1, pytest.param(8, marks=pytest.mark.soak)])
 def test_trying_again_costs_little(cost: LinearCost, requests: int) -> None:
     vocabulary = Noisy(size=3, noise=0.6)
     off, _, _ = run(vocabulary, cost, requests, rounds=10)

@@ -13,6 +13,7 @@ from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.simulation import Simulation
 from scheduler_proc.workload import KINDS, Lengths, Recipe, Traffic, Workload, generate
+from tests.examples import examples
 from tests.unit.simulator_runs import COST, VOCABULARY
 
 WAYS = Overheads(1e-3, 0.2e-3, 0.1e-3, 0.3e-3, 0.1e-3, 0.5e-3, 0.01e-3, 0.4e-3, 0.7e-3)
@@ -54,7 +55,7 @@ def skipped(monkeypatch):
 
 
 @pytest.mark.soak
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     load=st.sampled_from([{"rate": 20.0}, {"rate": 200.0}, {"concurrency": 3}, {}]),

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tokenizer_proc.stop_strings import StopMatcher
 
 TEXT = st.text("ab.", max_size=40)
@@ -21,7 +22,7 @@ def cut(text: str, data: st.DataObject) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(TEXT, STOPS, st.data())
 def test_the_result_is_the_same_however_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
     deltas = cut(text, data)
@@ -38,7 +39,7 @@ def test_the_result_is_the_same_however_the_text_is_cut(text: str, stops: list[s
     assert (shown, stopped) == expected(text, stops, sum(map(len, deltas[:free])))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(TEXT, STOPS, st.data())
 def test_exactly_what_could_become_a_stop_is_held(text: str, stops: list[str], data: st.DataObject) -> None:
     matcher = StopMatcher(stops)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.messages import ErrorCode, Finish, OpenStream, RequestError, TextBatch, Timing, TokenBatch, ints
+from tests.examples import examples
 from tests.helpers_tokenizers import SPECIAL, byte_level
 from tokenizer_proc.streams import REPLAYED, Streams
 from tokenizer_proc.text_decoder import TextDecoders
@@ -162,7 +163,7 @@ def test_errors_pass_once() -> None:
     assert len(streams) == streams.early == 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.sampled_from([" fox", " jumps", "🙂", " over", "the", "é"]), max_size=8),
     st.sampled_from([Finish.STOP, Finish.LENGTH, Finish.ABORT]),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.examples import examples
 from tests.helpers_tokenizers import ALL_KINDS, SENTENCES, UNSUPPORTED, byte_level
 from tokenizer_proc.text_decoder import TextDecoder, TextDecoders, UnsupportedDecoder
 
@@ -47,7 +48,7 @@ def token_lists(kind: str) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_joined_deltas_equal_the_full_decode(kind: str, data: st.DataObject, skip: bool) -> None:
     tokens = data.draw(token_lists(kind))
@@ -56,7 +57,7 @@ def test_joined_deltas_equal_the_full_decode(kind: str, data: st.DataObject, ski
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_a_continuation_is_what_the_whole_decode_adds(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = tokenizer_of(kind)
@@ -90,7 +91,7 @@ def test_ascii_text_is_shown_at_once() -> None:
 
 
 @given(st.binary(max_size=24))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_invalid_utf8_becomes_as_many_replacement_characters_as_in_the_library(raw: bytes) -> None:
     tokenizer = tokenizer_of("byte-level")
     ids = [tokenizer.token_to_id(_BYTE_CHARS[b]) for b in raw]

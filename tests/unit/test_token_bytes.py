@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.helpers_tokenizers import ALL_KINDS, SENTENCES, byte_level, sentence_piece
 from tokenizer_proc.text_decoder import TextDecoders
 from tokenizer_proc.token_bytes import TokenBytes
@@ -22,7 +23,7 @@ def test_the_bytes_of_all_tokens_are_the_text(kind: str) -> None:
     """Whatever the tokens are: of whole characters exactly, and of broken ones with the same replacements."""
     tokens_bytes, decoders, tokenizer = bytes_of(kind)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
