@@ -33,6 +33,7 @@ def test_the_last_release_frees_and_one_more_is_refused():
 def test_a_pool_has_pages():
     with pytest.raises(ValueError, match="at least 1 page"):
         BlockPool(0)
+    assert BlockPool(1).allocate(1) == [0]
 
 
 @given(st.lists(st.integers(0, 5), max_size=40))
