@@ -76,8 +76,6 @@ class RadixTree:
         out what would have to be loaded."""
         node, position, end = self._root(salt), 0, min(len(tokens), most * TOKEN_BYTES)
         while (child := node.children.get(tokens[position : position + self._page_bytes])) is not None:
-            if position + self._page_bytes > end:
-                break
             if on_device and child.on_host:
                 return position // TOKEN_BYTES
             common = len(common_prefix(child.key, tokens[position : min(end, position + len(child.key))]))
@@ -112,7 +110,7 @@ class RadixTree:
         if not rest:
             return node, present
         near, shared = self._neighbour(node, rest[: self._page_bytes])
-        if near is not None and shared * TOKEN_BYTES == len(rest):
+        if shared * TOKEN_BYTES == len(rest):
             return node, present + len(pages) - at  # a page that begins with these tokens is there
         fresh = pages[at:]
         self._pool.share(fresh)
@@ -122,7 +120,6 @@ class RadixTree:
             self.num_pages += len(fresh)
             if not node.locks:
                 self.evictable += len(fresh)
-                self._offer(node)
             self.version += 1
             return node, present
         child = Node(rest, fresh, node)
@@ -227,8 +224,6 @@ class RadixTree:
     def _neighbour(self, node: Node, page: bytes) -> tuple[Node | None, int]:
         """The child whose first page shares the most leading tokens with `page`, and how many; None when none."""
         best, most = None, 0
-        if not page or not node.order:
-            return best, most
         at = bisect_left(node.order, page)
         for key in node.order[max(0, at - 1) : at + 1]:
             shared = len(common_prefix(key, page)) // TOKEN_BYTES
@@ -344,7 +339,6 @@ class RadixTree:
             self.evictable -= take
         del node.pages[keep:]
         node.key = node.key[: keep * self._page_bytes]
-        self.version += 1
         self._offer(node)
 
     def _drop(self, node: Node) -> None:
@@ -360,7 +354,6 @@ class RadixTree:
         del parent.children[first]
         del parent.order[bisect_left(parent.order, first)]
         node.parent = None
-        self.version += 1
         if parent.parent is None and not parent.children:
             self._roots.pop(parent.key, None)
         self._offer(parent)

@@ -112,6 +112,50 @@ def test_an_evicted_sequence_stays_one_edge():
     assert list(kv.copies[::2]) == pages[:1:-1], "from its end"
 
 
+def over_a_host(host_pages):
+    """A tree of pages of one token, and what inserts into it."""
+    pool, copies = BlockPool(20), array("i")
+    tier = HostTier(host_pages, 20, copies)
+    tree = RadixTree(pool, 1, tier)
+
+    def insert(tokens):
+        pages = pool.allocate(len(tokens))
+        tree.insert(raw(tokens), pages)
+        pool.release(pages)
+
+    return pool, tier, tree, insert
+
+
+def test_what_is_locked_on_the_host_makes_no_room():
+    """As the prefix of a request is while room is made for it on the device."""
+    pool, tier, tree, insert = over_a_host(host_pages=1)
+    insert([1])
+    tree.evict(1)
+    match = tree.match(raw([1]), 1)
+    tree.lock(match.node)
+    insert([2])
+    assert tree.evict(1) == 1 == tier.dropped and pool.free == 20
+    assert tree.peek(raw([1]), 1) == 1 and tree.peek(raw([2]), 1) == 0
+    tree.load(match.node, pool.allocate(1))
+    tree.unlock(match.node)
+    assert tree.evictable == tree.num_pages == 1 == tier.pool.free
+
+
+def test_what_branches_below_an_edge_on_the_host_hangs_there_when_the_edge_has_grown():
+    pool, _, tree, insert = over_a_host(host_pages=9)
+    insert([1, 2, 3])
+    insert([1, 2, 4])
+    assert [tree.evict(count) for count in (2, 1, 1)] == [2, 1, 1]
+    assert sorted(len(node.pages) for node in tree.nodes()) == [1, 1, 2], "the edge above them is one again"
+    for last in (3, 4):
+        match = tree.match(raw([1, 2, last]), 3)
+        tree.lock(match.node)
+        for node in match.hosted:
+            tree.load(node, pool.allocate(len(node.pages)))
+        tree.unlock(match.node)
+    assert tree.num_pages == tree.evictable == 4 and pool.free == 16
+
+
 def test_a_host_tier_needs_a_prefix_cache():
     with pytest.raises(ValueError, match="prefix cache"):
         KVManager(8, 4, prefix_cache=False, host_pages=1)
@@ -180,10 +224,15 @@ def test_a_tree_over_a_host_tier_is_a_dictionary_of_all_prefixes(workload):
     tree = RadixTree(pool, size, tier)
     naive: set[tuple[int, ...]] = set()
     cells: dict[int, list[int]] = {}  # page -> all tokens up to its end
+    answers: dict[tuple[int, tuple[int, ...]], int] = {}  # version and tokens -> how many were found
     for kind, what in actions:
+        for query in naive:  # two answers need two versions of the tree
+            known = tree.peek(raw(query), len(query))
+            assert answers.setdefault((tree.version, query), known) == known
         if kind is None:
-            before = tree.num_pages
+            before, room, dropped = tree.num_pages, tier.pool.free, tier.dropped
             assert tree.evict(what) == min(what, before) == before - tree.num_pages
+            assert tier.dropped - dropped == max(0, min(what, before) - room), "no more than do not fit"
             follow(copies, cells)
             continue
         expected = max((n for n in range(len(what) + 1) if tuple(what[:n]) in naive), default=0)

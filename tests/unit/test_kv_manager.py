@@ -69,3 +69,13 @@ def test_a_request_that_cannot_start_takes_no_references():
     assert [kv.pool.references(page) for page in waiting.pages] == [2] * 58 + [1]
     kv.release(waiting)
     assert kv.pool.free + kv.tree.evictable == 60
+
+
+def test_a_tree_that_has_forgotten_all_is_another_one_with_the_same_counters():
+    """Who has remembered how much of a request is cached must ask again."""
+    kv = with_one_leaf(60)
+    kv.tree.evict(3)
+    before, evicted = kv.tree.version, kv.tree.evicted
+    kv.forget()
+    assert kv.tree.version > before and kv.tree.evicted == evicted == 3
+    assert kv.pool.free == kv.available == 60 and kv.cached(request(1, range(59))) == 0

@@ -35,9 +35,11 @@ def test_same_as_a_dictionary_of_all_prefixes(workload):
     tree = RadixTree(pool, size)
     naive: set[tuple[str, tuple[int, ...]]] = set()
     holds: dict[int, tuple[str, list[int], int]] = {}  # page -> namespace, all tokens up to its end, its start
+    answers: dict[tuple[int, str, tuple[int, ...]], int] = {}  # version, namespace and tokens -> how many were found
     for is_insert, tokens, salt in actions:
-        for most in (len(tokens), len(tokens) // 2):
-            expected = max((n for n in range(most + 1) if (salt, tuple(tokens[:n])) in naive), default=0)
+        for most in (len(tokens), len(tokens) // 2, len(tokens) + size):
+            known_to = min(most, len(tokens))
+            expected = max((n for n in range(known_to + 1) if (salt, tuple(tokens[:n])) in naive), default=0)
             assert tree.peek(raw(tokens), most, salt) == expected
             match = tree.match(raw(tokens), most, salt)
             assert len(match.pages) * size + match.partial == expected
@@ -48,15 +50,18 @@ def test_same_as_a_dictionary_of_all_prefixes(workload):
                 wanted = tokens[i * size : min(expected, (i + 1) * size)]
                 assert name == salt and start == i * size and known[start : start + len(wanted)] == wanted
                 assert known[:start] == tokens[:start], "the page continues the same tokens"
+        asked = {(name, query) for _, name, query in answers} | {(salt, tuple(tokens))}
+        remember(tree, asked, answers)
         if is_insert:
             count = -(-len(tokens) // size)
             pages = pool.allocate(count)
             _, present = tree.insert(raw(tokens), pages, salt)
-            assert (present * size >= len(tokens)) == ((salt, tuple(tokens)) in naive or not tokens)
+            assert present == (count if expected == len(tokens) else expected // size)
             for i in range(present, count):
                 holds[pages[i]] = (salt, tokens[: (i + 1) * size], i * size)
             naive |= {(salt, tuple(tokens[:n])) for n in range(len(tokens) + 1)}
             pool.release(pages)  # the caller's own references
+            remember(tree, asked, answers)
         assert tree.num_pages == tree.evictable == pool.num_pages - pool.free
         in_tree = [page for node in tree.nodes() for page in node.pages]
         assert len(in_tree) == len(set(in_tree)) == tree.num_pages
@@ -66,6 +71,13 @@ def test_same_as_a_dictionary_of_all_prefixes(workload):
     total = tree.num_pages
     assert tree.evict(10**6) == total
     assert pool.free == pool.num_pages and list(tree.nodes()) == [] and tree._roots == {}
+
+
+def remember(tree, asked, answers):
+    """Two answers to one question need two versions of the tree."""
+    for name, query in asked:
+        found = tree.peek(raw(query), len(query), name)
+        assert answers.setdefault((tree.version, name, query), found) == found
 
 
 def grown(page_size=2):
@@ -94,6 +106,34 @@ def test_least_recently_used_leaf_goes_first_from_its_end():
     assert pages_of(tree, [1, 1, 5, 5]) == 1
     assert tree.evict(1) == 1
     assert pages_of(tree, [1, 1, 2, 2, 3, 3]) == 2, "evicted from the end, the prefix stays"
+
+
+def test_what_is_new_goes_after_what_is_old():
+    _, tree, insert = grown()
+    insert([1, 1])
+    tree.match(raw([1, 1]), 2)
+    insert([5, 5])
+    assert tree.evict(1) == 1
+    assert (pages_of(tree, [1, 1]), pages_of(tree, [5, 5])) == (0, 1)
+
+
+def test_a_page_that_is_copied_has_been_used():
+    _, tree, insert = grown(page_size=4)
+    insert([1, 2, 3, 4])
+    insert([5, 6, 7, 8])
+    assert tree.match(raw([1, 2, 9, 9]), 4).partial == 2
+    assert tree.evict(1) == 1
+    assert (pages_of(tree, [1, 2, 3, 4]), pages_of(tree, [5, 6, 7, 8])) == (1, 0)
+
+
+def test_a_locked_page_stays_when_a_longer_one_comes():
+    pool, tree, insert = grown(page_size=4)
+    node = insert([1, 2])
+    tree.lock(node)
+    insert([1, 2, 3])
+    assert tree.num_pages == 2 and pool.references(node.pages[0]) == 1
+    tree.unlock(node)
+    assert tree.evict(9) == 2 and pool.free == pool.num_pages
 
 
 def test_locked_paths_are_never_evicted():
@@ -173,6 +213,16 @@ def test_a_sequence_inserted_bit_by_bit_is_one_edge():
     tree.unlock(node)
     assert tree.evictable == 3 == tree.evict(9)
     assert pool.free == pool.num_pages
+
+
+def test_the_heaps_are_tidied_as_often_as_they_double(monkeypatch):
+    tidied = []
+    monkeypatch.setattr(RadixTree, "_tidy", lambda tree, heap: tidied.append(len(heap)))
+    pool = BlockPool(3000)
+    tree = RadixTree(pool, 1)
+    for token in range(3000):
+        tree.insert(raw([token]), pool.allocate(1))
+    assert [length for length in tidied if length] == [65, 131, 263, 527, 1055, 2111]
 
 
 def test_an_edge_that_somebody_else_has_locked_does_not_grow():
