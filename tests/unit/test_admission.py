@@ -44,22 +44,26 @@ def moments(draw: st.DrawFn) -> Moment:
     return kv, running, waiting
 
 
-def asked_for(rule: Admission, moment: Moment) -> int:
-    """The fewest pages that must be there to be had, so that the one that waits may start."""
+def asked_for(rule: Admission, moment: Moment, already: int) -> int:
+    """The fewest pages that must be there to be had, so that the one that waits may start. All but `already` of those
+    who run have started since the rule was told who runs."""
     kv, running, waiting = moment
-    assert rule.fits(kv, running, waiting)
+    rule.begin(kv, running[:already])
+    for one in running[already:]:
+        rule.started(kv, one)
+    assert rule.fits(kv, waiting)
     while kv.available:
         page = kv.pool.allocate(1)
-        if not rule.fits(kv, running, waiting):
+        if not rule.fits(kv, waiting):
             kv.pool.release(page)
             break
     return kv.available
 
 
-@given(moments())
-def test_what_is_reserved_in_full_is_what_all_take_in_the_end(moment: Moment) -> None:
+@given(moments(), st.integers(0, 5))
+def test_what_is_reserved_in_full_is_what_all_take_in_the_end(moment: Moment, already: int) -> None:
     kv, running, waiting = moment
-    asked = asked_for(FullReservation(), moment)
+    asked = asked_for(FullReservation(), moment, already)
     assert asked == sum(len(kv.grow(one, one.kv_len_at_end)) for one in [*running, waiting])
 
 
@@ -73,24 +77,24 @@ def peak(kv: KVManager, everyone: list[Request]) -> int:
     return max(sum(pages(one, t) for one in everyone if one.remaining > t) for t in range(last))
 
 
-@given(moments())
-def test_the_exact_peak_is_enough_and_hardly_more(moment: Moment) -> None:
+@given(moments(), st.integers(0, 5))
+def test_the_exact_peak_is_enough_and_hardly_more(moment: Moment, already: int) -> None:
     kv, running, waiting = moment
     held = sum(len(one.pages) - one.shared_pages for one in running)
     needed = peak(kv, [*running, waiting])
-    asked = asked_for(ExactPeak(), moment) + held
+    asked = asked_for(ExactPeak(), moment, already) + held
     # of several, tokens to come are rounded up to pages for each, and two more are counted than become keys and values
     slack = (len(running) + 1) * (1 + kv.pages_for(2))
     assert needed <= asked <= needed + slack if running else asked == max(needed, kv.pages_for(len(waiting.tokens) + 1))
 
 
-@given(moments(), st.floats(0, 1), st.integers(0, 12))
-def test_a_ratio_of_what_may_still_come_is_kept(moment: Moment, ratio: float, clip: int) -> None:
+@given(moments(), st.integers(0, 5), st.floats(0, 1), st.integers(0, 12))
+def test_a_ratio_of_what_may_still_come_is_kept(moment: Moment, already: int, ratio: float, clip: int) -> None:
     kv, running, waiting = moment
     now = kv.pages_for(len(waiting.tokens) + 1) - len(waiting.pages)
     later = int(ratio * sum(min(clip, one.max_tokens - one.generated) for one in [*running, waiting]))
     expected = now + kv.pages_for(later) if running else now
-    assert asked_for(NewTokenRatio(ratio, ratio, clip=clip), moment) == expected
+    assert asked_for(NewTokenRatio(ratio, ratio, clip=clip), moment, already) == expected
 
 
 def test_the_ratio_falls_while_all_goes_well() -> None:

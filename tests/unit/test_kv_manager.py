@@ -79,3 +79,16 @@ def test_a_tree_that_has_forgotten_all_is_another_one_with_the_same_counters():
     kv.forget()
     assert kv.tree.version > before and kv.tree.evicted == evicted == 3
     assert kv.pool.free == kv.available == 60 and kv.cached(request(1, range(59))) == 0
+
+
+def test_copies_of_pages_that_hold_nothing_any_more_are_not_made():
+    kv = with_one_leaf(16, host_pages=16)
+    kv.tree.evict(3)
+    kv.forget()
+    assert not kv.take_copies() and kv.tier is not None and kv.tier.pool.free == 16
+    first = request(0, range(15))
+    kv.take_room(first, kv.lock_prefix(first))
+    first.cached_len = 15
+    kv.release(first)
+    kv.tree.evict(2)
+    assert len(kv.take_copies()) == 4, "those that come later are"

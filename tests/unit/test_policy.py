@@ -2,10 +2,11 @@
 
 import pytest
 
+from common.config import POLICIES
 from common.messages import ints
 from common.sampling_params import DrawParams
 from scheduler_proc.kv_manager import KVManager
-from scheduler_proc.policy import make_policy
+from scheduler_proc.policy import MAX_PREFILLS, make_policy
 from scheduler_proc.request import Request
 from scheduler_proc.step_time import StepShape, StepTimeModel
 from tests.rig import Rig
@@ -163,3 +164,73 @@ def test_the_queue_is_put_in_order_only_when_somebody_could_start(monkeypatch):
     for _ in range(20):
         rig.step()
     assert not compared and 1 not in rig.out
+
+
+def request(seq, since=0, priority=0, tokens=(1,)):
+    return Request(
+        seq, ints(*tokens), len(tokens), 1, frozenset(), DrawParams(), seq=seq, since=since, priority=priority
+    )
+
+
+def test_who_starts_beside_prompts_at_work():
+    kv = KVManager(10, 4)
+    for name in ("fcfs", "lpm"):
+        assert not make_policy(name, kv, 10.0).starts_beside(request(9), [request(1)])
+    turns = make_policy("round-robin", kv, 10.0)
+    urgent = make_policy("priority", kv, 10.0)
+    for count in (1, MAX_PREFILLS - 1):
+        at_work = [request(seq) for seq in range(count)]
+        assert turns.starts_beside(request(9), at_work) and urgent.starts_beside(request(9, priority=1), at_work)
+    at_work.append(request(8))
+    assert not turns.starts_beside(request(9), at_work) and not urgent.starts_beside(request(9, priority=1), at_work)
+    assert not urgent.starts_beside(request(9, priority=1), [request(1), request(2, priority=2)]), "before all of them"
+    assert not urgent.starts_beside(request(9), [request(1)]), "who came first goes first"
+
+
+def test_who_gets_chunks_no_later():
+    kv = KVManager(10, 4)
+    at_work = low, high, middle = [request(1), request(2, priority=2), request(3, priority=1)]
+    for name in ("fcfs", "lpm", "round-robin"):
+        assert make_policy(name, kv, 10.0).not_behind(request(9, priority=5), at_work) == at_work
+    urgent = make_policy("priority", kv, 10.0)
+    assert urgent.not_behind(request(9, priority=5), at_work) == [high], "the first one, whoever it is"
+    assert urgent.not_behind(request(9, priority=1), at_work) == [high, middle]
+    assert urgent.not_behind(request(9, priority=-1), at_work) == [high, middle, low]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_who_does_not_wait_cannot_be_taken_out(name):
+    policy = make_policy(name, KVManager(10, 4), 10.0)
+    one, other = request(1), request(2)
+    policy.add(one)
+    for stranger in (other, request(1)):
+        with pytest.raises(KeyError):
+            policy.remove(stranger)
+    policy.add(other)
+    policy.remove(one)
+    assert list(policy.order(0)) == [other] and len(policy) == 1
+    policy.remove(other)
+    assert list(policy.order(0)) == [] and len(policy) == 0
+
+
+def test_prefixes_are_compared_again_when_the_tree_has_changed(monkeypatch):
+    kv = KVManager(20, 1)
+    policy = make_policy("lpm", kv, 10.0)
+    first, second = request(1, SECOND, tokens=(5, 6, 7)), request(2, SECOND, tokens=(1, 2, 3))
+    for one in (first, second):
+        policy.add(one)
+    compared = []
+    cached = kv.cached
+    monkeypatch.setattr(kv, "cached", lambda one: compared.append(one) or cached(one))
+    assert list(policy.order(0)) == [first, second]
+    kv.tree.insert(second.tokens[:2].tobytes(), kv.pool.allocate(2))
+    assert list(policy.order(0)) == list(policy.order(0)) == [second, first]
+    assert compared == [first, second] * 2, "once for each version"
+    assert list(policy.order(11 * SECOND - 1)) == [second, first]
+    assert list(policy.order(11 * SECOND)) == [first, second], "who has waited for so long goes first"
+    for one in (first, second):
+        policy.remove(one)
+    again = request(1, tokens=(1, 2, 3))
+    policy.add(again)
+    list(policy.order(0))
+    assert compared[4:] == [again], "what was known of a number belongs to who had it"

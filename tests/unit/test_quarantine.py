@@ -1,15 +1,18 @@
 """A request that kills the workers is found, ends with an error, and takes nobody with it."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import POLICIES
-from common.messages import ErrorCode, StepPlan, StepResult
+from common.messages import AddRequest, ErrorCode, StepPlan, StepResult, ints
+from common.sampling_params import DrawParams, Grammar
 from scheduler_proc.invariants import check
-from scheduler_proc.quarantine import MAX_ALL_LOSSES, MAX_LOSSES, REFUSED_NS
+from scheduler_proc.quarantine import MAX_ALL_LOSSES, MAX_LOSSES, REFUSED_NS, Quarantine
+from scheduler_proc.request import Event, Request
 from tests.examples import examples
 from tests.paper_worker import PaperWorker, solo_output
 from tests.rig import Rig
@@ -201,6 +204,73 @@ def test_suspects_may_leave() -> None:
     rig.survive()
     assert rig.errors[1].code == ErrorCode.DEADLINE and rig.out[2] == solo_output([2, 1, 2], 30)
     assert not rig.scheduler.quarantine and not rig.scheduler.has_work
+
+
+def request(seq: int, prompt=(1, 2, 3), answer=(), **more) -> Request:
+    tokens = ints(*prompt, *answer)
+    draw = more.pop("draw", DrawParams())
+    return Request(seq, tokens, len(prompt), 100, frozenset(), draw, seq=seq, **more)
+
+
+def asks(prompt=(1, 2, 3), draw=DrawParams(), grammar=None) -> AddRequest:  # noqa: B008 - it is frozen
+    return AddRequest(99, ints(*prompt), 100, ints(), draw, grammar=grammar)
+
+
+def test_a_suspect_is_acquitted_past_all_that_was_planned_of_it() -> None:
+    """What it died of may be in any step in flight, of which the last may have been the first to come to it."""
+    quarantine, one = Quarantine(), request(1, answer=(4, 5))
+    one.pending = 2
+    assert quarantine.suspect([one], [one], 0) == [] and len(quarantine) == one.losses == 1
+    one.pending = 0
+    assert not quarantine.acquit(request(2))
+    for token in (6, 7):
+        one.tokens.append(token)
+        assert not quarantine.acquit(one) and quarantine
+    one.tokens.append(8)
+    assert quarantine.acquit(one) and not quarantine and (one.losses, one.all_losses) == (0, 1)
+    assert not quarantine.acquit(one), "it is none any more"
+
+
+def test_suspects_are_tried_in_the_order_of_their_arrival() -> None:
+    quarantine, both = Quarantine(), [request(seq) for seq in (2, 1)]
+    assert quarantine.suspect(both, both, 0) == []
+    assert quarantine.next() is both[1]
+    both[1].on(Event.ADMIT)
+    assert quarantine.next() is both[0]
+
+
+def test_nobody_is_found_guilty_in_company_or_after_its_end() -> None:
+    quarantine, both = Quarantine(), [request(seq) for seq in (1, 2)]
+    for _ in range(MAX_ALL_LOSSES + 1):
+        assert quarantine.suspect(both, both, 0) == []
+    both[0].on(Event.ABORT)
+    assert quarantine.suspect(both[:1], both, 0) == []
+    assert quarantine.refusal(asks(), 0) is None
+
+
+def condemn(quarantine: Quarantine, one: Request, now: int = 0) -> None:
+    one.losses = MAX_LOSSES - 1
+    assert quarantine.suspect([one], [one], now) == [one]
+
+
+def test_what_a_culprit_asked_for_is_prompt_parameters_and_grammar_and_no_seed() -> None:
+    quarantine, warm = Quarantine(), DrawParams(temperature=1.0, seed=5)
+    grammar = Grammar("regex", "a+")
+    condemn(quarantine, request(1, answer=(8, 9), draw=warm, grammar=grammar), 7)
+    alike = asks(draw=replace(warm, seed=6), grammar=grammar)
+    assert quarantine.refusal(alike, 7 + REFUSED_NS - 1) is not None
+    assert quarantine.refusal(alike, 7 + REFUSED_NS) is None
+    assert quarantine.refusal(asks((1, 2, 4), warm, grammar), 7) is None
+    assert quarantine.refusal(asks(draw=replace(warm, temperature=0.5), grammar=grammar), 7) is None
+    assert quarantine.refusal(asks(draw=warm), 7) is None
+
+
+def test_the_oldest_culprit_is_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_proc.quarantine.MAX_REFUSED", 2)
+    quarantine = Quarantine()
+    for seq in (1, 2, 3):
+        condemn(quarantine, request(seq, (seq,)))
+    assert [quarantine.refusal(asks((seq,)), 0) is not None for seq in (1, 2, 3)] == [False, True, True]
 
 
 @settings(max_examples=examples(60), deadline=None)
