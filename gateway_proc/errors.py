@@ -69,9 +69,12 @@ class ApiError(Exception):
         return self.code or self.type, self.message
 
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        headers = {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"  # which RFC 9110 asks for
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return headers
 
 
 def refused(param: str, problem: str, code: str = "invalid_value") -> ApiError:
