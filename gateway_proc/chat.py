@@ -11,7 +11,7 @@ from common.messages import Finish
 from common.openai_logprobs import chat_logprobs, prompt_logprobs
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
-from gateway_proc.conversation import Conversation, conversation_of, template_arguments
+from gateway_proc.conversation import Conversation
 from gateway_proc.errors import refused
 from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, event, while_connected
@@ -45,9 +45,7 @@ async def create(service: Service, request: Request) -> Any:
         raise refused("top_logprobs", "is only allowed with logprobs")
     if body.prompt_logprobs is not None and body.stream:
         raise refused("prompt_logprobs", "cannot be used with stream")
-    arguments = template_arguments(body, info)
-    prompt_end = await service.prompt_ends.of(connection, info, arguments)
-    conversation = conversation_of(body, info, arguments, prompt_end)
+    conversation = await service.conversation(connection, info, body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     names = {
         "text": "messages",
@@ -73,14 +71,7 @@ async def create(service: Service, request: Request) -> Any:
         "created": int(time.time()),
         "model": body.model or info.names[0],
     }
-    generation = service.generation(
-        connection, story, body, [conversation.messages], params, n=body.n or 1,
-        # which tokens are reasoning shows only where they come one by one
-        stream=bool(body.stream) or (conversation.tells_reasoning and not body.use_beam_search),
-        names=names, **conversation.template,
-    )  # fmt: skip
-    if conversation.tells_reasoning:
-        generation.usage.reasoning_tokens = 0
+    generation = service.answers(connection, story, body, conversation, params, names)
     plan = Plan(body, head, conversation)
     if body.stream:
         return EventStream(_stream(plan, generation), story)

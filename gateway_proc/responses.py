@@ -10,7 +10,6 @@ from starlette.requests import Request
 from common.messages import Finish
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader
-from gateway_proc.conversation import conversation_of, template_arguments
 from gateway_proc.errors import ApiError, refused
 from gateway_proc.generation import Generation, Usage
 from gateway_proc.http import EventStream, Json, while_connected
@@ -25,9 +24,7 @@ async def create(service: Service, request: Request) -> Any:
     body = await service.reader.read(request, ResponsesRequest)
     chat = _as_chat(body)
     connection, info, story = service.begin(request, chat)
-    arguments = template_arguments(chat, info, "reasoning.effort")
-    prompt_end = await service.prompt_ends.of(connection, info, arguments)
-    conversation = conversation_of(chat, info, arguments, prompt_end)
+    conversation = await service.conversation(connection, info, chat, "reasoning.effort")
     names = {
         "text": "input", "chat": "input", "grammar": "text.format", "max_tokens": "max_output_tokens",
         "template_args.reasoning_effort": "reasoning.effort",
@@ -42,13 +39,7 @@ async def create(service: Service, request: Request) -> Any:
         skip_special_tokens=False if conversation.needs_special_tokens else None,
         names=names,
     )
-    reasons = conversation.tells_reasoning
-    generation = service.generation(
-        connection, story, chat, [conversation.messages], params, n=1, stream=bool(body.stream) or reasons,
-        names=names, **conversation.template,
-    )  # fmt: skip
-    if reasons:
-        generation.usage.reasoning_tokens = 0
+    generation = service.answers(connection, story, chat, conversation, params, names)
     answer = _Answer(body, story.id, body.model or info.names[0], params.temperature, params.top_p)
     reader = ChoiceReader(conversation)
     if body.stream:

@@ -12,12 +12,14 @@ from common.messages import Info
 from common.story import Story, shown
 from gateway_proc.auth import namespace
 from gateway_proc.backend import Backend
+from gateway_proc.conversation import Conversation, conversation_of, template_arguments
 from gateway_proc.errors import refused
 from gateway_proc.generation import Generation, Job, Prompt
 from gateway_proc.http import story_of
 from gateway_proc.params import Defaults
 from gateway_proc.prompt_ends import PromptEnds
 from gateway_proc.requests import BodyReader, check_model
+from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.sampling import SamplingFields
 
 
@@ -68,3 +70,32 @@ class Service:
             "deadline_ms": fields.deadline_ms or 0,
         }
         return Generation(connection, Job(prompts, params, n, stream, options, names, prompt_only), story)
+
+    async def conversation(
+        self, connection: AsyncConnection, info: Info, chat: ChatRequest, effort_field: str = "reasoning_effort"
+    ) -> Conversation:
+        """A chat as the cluster takes it. Raises ApiError, with the client's name for the effort."""
+        arguments = template_arguments(chat, info, effort_field)
+        prompt_end = await self.prompt_ends.of(connection, info, arguments)
+        return conversation_of(chat, info, arguments, prompt_end)
+
+    def answers(
+        self,
+        connection: AsyncConnection,
+        story: Story,
+        chat: ChatRequest,
+        conversation: Conversation,
+        params: Any,
+        names: Mapping[str, str],
+    ) -> Generation:
+        """The request of a chat to the cluster, not yet sent."""
+        tells = conversation.tells_reasoning
+        generation = self.generation(
+            connection, story, chat, [conversation.messages], params, n=chat.n or 1,
+            # which tokens are reasoning shows only where they come one by one
+            stream=bool(chat.stream) or (tells and not chat.use_beam_search),
+            names=names, **conversation.template,
+        )  # fmt: skip
+        if tells:
+            generation.usage.reasoning_tokens = 0
+        return generation
