@@ -62,12 +62,6 @@ class TritonAttention:
 
     shares_pages = True
 
-    def bind(self, batch: ForwardBatch) -> None:
-        """See `CudaAttention`: the kernels read all they need from the batch."""
-
-    def replan(self, batch: ForwardBatch, cache: KVCache, kv_lens: list[int]) -> None:
-        """See `CudaAttention`."""
-
     def __init__(self) -> None:
         self._batch: ForwardBatch | None = None
         self._starts: Tensor | None = None  # int64 [prefill rows + 1]: where the tokens of each begin
@@ -118,6 +112,12 @@ class TritonAttention:
             table, lengths = batch.page_table[first:], batch.kv_lens[first:]
             decode(q[tokens:], out[tokens:], table, lengths, cache, layer, *limits, shared)
         return out
+
+    def bind(self, batch: ForwardBatch) -> None:
+        """See `CudaAttention`: the kernels read all they need from the batch."""
+
+    def replan(self, batch: ForwardBatch, cache: KVCache, kv_lens: list[int]) -> None:
+        """See `CudaAttention`."""
 
     def decode_kinds(self, max_rows: int, kv_heads: int, page_size: int, columns: int) -> list[DecodeKind]:
         """Decodes that launch, between them, every kernel that up to `max_rows` of them with up to `columns` pages each
