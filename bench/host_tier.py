@@ -16,7 +16,8 @@ from random import Random
 import click
 
 from bench.clusters import cluster, machine
-from common.connection import Answer, Connection
+from common.answer import Answer
+from common.connection import Connection
 from common.messages import Finish, RequestError
 from common.sampling_params import SamplingParams
 

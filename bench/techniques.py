@@ -19,8 +19,10 @@ from pathlib import Path
 import click
 
 from bench.clusters import cluster, machine
-from common.connection import Answer, Connection, Row
+from common.answer import Answer
+from common.connection import Connection
 from common.messages import Finish
+from common.rows import Row
 from common.sampling_params import SamplingParams
 
 Prompt = list[int]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from client_cli.batch_file import Line, Outcome
 from client_cli.openai_body import CHAT
 from client_cli.runs import describe, submit
-from common.connection import Answer, Row, tokens_of
+from common.answer import Answer, tokens_of
 from common.fields import FieldError
 from common.json_request import JsonRequest, parse_request
 from common.logprobs import TokenLogprobs
 from common.messages import ErrorCode, Finish, RequestError
 from common.openai_logprobs import CompletionLogprobs, chat_logprobs
+from common.rows import Row
 from common.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:

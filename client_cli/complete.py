@@ -14,8 +14,9 @@ from client_cli.runs import connected, deferred_interrupt, run_many, run_one
 from client_cli.target import Target, target_options
 
 if TYPE_CHECKING:
-    from common.connection import Answer, Row
+    from common.answer import Answer
     from common.json_request import JsonRequest
+    from common.rows import Row
 
 
 def _token_list(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[int] | None:
@@ -134,7 +135,7 @@ def read_jsonl(source: TextIO, defaults: dict[str, Any]) -> "list[JsonRequest]":
 
 def answer_prompt(target: Target, request: "JsonRequest", as_json: bool) -> None:
     """Stream the answer to stdout, print each of several when it is complete, or all as one JSON object."""
-    from common.connection import result_of
+    from common.answer import result_of
     from common.messages import Finish
 
     def show(text: str) -> None:

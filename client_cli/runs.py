@@ -12,9 +12,10 @@ from client_cli.errors import ClientError
 if TYPE_CHECKING:
     from client_cli.link import Link
     from client_cli.target import Target
-    from common.connection import Answer, Row
+    from common.answer import Answer
     from common.json_request import JsonRequest
     from common.messages import RequestError
+    from common.rows import Row
 
 POLL_S = 0.1  # how late Ctrl-C may be noticed
 ABORT_WAIT_S = 1.0
@@ -85,7 +86,7 @@ def describe(error: "RequestError") -> str:
 
 def submit(link: "Link", request: "JsonRequest", *, stream: bool = True) -> "tuple[int, list[Answer]]":
     """Send a request; returns its id and an empty answer for each of its choices."""
-    from common.connection import Answer
+    from common.answer import Answer
 
     answers = [Answer() for _ in range(request.n)]
     rid = link.submit(
@@ -127,8 +128,9 @@ def run_many(
     check: Callable[[], None],
 ) -> int:
     """Run requests, at most `concurrency` at once, hand out results in their order, return how many failed."""
-    from common.connection import Row, result_of
+    from common.answer import result_of
     from common.messages import ErrorCode, Finish
+    from common.rows import Row
 
     waiting = iter(enumerate(requests))
     live: dict[int, tuple[int, list[Answer]]] = {}

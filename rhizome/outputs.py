@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.connection import Answer
+from common.answer import Answer
 from common.logprobs import TokenLogprobs
 
 

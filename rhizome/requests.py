@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, TypeAlias, TypedDict, cast
 
+from common.answer import Answer, tokens_of
 from common.chat_answers import AnswerReader, ChatFormat, is_read
-from common.connection import Answer, Row, tokens_of
 from common.json_request import JsonRequest, parse_request
 from common.messages import Finish, RequestError
+from common.rows import Row
 from rhizome.errors import GenerationError
 from rhizome.outputs import RequestOutput, StreamOutput, to_output
 from rhizome.sampling_params import SamplingParams, integers, listed

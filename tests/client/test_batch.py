@@ -17,7 +17,7 @@ from client_cli.batch_file import BatchError, Line, Outcome, read_earlier, read_
 from client_cli.batch_http import HttpRunner
 from client_cli.batch_local import to_request, to_response
 from client_cli.http_loop import Server
-from common.connection import Answer
+from common.answer import Answer
 from common.fields import FieldError
 from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import Abort, ErrorCode, Finish, Generate, RequestError, ints

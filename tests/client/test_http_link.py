@@ -16,9 +16,11 @@ from client_cli.openai_logprobs import logprobs_of, prompt_logprobs_of
 from client_cli.status import _look
 from client_cli.target import Target
 from client_cli.watch import Watcher
-from common.connection import Answer, ConnectionLost, Row, Unreachable, result_of, tokens_of
+from common.answer import Answer, result_of, tokens_of
+from common.connection import ConnectionLost, Unreachable
 from common.logprobs import TokenLogprobs, TopLogprob
 from common.messages import ChatMessage, ErrorCode, Finish, RequestError, ints
+from common.rows import Row
 from common.sampling_params import Grammar, SamplingParams
 from tests.client.client_runs import run, start
 from tests.client.fake_openai import TIMEOUT_S, FakeOpenAI

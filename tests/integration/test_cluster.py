@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.connection import Answer, Row
+from common.answer import Answer
 from common.messages import ErrorCode, Finish, RequestError
+from common.rows import Row
 from common.sampling_params import SamplingParams
 from tests.helpers_models import make_checkpoint
 from tests.integration.cluster import ROOT, running

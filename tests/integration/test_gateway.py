@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from common.connection import Answer, Row
+from common.answer import Answer
+from common.rows import Row
 from common.sampling_params import SamplingParams
 from tests.helpers_http import dial, head, post, until, until_closed
 from tests.integration.cluster import ROOT, Cluster, running, wait_until

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 
-from common.connection import Answer
+from common.answer import Answer
 from common.messages import ErrorCode, Finish, RequestError
 from common.sampling_params import SamplingParams
 from tests.helpers_models import make_checkpoint

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import zmq
 
-from common.connection import Answer, Connection, ConnectionLost
+from common.answer import Answer
+from common.connection import Connection, ConnectionLost
 from common.messages import ErrorCode, Finish, RequestError, ints
 from common.rows import Row
 from common.sampling_params import SamplingParams

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from common.answer import Answer, result_of
 from common.codec import PROTOCOL_VERSION
-from common.connection import Answer, Connection, ConnectionLost, Row, Unreachable, result_of
+from common.connection import Connection, ConnectionLost, Unreachable
 from common.messages import (
     Abort,
     Beat,
@@ -26,6 +27,7 @@ from common.messages import (
     TextBatch,
     ints,
 )
+from common.rows import Row
 from common.sampling_params import SamplingParams
 from tests.unit.fake_frontend import (
     TIMEOUT_S,
