@@ -58,14 +58,12 @@ class Planner:
 
     def fill(self, step: PlanBuilder, now: int) -> None:
         """Plan as much as the budget and the pages allow, perhaps nothing. `now` in ns."""
-        held = self._holds_answers()
+        held = self._holds_answers(now)
         preempted = False if held else self._plan_decodes(step)
         if self._residents.prefilling or len(self._waiting):
             self._plan_prompts(step, now, preempted=preempted)
-        if held:
-            self._ramp_up.computed(step.num_tokens)
-            if not step.num_tokens:  # nobody can start
-                preempted = self._plan_decodes(step)
+        if held and not step.num_tokens:  # nobody can start
+            preempted = self._plan_decodes(step)
         self._share_prefills(step)
         if step.num_tokens and not preempted:
             self.admission.after_step()
@@ -90,12 +88,12 @@ class Planner:
             if room > 0:
                 budget -= self._plan_chunk(step, request, min(budget, room))
 
-    def _holds_answers(self) -> bool:
+    def _holds_answers(self, now: int) -> bool:
         if not self._waiting.alike or self._config.itl_target_ms or not self._config.chunk_slowdown:
             return False
         residents = self._residents
         starting = min(len(self._waiting), residents.free)
-        return self._ramp_up.holds(residents.decoding(), residents.prefilling, starting)
+        return self._ramp_up.holds(residents.decoding(), residents.prefilling, starting, now)
 
     def _plan_decodes(self, step: PlanBuilder) -> bool:
         """Plan one token for each decoding request that can have a page, and guesses at more where they pay; True when

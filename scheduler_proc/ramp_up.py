@@ -22,23 +22,22 @@ class RampUp:
     def __init__(self, step_time: StepTimeModel, chunks: ChunkBudget):
         self._step_time = step_time
         self._chunks = chunks
-        self._computed = 0  # tokens of prompts, while answers waited for them
+        self._since = 0  # ns; when answers began to wait, 0 while none does
 
-    def holds(self, decoding: Sequence[Request], prefilling: Sequence[Request], starting: int) -> bool:
+    def holds(self, decoding: Sequence[Request], prefilling: Sequence[Request], starting: int, now: int) -> bool:
         """Whether the answers of `decoding` wait in the next step: for prompts that have started, and for those of
-        `starting` requests that have not, but find a slot."""
+        `starting` requests that have not, but find a slot. `now` in ns."""
         if not (decoding and (prefilling or starting) and all(r.cached_len == r.prompt_len for r in decoding)):
-            self._computed = 0
+            self._since = 0
             return False
+        self._since = self._since or now
         left = sum(r.extend_len for r in prefilling) + int(starting * self._chunks.typical_prompt)
-        delay = self._step_time.seconds_of_prompts(self._computed + left)
-        if delay is None:
+        rest = self._step_time.seconds_of_prompts(left)
+        if rest is None:
             return False
+        # what has passed is measured: prompts may be longer than the typical one, and cost more than their tokens tell
+        delay = (now - self._since) / 1e9 + rest
         answer = sum(map(self._chunks.likely_answer, decoding)) / len(decoding)
         context = left + sum(r.cached_len for r in (*decoding, *prefilling))
         together = StepShape(len(decoding) + len(prefilling) + starting, context)
         return delay <= min(answer * self._step_time.predict(together), LONGEST_S)
-
-    def computed(self, tokens: int) -> None:
-        """So many tokens of prompts are computed in a step in which answers wait."""
-        self._computed += tokens

@@ -15,6 +15,7 @@ from scheduler_proc.step_time import StepShape, StepTimeModel
 from tests.rig import Rig
 
 BASE, PER_TOKEN = 0.040, 0.001  # seconds
+SECOND = NOW = 10**9  # ns
 
 
 def learn(model: StepTimeModel) -> None:
@@ -43,31 +44,33 @@ def ramp_up(answers: int = 0) -> RampUp:
 
 
 def test_answers_wait_while_none_is_past_its_first_token():
-    assert ramp_up().holds([begun(100, 50), begun(90, 50)], [], starting=2)
-    assert not ramp_up().holds([begun(100, 50), begun(90, 50, decoded=1)], [], starting=2)
-    assert not ramp_up().holds([begun(100, 50)], [], starting=0), "nothing to wait for"
-    assert not ramp_up().holds([], [], starting=2), "nobody waits"
+    assert ramp_up().holds([begun(100, 50), begun(90, 50)], [], starting=2, now=NOW)
+    assert not ramp_up().holds([begun(100, 50), begun(90, 50, decoded=1)], [], starting=2, now=NOW)
+    assert not ramp_up().holds([begun(100, 50)], [], starting=0, now=NOW), "nothing to wait for"
+    assert not ramp_up().holds([], [], starting=2, now=NOW), "nobody waits"
 
 
 def test_prompts_that_take_longer_than_an_answer_are_not_waited_for():
     # ten rows take 50 ms a step, and 50 steps as long as 2500 tokens of prompts
-    assert ramp_up().holds([begun(100, 50)] * 2, [], starting=24)
-    assert not ramp_up().holds([begun(100, 50)] * 2, [], starting=60)
+    assert ramp_up().holds([begun(100, 50)] * 2, [], starting=24, now=NOW)
+    assert not ramp_up().holds([begun(100, 50)] * 2, [], starting=60, now=NOW)
     prompt = Request(1, ints(*range(5000)), 5000, 50, frozenset(), DrawParams())
-    assert not ramp_up().holds([begun(100, 50)], [prompt], starting=0)
+    assert not ramp_up().holds([begun(100, 50)], [prompt], starting=0, now=NOW)
 
 
 def test_no_answer_waits_for_long():
-    assert ramp_up().holds([begun(100, 10**6)], [], starting=140)
-    assert not ramp_up().holds([begun(100, 10**6)], [], starting=160), "16 seconds"
+    assert ramp_up().holds([begun(100, 10**6)], [], starting=140, now=NOW)
+    assert not ramp_up().holds([begun(100, 10**6)], [], starting=160, now=NOW), "16 seconds"
 
 
 def test_an_answer_that_may_end_counts_as_recent_ones():
-    assert not ramp_up(answers=2).holds([begun(100, 1000, stop=True)], [], starting=8)
-    assert ramp_up(answers=2).holds([begun(100, 1000)], [], starting=8), "it has no end but its limit"
-    assert ramp_up(answers=500).holds([begun(100, 1000, stop=True)], [], starting=8)
-    assert not ramp_up(answers=500).holds([begun(100, 2, stop=True)], [], starting=8)
-    assert not ramp_up().holds([begun(100, 1000, stop=True)], [], starting=8), "nobody knows how long answers are"
+    assert not ramp_up(answers=2).holds([begun(100, 1000, stop=True)], [], starting=8, now=NOW)
+    assert ramp_up(answers=2).holds([begun(100, 1000)], [], starting=8, now=NOW), "it has no end but its limit"
+    assert ramp_up(answers=500).holds([begun(100, 1000, stop=True)], [], starting=8, now=NOW)
+    assert not ramp_up(answers=500).holds([begun(100, 2, stop=True)], [], starting=8, now=NOW)
+    assert not ramp_up().holds([begun(100, 1000, stop=True)], [], starting=8, now=NOW), (
+        "nobody knows how long answers are"
+    )
 
 
 def test_nobody_waits_while_the_time_of_prompts_is_not_known():
@@ -76,17 +79,17 @@ def test_nobody_waits_while_the_time_of_prompts_is_not_known():
     chunks.admitted(100)
     for i in range(50):
         model.learn(StepShape(1 + i % 8, 0), BASE + PER_TOKEN * (1 + i % 8))
-    assert not RampUp(model, chunks).holds([begun(100, 10**6)], [], starting=1)
+    assert not RampUp(model, chunks).holds([begun(100, 10**6)], [], starting=1, now=NOW)
 
 
 @given(arrivals=st.lists(st.integers(1, 400), min_size=1), max_tokens=st.integers(1, 200))
 def test_prompts_that_keep_coming_hold_answers_no_longer_than_one_takes(arrivals, max_tokens):
-    one, held, context = ramp_up(), 0, 100 + 400
+    one, held, context, now = ramp_up(), 0, 100 + 400, NOW
     for tokens in cycle(arrivals):
         prompt = Request(1, ints(*range(tokens)), tokens, 50, frozenset(), DrawParams())
-        if not one.holds([begun(100, max_tokens)], [prompt], starting=0):
+        if not one.holds([begun(100, max_tokens)], [prompt], starting=0, now=now):
             break
-        one.computed(tokens)
+        now += int(tokens * PER_TOKEN * SECOND)
         held += tokens
         assert held * PER_TOKEN <= max_tokens * (BASE + PER_TOKEN * 2 + 1e-6 * context) * 1.01
 
@@ -97,12 +100,14 @@ def timed_rig(**config) -> Rig:
     return rig
 
 
-def shapes(rig: Rig) -> list[tuple[int, int]]:
-    """(rows that decode, tokens of prompts) of each step until nothing is left; the times that were learned stay."""
+def shapes(rig: Rig, seconds: int = 0) -> list[tuple[int, int]]:
+    """(rows that decode, tokens of prompts) of each step until nothing is left, of so many seconds each; the times that
+    were learned stay."""
     found = []
     while (plan := rig.scheduler.plan(rig.now)) is not None:
         found.append((int.from_bytes(plan.decode).bit_count(), sum(plan.chunk_lens)))
         result = rig.worker.execute(plan)
+        rig.now += seconds * SECOND
         del result.times[:]
         rig.take(rig.scheduler.commit(result, rig.now))
     return found
@@ -118,6 +123,14 @@ def test_a_burst_has_its_first_tokens_before_any_second_one():
     burst(rig)
     assert shapes(rig) == [(0, 64)] * 4 + [(4, 0)] * 19
     assert all(len(rig.out[rid]) == 20 for rid in range(4))
+
+
+def test_no_answer_waits_longer_than_one_takes_where_prompts_take_longer_than_expected():
+    """Attention in very long ones does, and those that wait may be longer than recent ones were."""
+    rig = timed_rig()
+    for rid in range(8):
+        rig.add(rid, range(100 * rid, 100 * rid + 64), 125)  # an answer takes 6 s
+    assert [rows for rows, _ in shapes(rig, 5)][:4] == [0, 0, 0, 3]
 
 
 @pytest.mark.parametrize("config", [{"policy": "priority"}, {"chunk_slowdown": 0.0}, {"itl_target_ms": 90.0}])
