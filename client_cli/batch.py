@@ -37,7 +37,7 @@ def command(source: Path, output: Path, concurrency: int, retry_failed: bool, ta
     from client_cli.batch_file import BatchError, read_earlier, read_lines, without
 
     try:
-        with source.open(encoding="utf-8") as lines:
+        with source.open(encoding="utf-8-sig") as lines:
             wanted = read_lines(lines, source.name)
         with ExitStack() as held:
             file = held.enter_context(_output(output))

@@ -61,7 +61,7 @@ class Plan:
 @click.command("bench", context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--dataset", type=click.Choice(DATASETS), default="random", help="Prompts that share nothing, begin "
               "alike, are turns of conversations, or come from --trace.")  # fmt: skip
-@click.option("--trace", type=click.File(encoding="utf-8"), help="JSON lines, of the simulator or Mooncake's.")
+@click.option("--trace", type=click.File(encoding="utf-8-sig"), help="JSON lines, of the simulator or Mooncake's.")
 @click.option("--requests", type=click.IntRange(1), default=100, help="How many; a trace says so itself.")
 @click.option("--input-len", default="256", metavar="N|LOW:HIGH", help="Tokens of a prompt beside its prefix.")
 @click.option("--output-len", default="64", metavar="N|LOW:HIGH", help="Tokens of an answer.")

@@ -33,8 +33,8 @@ def _token_list(_context: click.Context, _parameter: click.Parameter, value: str
 @click.option("--chat", is_flag=True, help="Send the prompt as a user message through the chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it (implies --chat).")
 @click.option("--token-ids", metavar="IDS", callback=_token_list, help='The prompt as token ids: "1,2,3".')
-@click.option("--jsonl", type=click.File(encoding="utf-8"), help="Submit every line of a file: an object with prompt, "
-              "token_ids or messages, and the fields that the flags below set.")  # fmt: skip
+@click.option("--jsonl", type=click.File(encoding="utf-8-sig"), help="Submit every line of a file: an object with "
+              "prompt, token_ids or messages, and the fields that the flags below set.")  # fmt: skip
 @click.option("--concurrency", type=click.IntRange(1, 10_000), default=32, help="Requests of --jsonl at once.")
 @click.option("--output", type=click.File("w", encoding="utf-8"), help="Where the results of --jsonl go, not stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and timing.")

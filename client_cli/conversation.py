@@ -97,7 +97,7 @@ class Conversation:
     def load(cls, path: Path) -> "Conversation":
         """What `save` wrote. Raises ConversationError, OSError."""
         try:
-            messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+            messages = json.loads(path.read_text(encoding="utf-8-sig"))["messages"]
             found = [(str(m["role"]), m["content"]) for m in messages]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConversationError(f"{path} is not a saved conversation: {error!r}") from None

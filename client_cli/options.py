@@ -63,14 +63,14 @@ SAMPLING = [
 ]
 GRAMMAR = [
     click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
-    click.option("--json-schema", type=click.File(encoding="utf-8"), help="The answer is JSON of the schema in this "
-                 "file."),
+    click.option("--json-schema", type=click.File(encoding="utf-8-sig"), help="The answer is JSON of the schema in "
+                 "this file."),
     click.option("--regex", metavar="TEXT", help="The whole answer matches a regular expression (Rust's syntax)."),
     click.option("--choice", "choices", multiple=True, metavar="TEXT", help="The answer is one of these (repeatable)."),
-    click.option("--lark", type=click.File(encoding="utf-8"), help="The answer is in the grammar of this file "
+    click.option("--lark", type=click.File(encoding="utf-8-sig"), help="The answer is in the grammar of this file "
                  "(llguidance's Lark)."),
-    click.option("--ebnf", type=click.File(encoding="utf-8"), help="The answer is in the grammar of this file (EBNF "
-                 "with a rule root, as llama.cpp has it)."),
+    click.option("--ebnf", type=click.File(encoding="utf-8-sig"), help="The answer is in the grammar of this file "
+                 "(EBNF with a rule root, as llama.cpp has it)."),
 ]  # fmt: skip
 REQUEST = [
     click.option("--logprobs", type=int, metavar="K", help="With --json: log probabilities of the answer's tokens and "

@@ -46,7 +46,7 @@ def _read_private(path: Path) -> str:
                 raise KeysError(
                     f"--api-key-file {path}: is open to other users (mode {mode:04o}, must be 0600 or 0400)"
                 )
-            return file.read(2**24).decode()
+            return file.read(2**24).decode("utf-8-sig")
     except OSError as error:
         raise KeysError(f"--api-key-file {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -211,6 +211,18 @@ def test_a_batch_over_ipc(short_dir: Path) -> None:
     assert (d["status_code"], d["body"]["error"]["param"]) == (400, "zzz")
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(short_dir: Path) -> None:
+    """As editors of Windows write it."""
+    source = short_dir / "in"
+    with FakeFrontend(short_dir / "run", serve, info=INFO):
+        source.write_text(json.dumps(line("a", prompt="x")), encoding="utf-8-sig")
+        ended = run("batch", str(source), str(short_dir / "out"), "--run-dir", str(short_dir / "run"))
+        assert ended.returncode == 0, ended.stderr
+        source.write_text('{"prompt": "x"}', encoding="utf-8-sig")
+        ended = run("complete", "--jsonl", str(source), "--run-dir", str(short_dir / "run"))
+        assert ended.returncode == 0, ended.stderr
+
+
 def test_an_interrupted_batch_goes_on_with_what_is_missing(short_dir: Path) -> None:
     """Every line is in the output once, whatever was in work or half written when the first run ended."""
     answered = []

@@ -29,6 +29,8 @@ def test_file_and_environment(tmp_path: Path) -> None:
         digest_of(ALICE.encode()): "alice", digest_of(BOB.encode()): "key2", digest_of(b"another-of-alice"): "alice",
         digest_of(b"sk-carol-1234"): "carol", digest_of(b"sk-nameless-1"): "key5",
     }  # fmt: skip
+    file.write_text(f"alice:{ALICE}\r\n", encoding="utf-8-sig")  # as editors of Windows write it
+    assert read_keys(file, {}) == {digest_of(ALICE.encode()): "alice"}
     assert read_keys(None, {}) == {} and read_keys(None, {"RHIZOME_API_KEYS": ""}) == {}
 
 
