@@ -49,6 +49,7 @@ class Answers:
                 if entry is not None:
                     self._ledger.close(entry, cause(refusal))
                     self.abort_running(entry)
+                    self._measures.refused(refusal.code)
                 self.send(owner, refusal.answer(rid))
 
     def refuse(self, entry: Entry, refusal: Refused, ended: Choice | None = None) -> None:
@@ -61,8 +62,10 @@ class Answers:
 
     def end_aborted(self, entry: Entry) -> None:
         """End a request with a terminal row for each live choice, in place of a scheduler that does not have it."""
+        now = self._clock()
         for choice in entry.choices:
             choice.finish = Finish.ABORT
+            self._measures.ended(choice, Finish.ABORT, now)
         self._ledger.close(entry)
         self.abort_running(entry)
         rows = Rows()
@@ -74,7 +77,7 @@ class Answers:
             rows.add(entry.client_rid, choice.index, tokens, text, Finish.ABORT, prompt_tokens, choice.cached)
             rows.add_scores(scores, token_bytes.__getitem__)
             rows.add_timing(entry.arrival, choice.started_ns, choice.first_ns)
-        self.send(entry.owner, rows.batch(array("q", [self._clock()])))
+        self.send(entry.owner, rows.batch(array("q", [now])))
 
     def abort_running(self, entry: Entry, ended: Choice | None = None) -> None:
         """Tell the scheduler to end the choices that it has."""
@@ -85,13 +88,17 @@ class Answers:
     def drop_client(self, owner: Owner) -> None:
         """A client is gone."""
         self._clients.forget(owner)
+        now = self._clock()
         for entry in self._ledger.close_all_of(owner, ("client_closed", "the client closed the connection")):
+            for choice in entry.choices:
+                self._measures.ended(choice, Finish.ABORT, now)
             self.abort_running(entry)
 
     def _cut_off(self, owner: Owner) -> None:
         """A client that does not read: its requests end, and it will find an error for each when it reads again."""
         for entry in self._ledger.close_all_of(owner, cause(unread())):
             self.abort_running(entry)
+            self._measures.refused(unread().code)
             self._clients.send(owner, unread().answer(entry.client_rid))
 
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.codec import decode, encode
-from common.messages import ErrorCode, Finish, Stats
+from common.messages import Abort, ErrorCode, Finish, Stats
 from common.metrics import BOUNDS, Histogram, cumulative, histogram
+from common.sampling_params import SamplingParams
 from gateway_proc.metrics import Metrics, Scrape, process_of
 from tests.unit.frontend_world import World, request, run, text_batch
+from tokenizer_proc.clients import Sent
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.integers(1, 5)), max_size=30))
@@ -63,6 +65,30 @@ def test_the_tokenizer_measures_latencies_and_ends() -> None:
         assert values["tokenizer.output_tokens/sum"] == 3_000_000 and values["tokenizer.prompt_tokens/sum"] == 3_000_000
         assert values["tokenizer.finished_length"] == 1 and values["tokenizer.finished_stop"] == 0
         assert values["tokenizer.errors_too_long"] == 1 and values["tokenizer.errors_internal"] == 0
+
+    run(test)
+
+
+def test_every_end_that_the_tokenizer_makes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborts of what the scheduler does not have or is not asked about, clients that go or do not read."""
+    monkeypatch.setattr("tokenizer_proc.clients.MAX_BACKLOG_MESSAGES", 0)
+
+    async def test() -> None:
+        world = World(max_live=99)
+        world.receive(request(1, text="fox", n=2))
+        world.receive(Abort(1))  # while it is tokenized
+        await world.choices(3, params=SamplingParams(use_beam_search=True))
+        world.receive(Abort(5))
+        values = world.frontend.measures.flat()
+        assert values["tokenizer.finished_abort"] == 5 and values["tokenizer.errors_overloaded"] == 0
+        await world.choices(2, b"b")
+        world.state[b"b"] = Sent.GONE
+        world.frontend.beat()
+        (rid,) = await world.choices(1, b"c")
+        world.state[b"c"] = Sent.FULL
+        world.frontend.on_detokenizer(text_batch(rid, "t"))
+        values = world.frontend.measures.flat()
+        assert values["tokenizer.finished_abort"] == 7 and values["tokenizer.errors_overloaded"] == 1
 
     run(test)
 
