@@ -153,13 +153,19 @@ def test_codes_are_what_they_stand_for(kind: str, name: str, tmp_path: Path) -> 
     assert error(logits(native), want) < 0.03
 
 
-@pytest.mark.parametrize(("kind", "raw"), [("Q4_0", b"\x00\x7c"), ("Q4_K", b"\x01\x7e"), ("MXFP4", b"\xff")])
-def test_a_scale_that_is_no_number_is_named(kind: str, raw: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "at", "raw"),
+    [
+        ("Q4_0", 0, b"\x00\x7c"), ("Q4_K", 0, b"\x01\x7e"), ("Q4_K", 2, b"\x00\x7c"), ("MXFP4", 0, b"\xff"),
+        ("Q8_0", 0, b"\x00\xfc"), ("Q6_K", 208, b"\x01\x7e"),
+    ],
+)  # fmt: skip
+def test_a_scale_that_is_no_number_is_named(kind: str, at: int, raw: bytes, tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source", **K)
     file = write_gguf(source, tmp_path / "m.gguf", lambda name: kind)
     (tensor,) = (found for found in GgufModel.open([file]).header.tensors if found.name == "blk.1.attn_output.weight")
     with file.open("r+b") as writable:
-        writable.seek(tensor.begin)
+        writable.seek(tensor.begin + at)
         writable.write(raw)
     with pytest.raises(ModelError, match=r"layers.1.self_attn.o_proj.weight = 'infinity or NaN': a scale is not a"):
         load_torch(directory_of(file), None)

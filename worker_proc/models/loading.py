@@ -262,6 +262,8 @@ def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
     rows, *columns = part.stored_slices()
     if entry.dtype in CODED:
         numbers = dequantize(entry.dtype, read_blocks(file, entry, (rows.start, rows.stop)))
+        if not all(math.isfinite(edge) for edge in numbers.aminmax()):
+            raise ModelError(entry.name, "infinity or NaN", "a scale is not a finite number")
         return in_order(entry, numbers)[(slice(None, None, rows.step), *columns)] + entry.shift
     read = torch.empty((rows.stop - rows.start, *part.matrix_shape[1:]), dtype=_DTYPES[entry.dtype])
     row_bytes = read.nbytes // max(1, len(read))

@@ -29,7 +29,7 @@ class BlocksRead:
     def run(self, open_file: OpenFile) -> Iterator[int]:
         raw = in_order(self.entry, read_blocks(open_file(self.entry), self.entry, (0, self.entry.shape[0])))
         rows = codes_of(self.entry.dtype, raw, self.scheme)
-        if not bool(rows.scales.isfinite().all()):
+        if not all(bool(part.isfinite().all()) for part in (rows.scales, rows.zeros) if part is not None):
             raise ModelError(self.part.name, "infinity or NaN", "a scale is not a finite number")
         outputs, inputs = self.part.shape
         self.target.copy_quantized(0, rows.select(self.part.rows or (0, outputs), self.part.cols or (0, inputs)))
