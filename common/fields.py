@@ -169,7 +169,7 @@ class Ints:
             values.byteswap()
         if len(values) > self.most:
             raise FieldError(field, f"must have at most {self.most} entries, got {len(values)}")
-        if values and not (self.lo <= min(values) and max(values) <= self.hi):
+        if not (self.lo <= min(values) and max(values) <= self.hi):
             raise FieldError(field, f"entries must be between {self.lo} and {self.hi}")
         return values
 

@@ -21,7 +21,21 @@ from common.codec import (
     message_types,
     schema_of,
 )
-from common.fields import Bool, Bytes, FieldError, Float, Int, Ints, ListOf, MapOf, Maybe, Str
+from common.fields import (
+    Bool,
+    Bytes,
+    FieldError,
+    Float,
+    Floats,
+    Int,
+    IntMap,
+    Ints,
+    ListOf,
+    MapOf,
+    Maybe,
+    OneOf,
+    Str,
+)
 from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats
 from common.sampling_params import SamplingParams
 from tests.examples import examples
@@ -275,12 +289,29 @@ def test_refusals_are_counted_by_cause() -> None:
         (Ints(1), array("i", [1, 2]).tobytes(), "at most 1"),
         (Ints(9), b"\0" * 5, "4-byte"),
         (Ints(9), array("i", [-1]).tobytes(), "between 0"),
+        (Ints(9), array("i", [1, -1]).tobytes(), "between 0"),
         (Ints(9, 0, 5), array("i", [6]).tobytes(), "and 5"),
+        (Ints(9, 0, 5), array("i", [0, 6]).tobytes(), "and 5"),
+        (Floats(1), array("f", [1, 2]).tobytes(), "at most 1"),
+        (Floats(9), b"\0" * 5, "4-byte"),
+        (Floats(9), array("f", [1, float("nan")]).tobytes(), "finite"),
+        (Floats(9), array("f", [float("inf"), 1]).tobytes(), "finite"),
+        (Floats(9), [1.0], "raw bytes"),
+        (OneOf(("a", "b")), "c", "one of a, b"),
+        (OneOf(("a", "b")), ["a"], "one of a, b"),
         (Ints(9), [1], "raw bytes"),
         (ListOf(Bool(), 1), [True, True], "0 to 1"),
         (ListOf(Bool(), 1), [1], "true or false"),
         (MapOf(Bool(), 1), {"a": True, "b": True}, "at most 1"),
         (MapOf(Bool(), 1), [], "map"),
+        (IntMap(Ints(1), Bool()), [array("i", [1, 2]).tobytes(), [True, True]], "at most 1"),
+        (IntMap(Ints(9), Bool()), [array("i", [1, 1]).tobytes(), [True, True]], "no key twice"),
+        (IntMap(Ints(9), Bool()), [array("i", [1, 2]).tobytes(), [True]], "one value for each key"),
+        (IntMap(Ints(9), Bool()), [array("i", [1]).tobytes(), [1]], "true or false"),
+        (IntMap(Ints(9), Bool()), [array("i", [1]).tobytes(), {1: True}], "map from integers"),
+        (IntMap(Ints(9), Bool()), [b"", [], []], "map from integers"),
+        (IntMap(Ints(9), Bool()), {1: True}, "map from integers"),
+        (IntMap(Ints(9), Bool()), {0: b"", 1: []}, "map from integers"),
         (Maybe(Bool()), 1, "true or false"),
     ],
     ids=repr,
@@ -290,6 +321,30 @@ def test_checkers_name_field_and_limit(checker: Any, wrong: Any, limit: str) -> 
         checker.unpack(wrong, "what")
     assert caught.value.field.startswith("what") and limit in caught.value.problem
     assert len(caught.value.problem) < 200
+
+
+@pytest.mark.parametrize(
+    ("checker", "limits"),
+    [
+        (Int(1, 9), [1, 9]),
+        (Float(0.0, 2.0), [0.0, 2.0]),
+        (Float(0.0, 1.0, open_low=True), [5e-324, 1.0]),
+        (Str(3, 1), ["a", "abc", "\U0001f642" * 3]),
+        (OneOf(("a", "b")), ["a", "b"]),
+        (Bytes(2), [b"", b"ab"]),
+        (Ints(2, 0, 5), [array("i"), array("i", [0, 5]), array("i", [5, 0])]),
+        (Ints(2, -(2**63), 2**63 - 1, "q"), [array("q", [-(2**63), 2**63 - 1])]),
+        (Floats(2), [array("f"), array("f", [-(2.0**127), 2.0**127])]),
+        (ListOf(Bool(), 2, 1), [(True,), (True, False)]),
+        (MapOf(Bool(), 1), [{}, {"a": True}, {"x" * 64: False}]),
+        (IntMap(Ints(2, 0, 5), Int(1, 9)), [{}, {5: 1, 0: 9}]),
+        (Maybe(Bool()), [None, True]),
+    ],
+    ids=repr,
+)
+def test_what_is_just_allowed_is_taken_and_comes_back(checker: Any, limits: list[Any]) -> None:
+    for value in limits:
+        assert checker.unpack(msgpack.unpackb(msgpack.packb(checker.pack(value))), "what") == value
 
 
 def test_the_sender_of_an_oversized_request_is_named():
