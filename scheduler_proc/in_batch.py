@@ -28,6 +28,6 @@ def better_off_waiting(request: Request, kv: KVManager, prefilling: Sequence[Req
         if limit < near or request.tokens[cached:near] != other.tokens[cached:near]:
             continue
         common = len(common_prefix(request.tokens.tobytes(), other.tokens.tobytes())) // TOKEN_BYTES
-        if common - cached >= least_gain and other.cached_len < common:
+        if other.cached_len < common:
             return True
     return False

@@ -60,10 +60,14 @@ def test_the_backlog_is_bounded_and_nothing_in_it_is_lost(
 ) -> None:
     monkeypatch.setattr(clients_module, bound, 3 if bound == "MAX_BACKLOG_MESSAGES" else 3 * 70)
     clients = Clients(peers.send)
-    deliveries = [clients.send(b"a", error(rid)) for rid in range(4)]
-    assert deliveries == [Delivery.DONE] * 3 + [Delivery.OVERFLOW]
+    for rid in range(4):
+        assert not clients.overflowing(b"a")
+        assert clients.send(b"a", error(rid)) is (Delivery.DONE if rid < 3 else Delivery.OVERFLOW)
     assert clients.overflowing(b"a") and not clients.overflowing(b"b")
     assert clients.send(b"a", error(4)) is Delivery.OVERFLOW
+    peers.room[b"a"] = 2
+    clients.flush()
+    assert not clients.overflowing(b"a"), "what was read counts no more"
     peers.room[b"a"] = 9
     clients.flush()
     assert not clients.overflowing(b"a")
@@ -101,3 +105,7 @@ def test_who_got_something(peers: Peers) -> None:
     peers.room[b"b"] = 1
     clients.flush()
     assert clients.take_fed() == {b"b"} and clients.take_fed() == set()
+    peers.room[b"a"] = 1
+    clients.send(b"a", error(2))
+    clients.forget(b"a")
+    assert clients.take_fed() == set(), "who is gone needs no more"
