@@ -117,6 +117,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 12},
     "gptneox": {"model_type": "gpt_neox", "rotary_pct": 0.25, "tie_word_embeddings": False},
     "olmo": {"model_type": "olmo", "clip_qkv": 2.0},
+    "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 12},
+    "glm4": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3-moe": {
         "model_type": "qwen3_moe",

@@ -40,7 +40,8 @@ def load(
     )
 
 
-# soft caps and alternating windows; window in all layers; partial rotary; clipped q, k, v; experts; some layers without
+# soft caps and alternating windows; window in all layers; partial rotary; clipped q, k, v; norms of whole queries and
+# of outputs alone; rotations of neighbours; experts; some layers without
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -48,6 +49,8 @@ def load(
         ("starcoder2", {}),
         ("gptneox", {}),
         ("olmo", {}),
+        ("olmo3", {}),
+        ("glm4", {}),
         ("olmoe", {}),
         ("qwen3-moe", {"mlp_only_layers": [1]}),
         ("qwen3-moe", {"decoder_sparse_step": 2}),
