@@ -164,6 +164,18 @@ def test_two_steps_in_flight_discard_the_token_after_the_end():
     assert not rig.scheduler.has_work
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_tokens_that_were_sent_are_counted_and_no_others(in_flight):
+    rig = Rig(steps_in_flight=in_flight)
+    answers = {rid: solo_output([rid, 2, 3], 9) for rid in range(4)}
+    for rid, answer in answers.items():
+        rig.add(rid, [rid, 2, 3], 9, answer[4:5])
+    rig.run()
+    stats = rig.scheduler.stats()
+    assert stats["output_tokens"] == sum(map(len, rig.out.values())) > 0
+    assert (stats["discarded_tokens"] > 0) == (in_flight == 2)
+
+
 def test_a_crowd_waits_for_pages_and_all_finish_as_if_alone():
     rig = Rig(pages=8, page_size=2)
     prompts = {rid: [rid % 3, rid % 2, rid] for rid in range(20)}
