@@ -288,6 +288,25 @@ def test_sources_compile_for_avx2_without_fma(flags: tuple[str, ...]) -> None:
 
 
 @needs_compiler
+def test_a_vector_is_held_at_any_address(tmp_path: Path) -> None:
+    """Numbers lie where they lie: a reference to the plain vector type made an unoptimized program end here."""
+    compiler, program = find_compiler(), tmp_path / "held.cpp"
+    program.write_text("""
+#include "bf16.h"
+#include "registers.h"
+int main() {
+  alignas(64) float numbers[1 + rhizome::kLanes] = {};
+  rhizome::floats& odd = *reinterpret_cast<rhizome::floats*>(numbers + 1);
+  odd = rhizome::held(odd);
+}
+""")
+    options = [option for option in cpu_features().options("generic") if knows(compiler, option)]
+    command = [compiler, "-std=c++20", "-O0", *options, f"-I{build_module.SOURCES}", str(program), "-o"]
+    subprocess.run([*command, str(tmp_path / "held")], check=True)
+    subprocess.run([str(tmp_path / "held")], check=True)
+
+
+@needs_compiler
 def test_an_option_that_the_compiler_does_not_know_is_left_out(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,7 +278,7 @@ class VectorKernel {
         for (int v = 0; v < kVectors; ++v)
           for (int j = 0; j < kQueries; ++j) {
             Floats query = load(q + j * k_width_ + d + v * kLanes);
-            hold(query);
+            query = held(query);
             for (int n = 0; n < kTokens; ++n) sums[j * kTokens + n] += query * numbers[n][v];
           }
       }
@@ -332,7 +332,7 @@ class VectorKernel {
         for (int n = 0; n < kUnits; ++n) load_unit(v + n * kWide * kLanes, numbers[n]);
         for (int j = 0; j < kQueries; ++j) {
           Floats weight = broadcast(weights[j * kScoreStride + t]);
-          hold(weight);
+          weight = held(weight);
           for (int n = 0; n < kUnits; ++n)
             for (int u = 0; u < kWide; ++u) sums[j][n][u] += weight * numbers[n][u];
         }

@@ -219,7 +219,7 @@ inline void add_pairs(pairs (&sums)[kVectors], shorts both, const shorts (&codes
   for (int v = 0; v < kVectors; ++v) sums[v] += products[v];
 #endif
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) hold_in_order(sums[v]);  // compilers would add products to each other
+  for (int v = 0; v < kVectors; ++v) sums[v] = held_in_order(sums[v]);  // compilers would add products to each other
 }
 
 template <int kPair, int kRows, int kVectors, class Codes>
@@ -243,7 +243,7 @@ __attribute__((always_inline)) inline void put_sums(const pairs (&sums)[kRows][k
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       floats product = finish(row, v, sums[row][v]);
-      hold(product);  // compilers would add it before it is rounded
+      product = held(product);  // compilers would add it before it is rounded
       float* const to = rows.sums + row * kPanel + tile * kTile + v * kLanes;
       store(to, adding ? load(to) + product : product);
     }
@@ -278,7 +278,7 @@ __attribute__((always_inline)) inline void take_sums(const IntegerPlace& place, 
   if (weights.format == Format::kInt4 && weights.group <= kExactGroup)
     return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) {
       floats of_zeros = static_cast<float>(of_x(row)) * zeros(v);
-      hold(of_zeros);
+      of_zeros = held(of_zeros);
       return (single(sum) - of_zeros) * scale(v);
     });
   const auto whole = [&](int v) { return __builtin_convertvector(zeros(v), pairs); };

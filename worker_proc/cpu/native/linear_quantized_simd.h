@@ -22,7 +22,7 @@ namespace rhizome {
 // that is left of the number: three instructions, where bits take five.
 inline floats round_to_bf16(floats value) {
 #if defined(__ARM_NEON)
-  hold(value);  // compilers would add a product before it is rounded
+  value = held(value);  // compilers would add a product before it is rounded
   const floats far = value * 65536.0f;
   const floats rest = far - value;
   return far - rest;

@@ -69,7 +69,7 @@ struct SimdRows {
 inline floats first_of(words both) { return (floats)(both << 16); }
 inline words second_mask() {
   words upper = words{} + 0xffff0000u;
-  hold(upper);  // in a register
+  upper = held(upper);  // in a register
   return upper;
 }
 

@@ -140,7 +140,7 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
         if constexpr (kZeros) {
           if (less) {
             sum *= scale, scale = splat(1);
-            hold(sum);  // is rounded
+            sum = held(sum);  // is rounded
           }
           sum = fused_sum(scales[v].zero, splat(-static_cast<float>(sum_of(row))), sum);
         }

@@ -78,7 +78,7 @@ class SimdPiece {
     for (int row = 0; row < count; ++row, sums += kPanel, to += kPanel)
       for (int i = 0; i < kPanel; i += kLanes) {
         floats product = load(sums + i) * load(scales + i);
-        hold(product);  // compilers would add it before it is rounded
+        product = held(product);  // compilers would add it before it is rounded
         store(to + i, adding ? load(to + i) + product : product);
       }
   }

@@ -10,9 +10,10 @@ inline constexpr int kHeldSums = 16, kMostSums = 16;
 inline constexpr int kHeldSums = 8, kMostSums = 12;
 #endif
 
-// Keeps compilers from making a vector anew for every use of it, or another one of what it was made of.
+// x, which compilers do not make anew for every use of it, nor make another vector of what it was made of. By value: a
+// reference to it would be one to a type without the attributes of x, and so to an address that x need not have.
 template <class Vector>
-inline void hold([[maybe_unused]] Vector& x) {
+[[nodiscard]] inline Vector held(Vector x) {
 #if defined(RHIZOME_EMULATED_AVX512)  // tests/native/emulated_avx512.h
   asm("" : "+m"(x));
 #elif defined(__AVX2__)
@@ -20,16 +21,18 @@ inline void hold([[maybe_unused]] Vector& x) {
 #elif defined(__aarch64__)
   asm("" : "+w"(x));
 #endif
+  return x;
 }
 
 // The same, and nothing that is held so changes places.
 template <class Vector>
-inline void hold_in_order([[maybe_unused]] Vector& x) {
+[[nodiscard]] inline Vector held_in_order(Vector x) {
 #if defined(RHIZOME_EMULATED_AVX512)
   asm volatile("" : "+m"(x));
 #elif defined(__AVX2__)
   asm volatile("" : "+v"(x));
 #endif
+  return x;
 }
 
 }  // namespace rhizome

@@ -66,7 +66,7 @@ __attribute__((always_inline)) inline void add_four(twos (&sums)[kRows][2], cons
     const Bytes four = _mm256_set1_epi32(four_of(x + row * x_stride));
     twos of_left = (twos)_mm256_maddubs_epi16(left, four), of_right = (twos)_mm256_maddubs_epi16(right, four);
     if constexpr (kAdding) of_left += sums[row][0], of_right += sums[row][1];
-    hold_in_order(of_left), hold_in_order(of_right);  // compilers would add products to each other
+    of_left = held_in_order(of_left), of_right = held_in_order(of_right);  // compilers would add products to each other
     sums[row][0] = of_left, sums[row][1] = of_right;
   }
 }
