@@ -224,6 +224,18 @@ def test_experts_with_a_gate_of_their_own_stay_with_torch(tmp_path: Path) -> Non
     assert experts_finish(experts) is None
 
 
+def test_experts_that_compute_something_else_stay_with_torch() -> None:
+    """Though all that they say of themselves fits: at load, native experts are compared with themselves alone."""
+
+    class Scaled(MixtralExperts):
+        def forward(self, *arguments: Tensor) -> Tensor:
+            return 2 * super().forward(*arguments)
+
+    experts = make_experts(2, 32, 32)
+    experts.__class__ = Scaled
+    assert experts_finish(experts) is None
+
+
 def test_logits_are_those_of_transformers_own_model(tmp_path: Path) -> None:
     path = make_checkpoint("olmoe", tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -4,6 +4,7 @@ Models that run through transformers spend most of a step in them, and torch's p
 processor has no instructions for them, and where rows are few.
 """
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
+
+_ROUNDING = 0.05  # of what a layer in bfloat16 makes of a token; an order of magnitude above what is seen
 
 
 class NativeLinear(nn.Module):
@@ -90,11 +93,11 @@ def pack_modules(
     A weight that is shared with an embedding is held twice then: as it was for the embedding, and packed.
     """
     packing = _Packing(native, compress, scheme, head)
-    layers = [child for child in _children(model) if packing.forms(child[2])]
-    count, memory = len(layers), HugePages(sum(form.room() for *_, layer in layers for form in packing.forms(layer)))
+    layers = [(*child, forms) for child in _children(model) if (forms := packing.forms(child[2]))]
+    count, memory = len(layers), HugePages(sum(form.room() for *_, forms in layers for form in forms))
     while layers:  # whose entries are taken out, so that each is freed when it is packed
-        parent, name, layer = layers.pop()
-        setattr(parent, name, packing.pack(layer, memory))
+        parent, name, layer, forms = layers.pop()
+        setattr(parent, name, packing.pack(layer, forms, memory))
     return count
 
 
@@ -114,11 +117,23 @@ def experts_finish(module: Any) -> Finish | None:
     # An activation is known by what it does: it may be a function, a module, or a partial of one.
     probe = torch.linspace(-6, 6, 97)
     with torch.inference_mode():
-        found = module.act_fn(probe)
-    for finish, function in ((Finish.SILU_MUL, F.silu(probe)), (Finish.GELU_MUL, F.gelu(probe, approximate="tanh"))):
-        if torch.allclose(found, function, rtol=1e-5, atol=1e-6):
-            return finish
+        found, gelu = module.act_fn(probe), F.gelu(probe, approximate="tanh")
+        for finish, function in ((Finish.SILU_MUL, F.silu(probe)), (Finish.GELU_MUL, gelu)):
+            if torch.allclose(found, function, rtol=1e-5, atol=1e-6):
+                return finish if _has_gated_mlps(module) else None
     return None
+
+
+def _has_gated_mlps(module: Any) -> bool:
+    """Whether a token of one expert comes out as the kernels would have it: layers, too, are known by what they do."""
+    gate_up, down = module.gate_up_proj[-1], module.down_proj[-1]
+    x = torch.linspace(-1, 1, gate_up.shape[1])[None].to(gate_up.dtype)
+    chosen, share = torch.tensor([[len(module.down_proj) - 1]]), torch.tensor([[0.5]])
+    found = inspect.unwrap(type(module).forward)(module, x, chosen, share).float()
+    gate, up = F.linear(x.float(), gate_up.float()).chunk(2, dim=-1)
+    inner = 0.5 * module.act_fn(gate) * up
+    size = F.linear(inner.square(), down.float().square()).sqrt()  # of sums whose terms do not cancel out
+    return bool((found - F.linear(inner, down.float())).norm() <= _ROUNDING * size.norm())
 
 
 def _gate_of(module: Any) -> str:
@@ -161,9 +176,9 @@ class _Packing:
         of_one = [MatrixForm(double, hidden, self.scheme, paired=True), MatrixForm(hidden, double // 2, self.scheme)]
         return of_one * count
 
-    def pack(self, layer: Any, memory: HugePages) -> NativeLinear | NativeExperts:
-        """What takes the place of a layer that has forms."""
-        matrices = [form.make(self.native, memory) for form in self.forms(layer)]
+    def pack(self, layer: Any, forms: list[MatrixForm], memory: HugePages) -> NativeLinear | NativeExperts:
+        """What takes the place of a layer that has these forms."""
+        matrices = [form.make(self.native, memory) for form in forms]
         finish = experts_finish(layer)
         if finish is None:
             return self._linear(layer, matrices[0])
