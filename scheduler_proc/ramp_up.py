@@ -3,7 +3,7 @@
 A burst's first tokens come one after the other. Where each answer goes on at once, the steps that compute the other
 prompts compute its tokens, too: later prompts get their first tokens later, every answer is slow as long as the burst
 lasts, and they end one by one, the last ones in small batches. So prompts go first as long as no answer is past its
-first token (in SGLang they always do), and then all answers go on together.
+first few tokens (in SGLang they always do), and then all answers go on together.
 
 That holds up each answer once, by at most the time that an answer takes, and LONGEST_S. Where the prompts of a burst
 take longer, and beside answers that are under way, prompts come in chunks (chunk_budget.py).
@@ -15,6 +15,7 @@ from scheduler_proc.chunk_budget import ChunkBudget
 from scheduler_proc.request import Request
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
+BEGUN = 4  # tokens: some are planned before all requests of a burst have come
 LONGEST_S = 15.0  # after which a reader would think that an answer has got stuck
 
 
@@ -27,8 +28,10 @@ class RampUp:
     def holds(self, decoding: Sequence[Request], prefilling: Sequence[Request], starting: int, now: int) -> bool:
         """Whether the answers of `decoding` wait in the next step: for prompts that have started, and for those of
         `starting` requests that have not, but find a slot. `now` in ns."""
-        if not (decoding and (prefilling or starting) and all(r.cached_len == r.prompt_len for r in decoding)):
+        if not (decoding and all(r.cached_len < r.prompt_len + BEGUN for r in decoding)):
             self._since = 0
+            return False
+        if not (prefilling or starting):
             return False
         self._since = self._since or now
         left = sum(r.extend_len for r in prefilling) + int(starting * self._chunks.typical_prompt)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.messages import ints
 from common.sampling_params import DrawParams
 from scheduler_proc.chunk_budget import ChunkBudget
-from scheduler_proc.ramp_up import RampUp
+from scheduler_proc.ramp_up import BEGUN, RampUp
 from scheduler_proc.request import Request
 from scheduler_proc.step_time import StepShape, StepTimeModel
 from tests.rig import Rig
@@ -43,9 +43,10 @@ def ramp_up(answers: int = 0) -> RampUp:
     return RampUp(model, chunks)
 
 
-def test_answers_wait_while_none_is_past_its_first_token():
+def test_answers_wait_while_none_is_past_its_first_few_tokens():
     assert ramp_up().holds([begun(100, 50), begun(90, 50)], [], starting=2, now=NOW)
-    assert not ramp_up().holds([begun(100, 50), begun(90, 50, decoded=1)], [], starting=2, now=NOW)
+    assert ramp_up().holds([begun(100, 50), begun(90, 50, decoded=BEGUN - 1)], [], starting=2, now=NOW)
+    assert not ramp_up().holds([begun(100, 50), begun(90, 50, decoded=BEGUN)], [], starting=2, now=NOW)
     assert not ramp_up().holds([begun(100, 50)], [], starting=0, now=NOW), "nothing to wait for"
     assert not ramp_up().holds([], [], starting=2, now=NOW), "nobody waits"
 
@@ -140,11 +141,31 @@ def test_answers_go_on_at_once_where_something_else_is_asked_for(config):
     assert shapes(rig)[1][0] == 1
 
 
+def test_the_first_of_a_burst_is_held_though_its_next_tokens_are_planned_when_the_others_come():
+    rig = timed_rig(steps_in_flight=2)
+    rig.add(9, range(5000, 5064), 20)
+    ahead = [rig.scheduler.plan(rig.now), rig.scheduler.plan(rig.now)]
+    assert [int.from_bytes(plan.decode).bit_count() for plan in ahead] == [0, 1]
+    burst(rig)
+    for plan in ahead:
+        result = rig.worker.execute(plan)
+        del result.times[:]
+        rig.take(rig.scheduler.commit(result, rig.now))
+    assert shapes(rig)[:5] == [(0, 64)] * 4 + [(5, 0)]
+
+
+def test_answers_that_waited_do_not_wait_as_long_again():
+    one, answers = ramp_up(), [begun(100, 50)]
+    assert one.holds(answers, [], starting=10, now=NOW)
+    assert not one.holds(answers, [], starting=0, now=NOW + 10**9)
+    assert not one.holds(answers, [], starting=10, now=NOW + 2 * 10**9), "50 tokens take 2.5 s"
+
+
 def test_answers_under_way_do_not_wait():
     rig = timed_rig()
     rig.add(9, range(5000, 5064), 100)
-    rig.step()
-    rig.step()
+    for _ in range(1 + BEGUN):
+        rig.step()
     burst(rig)
     assert all(rows for rows, _ in shapes(rig))
 
