@@ -70,17 +70,18 @@ def test_nothing_is_lost(ground: Ground, name: str, numbers: list[int], end: End
 
 
 @pytest.mark.parametrize(
-    ("bug", "number", "kind"),
+    ("bug", "number", "kinds"),
     [
-        ("leaked_page", WORKER_DIES, Kind.PAGES),
-        ("swallowed_abort", WORKER_DIES, Kind.ABORT),
-        ("duplicated_token", SCHEDULER_DIES, Kind.DUPLICATED),
-        ("lost_finish", WORKER_DIES, Kind.LOST),
+        ("leaked_page", WORKER_DIES, {Kind.PAGES}),
+        # it goes on while its client looks, or, where that was while the worker was away, when all others have ended
+        ("swallowed_abort", WORKER_DIES, {Kind.ABORT, Kind.IDLE}),
+        ("duplicated_token", SCHEDULER_DIES, {Kind.DUPLICATED}),
+        ("lost_finish", WORKER_DIES, {Kind.LOST}),
     ],
 )
-def test_a_planted_bug_is_found(ground: Ground, bug: str, number: int, kind: Kind) -> None:
+def test_a_planted_bug_is_found(ground: Ground, bug: str, number: int, kinds: set[Kind]) -> None:
     """In a round that finds nothing without it."""
     if PLAIN.tp not in ground.solos:  # this test alone was chosen
         assert play(ground, PLAIN, [number], End.DRAIN).ok
     report = play(ground, PLAIN, [number], End.DRAIN, START, bug)
-    assert report.of_kind(kind), report.text()
+    assert any(map(report.of_kind, kinds)), report.text()

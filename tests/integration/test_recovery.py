@@ -25,7 +25,7 @@ from tests.helpers_wire import StampedSocket
 from tests.integration.cluster import Cluster, running, wait_until
 
 STREAMS = 32
-TOKENS = 100
+TOKENS = 200  # so many that a kill after a quarter of them never comes too late
 PATIENCE_S = 90.0
 FLAGS = ("--tp", "2", "--dtype", "float32", "--kv-tokens", "8192", "--chunk-tokens", "16")
 MANY = ("--restarts", "1000")  # how they are bounded has a test of its own
@@ -203,13 +203,15 @@ def test_where_cluster_json_cannot_be_written_the_cluster_goes_on(cluster: Clust
     old = cluster.pid("scheduler")
     obstacle = cluster.run_dir / "cluster.json.tmp"
     obstacle.mkdir()
-    with cluster.connect() as connection:
-        streams = Streams(connection)
-        streams.until(STREAMS * TOKENS // 4)
-        os.kill(old, signal.SIGKILL)
-        assert streams.finish() == undisturbed
-    assert cluster.pid("scheduler") == old and "cluster.json is outdated" in cluster.log
-    obstacle.rmdir()
+    try:
+        with cluster.connect() as connection:
+            streams = Streams(connection)
+            streams.until(STREAMS * TOKENS // 4)
+            os.kill(old, signal.SIGKILL)
+            assert streams.finish() == undisturbed
+        assert cluster.pid("scheduler") == old and "cluster.json is outdated" in cluster.log
+    finally:
+        obstacle.rmdir()
     wait_until(lambda: cluster.info["pids"].get("scheduler", old) != old, PATIENCE_S)
     cluster.remember()
     cluster.check_idle()
