@@ -58,12 +58,13 @@ class Planner:
 
     def fill(self, step: PlanBuilder, now: int) -> None:
         """Plan as much as the budget and the pages allow, perhaps nothing. `now` in ns."""
-        held = self._holds_answers(now)
-        preempted = False if held else self._plan_decodes(step)
+        ready = self._residents.decoding()
+        held = self._holds_answers(ready, now)
+        preempted = False if held else self._plan_decodes(step, ready)
         if self._residents.prefilling or len(self._waiting):
             self._plan_prompts(step, now, preempted=preempted)
         if held and not step.num_tokens:  # nobody can start
-            preempted = self._plan_decodes(step)
+            preempted = self._plan_decodes(step, ready)
         self._share_prefills(step)
         if step.num_tokens and not preempted:
             self.admission.after_step()
@@ -88,17 +89,17 @@ class Planner:
             if room > 0:
                 budget -= self._plan_chunk(step, request, min(budget, room))
 
-    def _holds_answers(self, now: int) -> bool:
+    def _holds_answers(self, ready: list[Request], now: int) -> bool:
+        """Whether `ready`, those that could decode, wait for prompts."""
         if not self._waiting.alike or self._config.itl_target_ms or not self._config.chunk_slowdown:
             return False
         residents = self._residents
         starting = min(len(self._waiting), residents.free)
-        return self._ramp_up.holds(residents.decoding(), residents.prefilling, starting, now)
+        return self._ramp_up.holds(ready, residents.prefilling, starting, now)
 
-    def _plan_decodes(self, step: PlanBuilder) -> bool:
-        """Plan one token for each decoding request that can have a page, and guesses at more where they pay; True when
+    def _plan_decodes(self, step: PlanBuilder, ready: list[Request]) -> bool:
+        """Plan one token for each of `ready` that can have a page, and guesses at more where they pay; True when
         somebody was preempted for it."""
-        ready = self._residents.decoding()
         spare = spare_pages(self._kv, ready)
         guesses: dict[int, IntArray] = {}
         if spare < 0:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -52,6 +52,12 @@ class Cluster:
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nor nohup
         )
         self.seen: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
 
     @property
     def log(self) -> str:
@@ -141,18 +147,16 @@ def running(
     model: Path | str, *flags: str, env: Mapping[str, str] | None = None, program: Sequence[str] = (str(LAUNCH),)
 ) -> Iterator[Cluster]:
     """A ready cluster that must end idle, cleanly and completely. `program` takes the place of launch.py."""
-    cluster = Cluster(model, *flags, env=env, program=program)
-    try:
-        yield cluster.wait_ready()
-        cluster.check_idle()
-        cluster.remember()
-        assert cluster.stop() == 0, cluster.log
-        cluster.check_gone()
-    except BaseException:
-        print(cluster.log)  # pytest shows it with the failure
-        raise
-    finally:
-        cluster.destroy()
+    with Cluster(model, *flags, env=env, program=program) as cluster:
+        try:
+            yield cluster.wait_ready()
+            cluster.check_idle()
+            cluster.remember()
+            assert cluster.stop() == 0, cluster.log
+            cluster.check_gone()
+        except BaseException:
+            print(cluster.log)  # pytest shows it with the failure
+            raise
 
 
 def left_in_shared_memory(before: set[Path]) -> set[Path]:

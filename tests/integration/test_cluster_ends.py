@@ -23,8 +23,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_two_signals_stop_everything_within_two_seconds_and_answer_live_requests(llama, number):
-    cluster = Cluster(llama, "--tp", "2", "--kv-tokens", "4096", "--max-running", "2")
-    try:
+    with Cluster(llama, "--tp", "2", "--kv-tokens", "4096", "--max-running", "2") as cluster:
         cluster.wait_ready()
         with cluster.connect() as connection, cluster.connect() as late:
             live = {connection.submit([5, 6, i], SamplingParams(max_tokens=250, **GREEDY)) for i in range(64)}
@@ -46,8 +45,6 @@ def test_two_signals_stop_everything_within_two_seconds_and_answer_live_requests
             assert codes == {ErrorCode.SHUTTING_DOWN}
         # the promise is two seconds; this machine may be loaded by other tests, so only a gross miss is a failure
         assert took < 6, f"{took:.1f} s"
-    finally:
-        cluster.destroy()
 
 
 def refuses(connection):
@@ -65,8 +62,7 @@ def refuses(connection):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("whom", ["launcher", "everybody"])  # as terminals, timeout(1) and systemd send them
 def test_one_signal_lets_running_and_waiting_requests_finish(llama, number, whom):
-    cluster = Cluster(llama, "--tp", "2", "--kv-tokens", "4096", "--max-running", "4")
-    try:
+    with Cluster(llama, "--tp", "2", "--kv-tokens", "4096", "--max-running", "4") as cluster:
         cluster.wait_ready()
         with cluster.connect() as connection, cluster.connect() as late:
             rids = [connection.submit([5, 6, i], SamplingParams(max_tokens=60, **GREEDY)) for i in range(32)]
@@ -79,14 +75,11 @@ def test_one_signal_lets_running_and_waiting_requests_finish(llama, number, whom
             assert {len(answer.token_ids) for answer in answers.values()} == {60}
             assert cluster.process.wait(20) == 0
             cluster.check_gone()
-    finally:
-        cluster.destroy()
 
 
 def test_draining_ends_after_its_timeout_and_answers_what_is_left(llama):
     flags = ("--kv-tokens", "4096", "--max-running", "1", "--drain-timeout", "0.5")
-    cluster = Cluster(llama, *flags)
-    try:
+    with Cluster(llama, *flags) as cluster:
         cluster.wait_ready()
         with cluster.connect() as connection:
             rids = {connection.submit([5, 6, i], SamplingParams(max_tokens=250, **GREEDY)) for i in range(64)}
@@ -96,26 +89,20 @@ def test_draining_ends_after_its_timeout_and_answers_what_is_left(llama):
             while left:
                 left -= {row.rid for row in connection.poll(5) if isinstance(row, RequestError) or row.finish}
         cluster.check_gone()
-    finally:
-        cluster.destroy()
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1", "scheduler", "tokenizer", "detokenizer"])
 def test_without_restarts_a_dead_child_takes_the_cluster_down_with_its_name(llama, victim):
-    cluster = Cluster(llama, "--tp", "2", "--kv-tokens", "1024", "--restarts", "0")
-    try:
+    with Cluster(llama, "--tp", "2", "--kv-tokens", "1024", "--restarts", "0") as cluster:
         cluster.wait_ready()
         os.kill(cluster.pid(victim), signal.SIGKILL)
         assert cluster.process.wait(20) == 1
         assert f"Error: {victim} was killed by SIGKILL" in cluster.log
         cluster.check_gone()
-    finally:
-        cluster.destroy()
 
 
 def test_no_child_survives_a_killed_launcher(llama):
-    cluster = Cluster(llama, "--tp", "2", "--kv-tokens", "1024")
-    try:
+    with Cluster(llama, "--tp", "2", "--kv-tokens", "1024") as cluster:
         cluster.wait_ready()
         assert len(cluster.seen) >= 5
         cluster.process.kill()
@@ -124,15 +111,10 @@ def test_no_child_survives_a_killed_launcher(llama):
         assert (cluster.run_dir / "cluster.json").exists(), "nobody could clean up"
         done = cluster.client("hello")
         assert done.returncode == 2 and "no cluster is running" in done.stderr
-        heir = Cluster(llama, "--kv-tokens", "1024", home=cluster.home)
-        try:
+        with Cluster(llama, "--kv-tokens", "1024", home=cluster.home) as heir:
             heir.wait_ready().check_idle()
             assert heir.stop() == 0
             heir.check_gone()
-        finally:
-            heir.destroy()
-    finally:
-        cluster.destroy()
 
 
 def broken(llama, path):
@@ -174,21 +156,17 @@ def test_a_start_that_fails_names_process_and_cause(llama, tmp_path, make, flags
     model = make(llama, tmp_path / "model") if make else llama
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        cluster = Cluster(model, *(flag.replace("PORT", port) for flag in flags))
-        try:
+        with Cluster(model, *(flag.replace("PORT", port) for flag in flags)) as cluster:
             assert cluster.process.wait(60) == 1, cluster.log
             for word in words:
                 assert word.replace("PORT", port) in cluster.log, cluster.log
             assert "Traceback" not in cluster.log
             cluster.check_gone()
-        finally:
-            cluster.destroy()
 
 
 def test_a_silent_child_is_named(llama):
     """A rank that is stopped while it loads."""
-    cluster = Cluster(llama, "--tp", "2", "--start-timeout", "5")
-    try:
+    with Cluster(llama, "--tp", "2", "--start-timeout", "5") as cluster:
         launcher = psutil.Process(cluster.process.pid)
 
         def ranks():
@@ -200,5 +178,3 @@ def test_a_silent_child_is_named(llama):
         assert cluster.process.wait(30) == 1
         assert "not ready after 5 s (--start-timeout): worker-0, worker-1" in cluster.log
         cluster.check_gone()
-    finally:
-        cluster.destroy()

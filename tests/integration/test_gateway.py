@@ -323,8 +323,7 @@ def test_a_taken_port_and_wrong_options_end_the_start_with_a_word() -> None:
 
 
 def test_draining_finishes_streams_and_refuses_new_requests() -> None:
-    cluster = Cluster(DEMO, "--port", "0")
-    try:
+    with Cluster(DEMO, "--port", "0") as cluster:
         url = cluster.wait_ready().info["addresses"]["http"]
         with dial(url) as connection, dial(url) as other:
             connection.sendall(post("/v1/completions", LONG | {"stream": True}))
@@ -339,13 +338,10 @@ def test_draining_finishes_streams_and_refuses_new_requests() -> None:
         assert b" 503 " in refused.split(b"\r\n")[0] and b'"code":"draining"' in refused, refused
         assert b'"finish_reason":"length"' in rest and b"data: [DONE]" in rest, rest[-500:]
         cluster.check_gone()
-    finally:
-        cluster.destroy()
 
 
 def test_a_second_signal_ends_streams_with_a_word() -> None:
-    cluster = Cluster(DEMO, "--port", "0")
-    try:
+    with Cluster(DEMO, "--port", "0") as cluster:
         url = cluster.wait_ready().info["addresses"]["http"]
         with dial(url) as connection:
             connection.sendall(post("/v1/completions", LONG | {"stream": True}))
@@ -355,8 +351,6 @@ def test_a_second_signal_ends_streams_with_a_word() -> None:
             rest = until_closed(connection)
         assert b'"code":"shutting_down"' in rest and rest.rstrip().endswith(b"0"), rest[-500:]
         cluster.check_gone()
-    finally:
-        cluster.destroy()
 
 
 def test_liveness_before_the_model_is_there() -> None:
@@ -373,7 +367,7 @@ def test_liveness_before_the_model_is_there() -> None:
         except httpx.TransportError:
             return False
 
-    try:
+    with cluster:
         wait_until(live, 60, lambda: cluster.log)
         early = httpx.get(f"{url}/health/ready")  # usually before the model is there
         assert early.status_code == 200 or "starting" in early.json()["reason"]
@@ -381,5 +375,3 @@ def test_liveness_before_the_model_is_there() -> None:
         wait_until(lambda: httpx.get(f"{url}/health/ready").status_code == 200, 10, lambda: cluster.log)
         assert cluster.stop() == 0
         cluster.check_gone()
-    finally:
-        cluster.destroy()

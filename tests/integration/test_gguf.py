@@ -75,10 +75,7 @@ def test_a_file_that_cannot_be_served_is_named_with_the_cause(tmp_path: Path, ca
     other = tmp_path / "other.gguf"
     other.write_bytes(whole[: len(whole) // 2])
     for path, cause in ((other, "other.gguf"), (ROOT / "README.md", "no GGUF file")):
-        cluster = Cluster(path, env=cache)
-        try:
+        with Cluster(path, env=cache) as cluster:
             assert cluster.process.wait(60) == 1
             assert f"--model {path}: " in cluster.log and cause in cluster.log, cluster.log
             assert "Traceback" not in cluster.log
-        finally:
-            cluster.destroy()

@@ -87,9 +87,6 @@ def test_lost_workers_take_their_host_tiers_with_them(checkpoint: Path) -> None:
 
 def test_a_tier_that_does_not_fit_is_refused_by_name(checkpoint: Path) -> None:
     for size, words in (("10B", "do not hold one page"), ("900TiB", "are too many")):
-        cluster = Cluster(checkpoint, *DEVICE, "--host-kv-memory", size)
-        try:
+        with Cluster(checkpoint, *DEVICE, "--host-kv-memory", size) as cluster:
             assert cluster.process.wait(120) == 1
             assert "host_kv_memory" in cluster.log and words in cluster.log
-        finally:
-            cluster.destroy()

@@ -177,9 +177,6 @@ def test_what_does_not_go_together_is_refused_by_name(
     kind: str, quantization: str, reason: str, tmp_path: Path
 ) -> None:
     path = make_checkpoint(kind, tmp_path / "model")
-    cluster = Cluster(path, "--quantization", quantization, "--dtype", "float32")
-    try:
+    with Cluster(path, "--quantization", quantization, "--dtype", "float32") as cluster:
         assert cluster.process.wait(120) == 1
         assert f"quantization = '{quantization}': {reason}" in cluster.log
-    finally:
-        cluster.destroy()

@@ -297,8 +297,7 @@ def test_cluster_json_names_the_living_and_stats_count_restarts(cluster: Cluster
 
 
 def test_a_process_that_keeps_dying_ends_the_cluster_with_the_cause(checkpoint: Path) -> None:
-    cluster = Cluster(checkpoint, "--kv-tokens", "1024", "--restarts", "2", "--drain-timeout", "0")
-    try:
+    with Cluster(checkpoint, "--kv-tokens", "1024", "--restarts", "2", "--drain-timeout", "0") as cluster:
         cluster.wait_ready()
         with cluster.connect() as connection:
             streams = Streams(connection, count=4)
@@ -311,8 +310,6 @@ def test_a_process_that_keeps_dying_ends_the_cluster_with_the_cause(checkpoint: 
                 streams.read()
             assert {e.code for e in streams.errors.values()} <= {ErrorCode.SHUTTING_DOWN}
         cluster.check_gone()
-    finally:
-        cluster.destroy()
 
 
 def test_ranks_that_are_out_of_step_are_replaced(checkpoint: Path) -> None:

@@ -56,6 +56,7 @@ def _experts(base: str, gate: str, up: str, down: str) -> dict[str, str]:
     return {name: f"{base}.{{expert}}.{projection}" for name, projection in names.items()}
 
 
+_MLP_EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 _LLAMA: dict[str, Any] = {"turned": True, "may_have_biases": True}
 _GEMMA: dict[str, Any] = {"norm_offset": 1.0, "names": _OUTPUT_NORMS}
 ARCHITECTURES = {
@@ -65,7 +66,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        experts=_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        experts=_MLP_EXPERTS,
         more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", names=_STACKED, factors=LONG_FACTORS),
@@ -83,7 +84,7 @@ ARCHITECTURES = {
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.router",
         },
-        experts=_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        experts=_MLP_EXPERTS,
         more={"attention_bias": True},
     ),
 }

@@ -66,6 +66,11 @@ class QuantizedRows:
     halved: bool = False
     factors: ScaleFactors | None = None
 
+    def refuse_not_finite(self, name: str) -> None:
+        """Raises ModelError, with the tensor's name, where a scale or a zero is no finite number."""
+        if not all(bool(part.isfinite().all()) for part in (self.scales, self.zeros) if part is not None):
+            raise ModelError(name, "infinity or NaN", "a scale is not a finite number")
+
     def whole(self) -> "QuantizedRows":
         """The same with a byte for each code."""
         if not self.halved:

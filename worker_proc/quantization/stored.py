@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker_proc.errors import ModelError
 from worker_proc.models.loading import OpenFile, Part, read_tensor
 from worker_proc.quantization import stored_bytes, stored_fp4, stored_words
 from worker_proc.quantization.rows import QuantizedRows
@@ -56,8 +55,7 @@ class StoredRead:
     def run(self, open_file: OpenFile) -> Iterator[int]:
         tensors = {name: read_tensor(open_file(entry), entry) for name, entry in self.entries.items()}
         rows = _layout(self.stored).unpack(self.stored, self.part, tensors)
-        if not bool(rows.scales.isfinite().all()):
-            raise ModelError(self.part.name, "infinity or NaN", "a scale is not a finite number")
+        rows.refuse_not_finite(self.part.name)
         outputs, inputs = self.part.shape
         self.target.copy_quantized(0, rows.select(self.part.rows or (0, outputs), self.part.cols or (0, inputs)))
         yield self.nbytes

@@ -5,7 +5,6 @@ read as numbers (see `loading`) and become codes of 8 bits like plain ones.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from worker_proc.errors import ModelError
 from worker_proc.gguf.blocks import codes_of, scheme_of
 from worker_proc.models.loading import OpenFile, Part, in_order, read_blocks
 from worker_proc.quantization.scheme import Scheme
@@ -29,8 +28,7 @@ class BlocksRead:
     def run(self, open_file: OpenFile) -> Iterator[int]:
         raw = in_order(self.entry, read_blocks(open_file(self.entry), self.entry, (0, self.entry.shape[0])))
         rows = codes_of(self.entry.dtype, raw, self.scheme)
-        if not all(bool(part.isfinite().all()) for part in (rows.scales, rows.zeros) if part is not None):
-            raise ModelError(self.part.name, "infinity or NaN", "a scale is not a finite number")
+        rows.refuse_not_finite(self.part.name)
         outputs, inputs = self.part.shape
         self.target.copy_quantized(0, rows.select(self.part.rows or (0, outputs), self.part.cols or (0, inputs)))
         yield self.nbytes
