@@ -3,8 +3,9 @@
 import contextlib
 import os
 import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.helpers_wire import StampedSocket
 from tests.integration.cluster import Cluster, running, wait_until
 
 STREAMS = 32
-TOKENS = 200  # so many that a kill after a quarter of them never comes too late
+TOKENS = 200
 PATIENCE_S = 90.0
 FLAGS = ("--tp", "2", "--dtype", "float32", "--kv-tokens", "8192", "--chunk-tokens", "16")
 MANY = ("--restarts", "1000")  # how they are bounded has a test of its own
@@ -89,6 +90,11 @@ class Streams:
             if row.finish is not Finish.NONE:
                 self.left.remove(row.rid)
 
+    def begin(self) -> "Streams":
+        """Read a quarter of the tokens."""
+        self.until(len(self.answers) * TOKENS // 4)
+        return self
+
     def until(self, tokens: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while self.left and self.tokens < tokens:
@@ -96,7 +102,7 @@ class Streams:
             self.read()
 
     def finish(self) -> list[Output]:
-        self.until(STREAMS * TOKENS + 1)
+        self.until(len(self.answers) * TOKENS + 1)
         assert not self.left and not self.errors, self.errors
         return [output_of(answer) for answer in self.answers.values()]
 
@@ -107,11 +113,43 @@ def output_of(answer: Answer) -> Output:
     return answer.token_ids, "".join(answer.texts), answer.finish, scored, prompt
 
 
+@contextlib.contextmanager
+def in_the_middle(
+    cluster: Cluster, begin: Callable[[], Streams], *, running: int = STREAMS, hold: str = "worker-0"
+) -> Iterator[Streams]:
+    """Streams that have begun and of which none has ended, nor ends before the block does: a rank is held, without
+    which no step does. A process of tests that waits for a processor would else come too late to interrupt anything
+    (a scheduler with groups for sessions can keep it waiting for a second, which is longer than these answers take)."""
+    for _ in range(100):
+        streams = begin()
+        held = cluster.pid(hold)
+        os.kill(held, signal.SIGSTOP)
+        try:
+            for _ in range(2):  # results that were sent before are counted when the second answer is
+                values = cluster.stats()
+            if values["scheduler.running"] == running:
+                yield streams
+                return
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(held, signal.SIGCONT)
+        streams.finish()
+    pytest.fail("the streams had always ended before they could be interrupted")
+
+
 def hurt(cluster: Cluster, victim: str, number: signal.Signals) -> None:
     """Kill or freeze a process, and wait until another one has its place."""
     pid = cluster.pid(victim)
     os.kill(pid, number)
-    wait_until(lambda: cluster.info["pids"].get(victim, pid) != pid, PATIENCE_S, lambda: cluster.log)
+    wait_replaced(cluster, {victim: pid})
+
+
+def wait_replaced(cluster: Cluster, pids: dict[str, int]) -> None:
+    def replaced() -> bool:
+        now = cluster.info["pids"]
+        return all(now.get(name, pid) != pid for name, pid in pids.items())
+
+    wait_until(replaced, PATIENCE_S, lambda: cluster.log)
     cluster.remember()
 
 
@@ -131,10 +169,12 @@ TARGETS = ["worker-0", "worker-1", "scheduler", "detokenizer"]
 def test_streams_go_on_exactly(
     cluster: Cluster, undisturbed: list[Output], victim: str, number: signal.Signals
 ) -> None:
+    pid = cluster.pid(victim)
+    hold = "worker-1" if victim == "worker-0" else "worker-0"
     with cluster.connect() as connection:
-        streams = Streams(connection)
-        streams.until(STREAMS * TOKENS // 4)
-        hurt(cluster, victim, number)
+        with in_the_middle(cluster, lambda: Streams(connection).begin(), hold=hold) as streams:
+            os.kill(pid, number)
+        wait_replaced(cluster, {victim: pid})
         assert streams.finish() == undisturbed
     cluster.check_idle()
 
@@ -142,10 +182,11 @@ def test_streams_go_on_exactly(
 @pytest.mark.parametrize("victim", ["worker-1", "scheduler"])
 def test_a_process_that_is_frozen_while_it_loads(cluster: Cluster, undisturbed: list[Output], victim: str) -> None:
     """It has never said that it lives; what waits for it goes on long before --start-timeout (300 s)."""
+    pid = cluster.pid(victim)
     with cluster.connect() as connection:
-        streams = Streams(connection)
-        streams.until(STREAMS * TOKENS // 4)
-        hurt(cluster, victim, signal.SIGKILL)
+        with in_the_middle(cluster, lambda: Streams(connection).begin()) as streams:
+            os.kill(pid, signal.SIGKILL)
+        wait_replaced(cluster, {victim: pid})
         restarts = cluster.info["restarts"]
         hurt(cluster, victim, signal.SIGSTOP)
         assert streams.finish() == undisturbed
@@ -172,29 +213,24 @@ def test_one_loss_after_the_other(cluster: Cluster, undisturbed: list[Output]) -
 
 def test_several_at_once(cluster: Cluster, undisturbed: list[Output]) -> None:
     with cluster.connect() as connection:
-        streams = Streams(connection)
-        streams.until(STREAMS * TOKENS // 4)
-        pids = {name: cluster.pid(name) for name in ("worker-1", "scheduler", "detokenizer")}
-        for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
+        with in_the_middle(cluster, lambda: Streams(connection).begin()) as streams:
+            pids = {name: cluster.pid(name) for name in ("worker-1", "scheduler", "detokenizer")}
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
         assert streams.finish() == undisturbed
-        assert all(cluster.pid(name) != pid for name, pid in pids.items())
-        cluster.remember()
+        wait_replaced(cluster, pids)
     cluster.check_idle()
 
 
 def test_hang_up_restarts_the_workers(cluster: Cluster, undisturbed: list[Output]) -> None:
     with cluster.connect() as connection:
-        streams = Streams(connection)
-        streams.until(STREAMS * TOKENS // 4)
-        before = [cluster.pid(name) for name in ("worker-0", "worker-1")]
         restarts = cluster.info["restarts"]
-        cluster.process.send_signal(signal.SIGHUP)
+        with in_the_middle(cluster, lambda: Streams(connection).begin()) as streams:
+            before = {name: cluster.pid(name) for name in ("worker-0", "worker-1")}
+            cluster.process.send_signal(signal.SIGHUP)
         assert streams.finish() == undisturbed
-        after = [cluster.pid(name) for name in ("worker-0", "worker-1")]
-        assert not set(before) & set(after)
+        wait_replaced(cluster, before)
         assert cluster.info["restarts"] == restarts, "it is no failure"
-        cluster.remember()
     cluster.check_idle()
 
 
@@ -205,9 +241,8 @@ def test_where_cluster_json_cannot_be_written_the_cluster_goes_on(cluster: Clust
     obstacle.mkdir()
     try:
         with cluster.connect() as connection:
-            streams = Streams(connection)
-            streams.until(STREAMS * TOKENS // 4)
-            os.kill(old, signal.SIGKILL)
+            with in_the_middle(cluster, lambda: Streams(connection).begin()) as streams:
+                os.kill(old, signal.SIGKILL)
             assert streams.finish() == undisturbed
         assert cluster.pid("scheduler") == old and "cluster.json is outdated" in cluster.log
     finally:
@@ -222,10 +257,11 @@ def test_without_tokenizer_clients_hear_it_and_it_serves_again(
     cluster: Cluster, undisturbed: list[Output], number: signal.Signals
 ) -> None:
     restarts = cluster.info["restarts"]["tokenizer"]
+    pid = cluster.pid("tokenizer")
     with cluster.connect() as connection:
-        streams = Streams(connection)
-        streams.until(STREAMS * TOKENS // 4)
-        hurt(cluster, "tokenizer", number)
+        with in_the_middle(cluster, lambda: Streams(connection).begin()) as streams:
+            os.kill(pid, number)
+        wait_replaced(cluster, {"tokenizer": pid})
         with pytest.raises(ConnectionLost, match="broken"):
             streams.finish()
     wait_until(lambda: serves(cluster), PATIENCE_S)
@@ -239,14 +275,22 @@ def test_without_gateway_others_go_on_and_it_serves_again_at_its_port(checkpoint
     with running(checkpoint, *FLAGS, "--port", "0") as cluster, cluster.connect() as connection:
         expected = Streams(connection, count=4).finish()
         address = cluster.info["addresses"]["http"]
-        streams = Streams(connection, count=4)
         body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with dial(address) as http:
-            http.sendall(post("/v1/completions", body))
-            until(http, b"data:")
-            hurt(cluster, "gateway", signal.SIGKILL)
+        pid = cluster.pid("gateway")
+        with contextlib.ExitStack() as stack:
+            https: list[socket.socket] = []
+
+            def begin() -> Streams:
+                https.append(stack.enter_context(dial(address)))
+                https[-1].sendall(post("/v1/completions", body))
+                until(https[-1], b"data:")
+                return Streams(connection, count=4).begin()
+
+            with in_the_middle(cluster, begin, running=5) as streams:
+                os.kill(pid, signal.SIGKILL)
+            wait_replaced(cluster, {"gateway": pid})
             with contextlib.suppress(ConnectionResetError):
-                assert b"[DONE]" not in until_closed(http)
+                assert b"[DONE]" not in until_closed(https[-1])
         assert streams.finish() == expected
         wait_until(lambda: cluster.info["addresses"]["http"] == address and healthy(address), PATIENCE_S)
         with dial(address) as http:
@@ -265,13 +309,17 @@ def healthy(address: str) -> bool:
 
 def test_aborts_and_departures_count_during_a_loss(cluster: Cluster) -> None:
     """While the scheduler is away, some requests are aborted, and another client leaves without a word."""
+    pid = cluster.pid("scheduler")
     with cluster.connect() as connection:
-        streams = Streams(connection)
         leaving = cluster.connect()
-        Streams(leaving)
-        streams.until(STREAMS * TOKENS // 4)
-        pid = cluster.pid("scheduler")
-        os.kill(pid, signal.SIGSTOP)
+
+        def begin() -> Streams:
+            streams = Streams(connection)
+            Streams(leaving)
+            return streams.begin()
+
+        with in_the_middle(cluster, begin, running=2 * STREAMS) as streams:
+            os.kill(pid, signal.SIGSTOP)
         aborted = list(streams.answers)[::2]
         for rid in aborted:
             connection.abort(rid)
@@ -280,8 +328,7 @@ def test_aborts_and_departures_count_during_a_loss(cluster: Cluster) -> None:
         assert not streams.errors
         for rid, answer in streams.answers.items():
             assert (answer.finish is Finish.ABORT) == (rid in aborted)
-        assert cluster.pid("scheduler") != pid
-        cluster.remember()
+        wait_replaced(cluster, {"scheduler": pid})
     cluster.check_idle()
 
 
