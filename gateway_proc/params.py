@@ -51,6 +51,11 @@ class Defaults:
                 continue
         return cls(**own)
 
+    def without_draws(self) -> "Defaults":
+        """Those for a beam search, which draws nothing: a model's filters do not go with it, and the client did not ask
+        for them."""
+        return Defaults(max_tokens=self.max_tokens)
+
     def given(self) -> dict[str, Any]:
         """Those that differ from SamplingParams' own."""
         plain = Defaults()
@@ -81,6 +86,8 @@ def sampling_params(
         "length_penalty": request.length_penalty,
         "early_stopping": request.early_stopping,
     }
+    if request.use_beam_search:
+        defaults = defaults.without_draws()
     for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
         value = getattr(request, name)
         given[name] = getattr(defaults, name) if value is None else value

@@ -92,6 +92,13 @@ def test_defaults_of_the_model(tmp_path: Path) -> None:
     assert Defaults().given() == {}
 
 
+def test_beam_search_takes_no_defaults_of_draws() -> None:
+    own = Defaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1, max_tokens=50)
+    assert params(own, use_beam_search=True) == SamplingParams(use_beam_search=True, max_tokens=50)
+    assert params(own, use_beam_search=True, top_k=5).top_k == 5  # which the tokenizer refuses by name
+    assert params(own, use_beam_search=False).top_k == 20
+
+
 SCHEMA = {"type": "object"}
 
 
