@@ -85,6 +85,18 @@ def test_completions_take_prompts_of_every_kind(short_dir: Path, prompt: Any, as
     play(short_dir, HELLO, test)
 
 
+def test_completions_that_say_null_for_max_tokens_get_the_default(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        for fields in ({}, {"max_tokens": None}):
+            response = await world.post("/v1/completions", {"prompt": "x", **fields})
+            assert response.status_code == 200, response.text
+            assert (await world.generated()).params.max_tokens == 16
+        response = await world.post("/v1/completions", {"prompt": "x", "max_tokens": None, "min_tokens": 17})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "min_tokens"
+
+    play(short_dir, HELLO, test)
+
+
 def test_streamed_completions_of_several_prompts(short_dir: Path) -> None:
     async def test(world: World) -> None:
         found = events(
