@@ -107,8 +107,8 @@ def conversation_of(
                 raise unsupported("tool_choice", problem)
             if grammar is not None and grammar_field != "response_format":  # that is for answers without a call
                 raise refused("tool_choice", f"cannot be forced together with {grammar_field}")
-            wanted = _wanted(request)
-            grammar, grammar_field = force_call(wanted, tool_format, parallel=parallel), "tools"
+            several = parallel and choice == "required"  # a function that is named is called once
+            grammar, grammar_field = force_call(_wanted(request), tool_format, parallel=several), "tools"
     if grammar is not None and (forced or not goes_on):
         grammar = after_reasoning(grammar, reasoning, forced=forced)
     return Conversation(

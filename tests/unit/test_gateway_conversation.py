@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.messages import Finish
-from common.parsers import Reasoning, ToolFormat
+from common.parsers import Reasoning, ToolFormat, force_call
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader
 from gateway_proc.conversation import Conversation, conversation_of
@@ -61,6 +61,8 @@ def test_forced_calls_have_a_grammar() -> None:
     assert named is not None and '"clock"' in named.text and '"weather"' not in named.text
     one = conversation(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).grammar
     assert one is not None and one != required
+    alone = force_call([("clock", None)], ToolFormat.HERMES, parallel=False)
+    assert named == alone, "a named function is called once, as with OpenAI"
     formatted = conversation(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}).grammar
     assert formatted == required, "the format is for answers without calls, as with OpenAI"
 
