@@ -84,10 +84,19 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     field = f"{where}.function.arguments"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _decode(arguments, field, dict) if arguments.strip() else {}
+        arguments = _arguments(arguments, field)
     elif arguments is None:
         arguments = {}
     return {**call, "function": {**function, "arguments": _typed(arguments, field, dict)}}
+
+
+def _arguments(text: str, field: str) -> Any:
+    """Models break off in their calls and clients send them back with all that follows: what is no object counts as an
+    empty one, as in vLLM, for else the conversation could not go on."""
+    try:
+        return _decode(text, field, dict)
+    except Refused:
+        return {}
 
 
 _NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
