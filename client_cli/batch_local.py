@@ -51,8 +51,9 @@ def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
     for name, nothing in _NOTHING.items():
         if name in values and type(values[name]) is type(nothing) and values[name] == nothing:
             del values[name]
-    if "prompt_logprobs" in values:
-        raise FieldError("prompt_logprobs", "does not work over ipc; use --url with the cluster's HTTP address")
+    for name in ("prompt_logprobs", "tools"):
+        if name in values:
+            raise FieldError(name, "does not work over ipc; use --url with the cluster's HTTP address")
     if "response_format" in values:
         if values.get("grammar") is not None:
             raise FieldError("grammar", "excludes response_format")
@@ -63,8 +64,6 @@ def to_request(line: Line, models: frozenset[str]) -> JsonRequest:
             raise FieldError("prompt", f"belongs to another url than {CHAT}")
         if "max_completion_tokens" in values:
             values["max_tokens"] = values.pop("max_completion_tokens")
-        if type(values.get("messages")) is list:
-            values["messages"] = [_message(item, i) for i, item in enumerate(values["messages"])]
     else:
         if "messages" in values:
             raise FieldError("messages", f"belong to {CHAT}")
@@ -96,18 +95,6 @@ def _chat_logprobs(wanted: Any, top: Any) -> dict[str, Any]:
     if not wanted and top:
         raise FieldError("top_logprobs", "needs logprobs: true")
     return {"logprobs": top or 0} if wanted else {}
-
-
-def _message(item: Any, index: int) -> Any:
-    """A message with content in parts as one with text; anything else is checked later."""
-    if type(item) is not dict or type(item.get("content")) is not list:
-        return item
-    texts = []
-    for part in item["content"]:
-        if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
-            raise FieldError(f"messages[{index}].content", "parts must be of type text")
-        texts.append(part["text"])
-    return {**item, "content": "\n".join(texts)}  # as the gateway and vLLM join them
 
 
 def _scores(entries: Sequence[TokenLogprobs], *, chat: bool) -> dict[str, Any]:

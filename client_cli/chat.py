@@ -175,10 +175,7 @@ class Chat:
         from common.connection import Row
         from common.messages import Finish
 
-        rid = link.submit(
-            request.prompt, request.params, cache_salt=request.cache_salt, priority=request.priority,
-            deadline_ms=request.deadline_ms,
-        )  # fmt: skip
+        rid = link.submit(request.prompt, request.params, **request.options)
         finish = Finish.NONE
         while finish is Finish.NONE:
             try:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
+from client_cli.errors import ClientError
 from client_cli.http_loop import HttpLoop, Server, failure_text
 from client_cli.http_models import find_model
 from client_cli.openai_body import Piece, Usage, error_of, json_or_text, pieces, to_body, usage_of
@@ -51,12 +52,19 @@ class HttpLink:
         cache_salt: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
+        tools: str = "",
+        template_args: str = "",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> int:
+        if tools:
+            raise ClientError("tools: do not work over HTTP, where servers take the calls out of the answer")
         rid = next(self._numbers)
         stream = stream and params.prompt_logprobs is None  # servers refuse both together
         path, body = to_body(
             prompt, params, self.model, stream=stream, n=n, cache_salt=cache_salt, priority=priority,
-            deadline_ms=deadline_ms,
+            deadline_ms=deadline_ms, template_args=template_args, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )  # fmt: skip
         answer = _Answer(rid, n, params.logprobs, params.prompt_logprobs)
         task = self._live[rid] = self._http.start(self._run(answer, path, body))

@@ -27,6 +27,10 @@ class Link(Protocol):
         cache_salt: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
+        tools: str = "",
+        template_args: str = "",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> int: ...
 
     def abort(self, rid: int) -> None: ...

@@ -19,7 +19,7 @@ class LocalLink(Connection):
     def submit(self, prompt: Prompt, params: SamplingParams, *, n: int = 1, **options: Any) -> int:
         if not is_read(prompt, params):
             return super().submit(prompt, params, n=n, **options)
-        form = ChatFormat.of_model(self.info())
+        form = ChatFormat.of_model(self.info(), **options)
         rid = super().submit(prompt, form.asked(params), n=n, **options)
         self._readers[rid] = form.reader(n)
         return rid

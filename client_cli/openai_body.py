@@ -13,6 +13,10 @@ from common.sampling_params import Grammar, SamplingParams
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 _DEFAULTS = SamplingParams()
+_EMPTY = {
+    "n": 1, "cache_salt": "", "priority": 0, "deadline_ms": 0, "template_args": "", "add_generation_prompt": True,
+    "continue_final_message": False,
+}  # fmt: skip
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 _CODES = {408: ErrorCode.DEADLINE, 413: ErrorCode.TOO_LONG, 429: ErrorCode.OVERLOADED, 504: ErrorCode.DEADLINE}
 
@@ -26,11 +30,11 @@ def to_body(
     **more: Any,
 ) -> tuple[str, dict[str, Any]]:
     """The path and body of a request. Values that are the default are left out, so that servers with fewer fields than
-    ours take everything that they can do. `more` is n, cache_salt, priority and deadline_ms."""
+    ours take everything that they can do. `more` is what else `submit` takes."""
     body: dict[str, Any] = {"model": model}
     if prompt and isinstance(prompt[0], ChatMessage):
         path = CHAT
-        body["messages"] = [{"role": m.role, "content": m.content} for m in prompt if isinstance(m, ChatMessage)]
+        body["messages"] = [_message(m) for m in prompt if isinstance(m, ChatMessage)]
     else:
         path = COMPLETIONS
         body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
@@ -38,11 +42,17 @@ def to_body(
         value = getattr(params, name)
         if value != getattr(_DEFAULTS, name):
             body |= _field(name, value, path)
-    empty = {"n": 1, "cache_salt": "", "priority": 0, "deadline_ms": 0}
-    body |= {name: value for name, value in more.items() if value != empty[name]}
+    body |= {name: value for name, value in more.items() if value != _EMPTY[name]}
+    if "template_args" in body:
+        body["chat_template_kwargs"] = json.loads(body.pop("template_args"))
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return path, body
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    more = json.loads(message.extra) if message.extra else {}
+    return {"role": message.role, "content": message.content, **more}
 
 
 def _field(name: str, value: Any, path: str) -> dict[str, Any]:

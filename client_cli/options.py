@@ -82,6 +82,10 @@ REQUEST = [
     click.option("--early-stopping", is_flag=True, help="Of beam search: end as soon as --n answers have ended."),
     click.option("--n", type=int, default=1, help="Answers to the prompt; their seeds are seed, seed + 1, and so on."),
 ]  # fmt: skip
+TOOLS = [
+    click.option("--tools", type=click.File(encoding="utf-8-sig"), help="Tools that the model may call, a JSON list in "
+                 "OpenAI's form in this file; its calls are shown as it wrote them."),
+]  # fmt: skip
 QUEUE = [
     click.option("--cache-salt", default="", metavar="TEXT", help="Share cached prefixes only with requests of this "
                  "salt."),
@@ -92,12 +96,12 @@ QUEUE = [
 
 def request_options(function: Callable[..., None]) -> Callable[..., None]:
     """All flags of a request, handed to the command as `options`, JSON-like values for `parse_request`."""
-    return _packed(function, [*SAMPLING, *REQUEST, *GRAMMAR, *QUEUE])
+    return _packed(function, [*SAMPLING, *REQUEST, *GRAMMAR, *TOOLS, *QUEUE])
 
 
 def chat_options(function: Callable[..., None]) -> Callable[..., None]:
     """The flags of a request that has one answer."""
-    return _packed(function, [*SAMPLING, *GRAMMAR, *QUEUE])
+    return _packed(function, [*SAMPLING, *GRAMMAR, *TOOLS, *QUEUE])
 
 
 GRAMMAR_FLAGS = ("json_object", "json_schema", "regex", "choices", "lark", "ebnf")
@@ -127,11 +131,15 @@ def _grammar(
     if len(given) > 1:
         raise click.UsageError("Give one of --json-object, --json-schema, --regex, --choice, --lark and --ebnf.")
     if given and given[0]["kind"] == "json_schema":
-        try:
-            json.loads(given[0]["text"])
-        except (ValueError, RecursionError) as error:
-            raise click.UsageError(f"--json-schema: not JSON: {error}") from None
+        _json("--json-schema", given[0]["text"])
     return given[0] if given else None
+
+
+def _json(name: str, text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"{name}: not JSON: {error}") from None
 
 
 def _read(name: str, file: TextIO | None) -> str | None:
@@ -148,6 +156,7 @@ def _packed(function: Callable[..., None], decorators: list[Callable[..., Any]])
     def with_options(*args: Any, **given: Any) -> None:
         options = {name: given.pop(name) for name in names}
         options["skip_special_tokens"] = not options.pop("keep_special_tokens")
+        options["tools"] = _json("--tools", _read("--tools", options["tools"]))
         options["grammar"] = _grammar(**{name: options.pop(name) for name in GRAMMAR_FLAGS})
         listed = {name: list(value) for name, value in options.items() if isinstance(value, tuple)}
         function(*args, options={**options, **listed}, **given)

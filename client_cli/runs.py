@@ -76,6 +76,9 @@ def abort_and_wait(link: "Link") -> None:
 
 def describe(error: "RequestError") -> str:
     """The server's message with the field and limit it names."""
+    from common.json_request import named_here
+
+    error = named_here(error)
     text = error.problem
     if error.field and error.field not in text:
         text = f"{error.field}: {text}"
@@ -89,11 +92,7 @@ def submit(link: "Link", request: "JsonRequest", *, stream: bool = True) -> "tup
     from common.answer import Answer
 
     answers = [Answer() for _ in range(request.n)]
-    rid = link.submit(
-        request.prompt, request.params, stream=stream, n=request.n, cache_salt=request.cache_salt,
-        priority=request.priority, deadline_ms=request.deadline_ms,
-    )  # fmt: skip
-    return rid, answers
+    return link.submit(request.prompt, request.params, stream=stream, **request.options), answers
 
 
 def run_one(

@@ -1,10 +1,12 @@
 """Answers to chats as clients of the cluster's own socket read them: the model's reasoning apart from the text.
 
-By which tags or channels it tells them apart is in its chat template (`common/parsers`). The gateway does more: it
-reads calls too. Pure.
+By which tags or channels it tells them apart is in its chat template (`common/parsers`). Calls of tools are text, as
+the model wrote them; the gateway reads those too. Pure.
 """
 
+import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 from common.messages import ChatMessage, Finish, Info
 from common.parsers import (
@@ -12,6 +14,7 @@ from common.parsers import (
     ContentDelta,
     Reasoning,
     ReasoningDelta,
+    ToolFormat,
     after_reasoning,
     detect_formats,
     make_parser,
@@ -29,25 +32,48 @@ def is_read(prompt: Prompt, params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model answers chats that offer no tools."""
+    """How a model answers a chat. `tools` is how it writes calls where tools are offered and this is known, `goes_on`
+    says that the answer goes on with the last message."""
 
     reasoning: Reasoning
+    tools: ToolFormat | None = None
+    goes_on: bool = False
 
     @classmethod
-    def of_model(cls, info: Info) -> "ChatFormat":
-        return cls(detect_formats(info.chat_template, prompt=info.prompt_end).reasoning)
+    def of_model(
+        cls,
+        info: Info,
+        *,
+        tools: str = "",
+        template_args: str = "",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **_: Any,
+    ) -> "ChatFormat":
+        """For a chat with these options of `submit`. Where an argument of the template switches thinking, its text has
+        to tell how prompts end."""
+        arguments = json.loads(template_args) if template_args else {}
+        switch = arguments.get("enable_thinking", arguments.get("thinking"))
+        prompt = info.prompt_end if switch is None else ""
+        formats = detect_formats(info.chat_template, thinking=switch is None or bool(switch), prompt=prompt)
+        reasoning = formats.reasoning
+        if reasoning is Reasoning.OPENED and not add_generation_prompt:
+            reasoning = Reasoning.TAGS  # the prompt ends with a message
+        return cls(reasoning, formats.tools if tools else None, continue_final_message)
 
     def asked(self, params: SamplingParams) -> SamplingParams:
         """The same for an answer that will be read: with marks that are special tokens, and a grammar for what follows
         the reasoning, unless it says itself what comes before."""
         grammar = params.grammar
-        if grammar is not None and not grammar.closing:
+        if grammar is not None and not grammar.closing and not self.goes_on:
             grammar = after_reasoning(grammar, self.reasoning)
-        return replace(params, grammar=grammar, skip_special_tokens=not needs_special_tokens(None, self.reasoning))
+        marked = needs_special_tokens(self.tools, self.reasoning)
+        return replace(params, grammar=grammar, skip_special_tokens=not marked)
 
     def reader(self, n: int) -> "AnswerReader":
         """For the rows of a request with `n` choices."""
-        return AnswerReader({choice: make_parser(reasoning=self.reasoning) for choice in range(n)})
+        verbatim = self.tools is not None
+        return AnswerReader({i: make_parser(reasoning=self.reasoning, verbatim=verbatim) for i in range(n)})
 
 
 class AnswerReader:

@@ -1,17 +1,23 @@
 """Requests as JSON-like values, as the client's files and flags give them: checked against the wire schema."""
 
 import json
+import re
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from common.chat_json import arguments_text, chat_wire, tools_text
 from common.codec import schema_of
 from common.fields import FieldError, Ints
-from common.messages import ChatMessage, Generate
+from common.messages import ChatMessage, Generate, RequestError
 from common.sampling_params import MAX_TOKEN_ID, SamplingParams
 
 PROMPT_FIELDS = ("prompt", "token_ids", "messages")
-REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms")
+CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms", *CHAT_FIELDS)
+
+
+_NAMES = {"chat": "messages", "template_args": "chat_template_kwargs"}  # of Generate: here
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +30,20 @@ class JsonRequest:
     cache_salt: str = ""
     priority: int = 0
     deadline_ms: int = 0
+    tools: str = ""
+    template_args: str = ""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `submit` of a connection takes beside prompt and parameters."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("prompt", "params")}
 
 
 def parse_request(values: dict[str, Any]) -> JsonRequest:
     """Check a request given as JSON-like values: one of prompt, token_ids and messages, the fields of
-    REQUEST_FIELDS, and sampling fields.
+    REQUEST_FIELDS, and sampling fields. CHAT_FIELDS are as in vLLM's requests.
 
     Raises FieldError, which names the field, for anything unknown, missing or outside its range.
     """
@@ -48,7 +63,7 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
     elif given[0] == "token_ids":
         prompt = list(generate["token_ids"].unpack(_int_bytes(value, "token_ids"), "token_ids"))
     else:
-        prompt = list(generate["chat"].unpack(_chat_wire(value), "messages"))
+        prompt = list(generate["chat"].unpack(chat_wire(value), "messages"))
     params = {}
     for name, checker in sampling.items():
         if name in values:
@@ -62,8 +77,33 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
             elif name == "grammar":
                 value = _grammar_wire(value)
             params[name] = checker.unpack(value, name)
-    options = {name: generate[name].unpack(values[name], name) for name in REQUEST_FIELDS if name in values}
+    wire = _chat_fields(values, given[0] == "messages")
+    options = {name: generate[name].unpack(value, _NAMES.get(name, name)) for name, value in wire.items()}
     return JsonRequest(prompt, SamplingParams(**params), **options)
+
+
+def named_here(error: RequestError) -> RequestError:
+    """What the cluster refused, with the name that its field has in requests given as JSON-like values."""
+    stem, *rest = re.split(r"(?=[.\[])", error.field, maxsplit=1)
+    field = "".join((_NAMES.get(stem, stem), *rest))[:256]
+    return replace(error, field=field, problem=error.problem.replace(error.field, field, 1)[:4096])
+
+
+def _chat_fields(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """The fields of REQUEST_FIELDS as the wire has them; None leaves one of CHAT_FIELDS out."""
+    found = {name: values[name] for name in REQUEST_FIELDS if name in values}
+    for name in CHAT_FIELDS:
+        if found.get(name, 0) is None:
+            del found[name]
+        elif name in found and not is_chat:
+            raise FieldError(name, "is for chats")
+    if found.get("continue_final_message") is True and found.setdefault("add_generation_prompt", False) is True:
+        raise FieldError("continue_final_message", "cannot be together with add_generation_prompt")
+    if "tools" in found:
+        found["tools"] = tools_text(found["tools"])
+    if "chat_template_kwargs" in found:
+        found["template_args"] = arguments_text(found.pop("chat_template_kwargs"))
+    return found
 
 
 def _int_bytes(value: Any, field: str) -> bytes:
@@ -98,16 +138,3 @@ def _grammar_wire(value: Any) -> list[Any] | None:
     if type(text) in (dict, list):
         text = json.dumps(text, ensure_ascii=False)
     return [value["kind"], text, *(value.get(name, "") for name in rest)]
-
-
-def _chat_wire(value: Any) -> list[list[Any]]:
-    """JSON chat messages as the wire carries them. What is more than role and content is checked by the receiver."""
-    if type(value) is not list:
-        raise FieldError("messages", "must be a list")
-    wire = []
-    for i, item in enumerate(value):
-        if type(item) is not dict or not {"role", "content"} <= set(item):
-            raise FieldError(f"messages[{i}]", "must be an object with role and content")
-        extra = {name: value for name, value in item.items() if name not in ("role", "content")}
-        wire.append([item["role"], item["content"], json.dumps(extra, ensure_ascii=False) if extra else ""])
-    return wire

@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from common.async_connection import AsyncConnection
-from common.chat_answers import ChatFormat
 from common.codec import FrameError
 from common.connection import ConnectionLost
 from common.json_request import JsonRequest
+from common.messages import Info
 from common.sockets import PeerStalled
 from common.stream import RequestFailed, Stream, UnreadRows
 from rhizome.cluster import ChildCluster
@@ -18,6 +18,7 @@ from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError, check_p
 from rhizome.llm import MAX_LIVE, frontend_of
 from rhizome.outputs import RequestOutput, StreamOutput
 from rhizome.requests import (
+    ChatOptions,
     Message,
     Options,
     Params,
@@ -25,7 +26,6 @@ from rhizome.requests import (
     Prompt,
     begin,
     conversations_of,
-    keywords,
     make_request,
     make_requests,
     needs_format,
@@ -48,7 +48,7 @@ class AsyncLLM:
         self._run_dir: str | os.PathLike[str] | None = None
         self._own: ChildCluster | None = None
         self._connection: AsyncConnection | None = None
-        self._known_format: ChatFormat | None = None
+        self._known_info: Info | None = None
         self._owner = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the block that is open
         self._asked: asyncio.Future[bool] | None = None
@@ -100,31 +100,31 @@ class AsyncLLM:
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
+        sampling_params: Params = None,
         **options: Unpack[Options],
     ) -> list[RequestOutput]:
         """As LLM.generate, without a progress bar. A cancelled call aborts its requests on the cluster."""
-        return await self._run(make_requests("prompt", prompts_of(prompts), params, options))
+        return await self._run(make_requests("prompt", prompts_of(prompts), sampling_params, options))
 
     async def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
-        **options: Unpack[Options],
+        sampling_params: Params = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """As LLM.chat, without a progress bar."""
-        return await self._run(make_requests("messages", conversations_of(messages), params, options))
+        return await self._run(make_requests("messages", conversations_of(messages), sampling_params, options))
 
     async def stream(
         self,
         prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None = None,
-        **options: Unpack[Options],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
     ) -> AsyncIterator[StreamOutput]:
         """As LLM.stream: `async for piece in llm.stream("..."): ...`. A reader that lags far behind ends it, too."""
-        request = make_request(prompt, params, options)
+        request = make_request(prompt, sampling_params, options)
         await self._reconnect()
-        progress = begin(0, request, await self._format([request]))
+        progress = begin(0, request, await self._info([request]))
         stream = self._submit(progress.request, stream=True)
         try:
             async for found in stream:
@@ -157,35 +157,35 @@ class AsyncLLM:
         """A new connection for one that broke, as when the cluster restarts the process at its other end."""
         if self._open.lost is not None:
             broken, self._connection = self._open, AsyncConnection(self._address)
-            self._known_format = None
+            self._known_info = None
             await self._connection.__aenter__()
             await broken.aclose()
 
-    async def _format(self, requests: list[JsonRequest]) -> ChatFormat | None:
-        """The model's, if one of the requests needs it; asked once on each connection."""
+    async def _info(self, requests: list[JsonRequest]) -> Info | None:
+        """What the cluster serves, if one of the requests needs the model's format; asked once on each connection."""
         if not any(map(needs_format, requests)):
             return None
-        if self._known_format is None:
+        if self._known_info is None:
             try:
-                self._known_format = ChatFormat.of_model(await self._open.info())
+                self._known_info = await self._open.info()
             except (RequestFailed, ConnectionLost) as error:
                 raise await self._error(0, error) from None
-        return self._known_format
+        return self._known_info
 
     def _submit(self, request: JsonRequest, *, stream: bool) -> Stream:
         try:
-            return self._open.submit(request.prompt, request.params, stream=stream, **keywords(request))
+            return self._open.submit(request.prompt, request.params, stream=stream, **request.options)
         except (ConnectionLost, PeerStalled, FrameError) as error:
             raise ClusterError(str(error)) from None
 
     async def _run(self, requests: list[JsonRequest]) -> list[RequestOutput]:
         """At most MAX_LIVE at once; the first failure aborts the others."""
         await self._reconnect()
-        form = await self._format(requests)
+        info = await self._info(requests)
         room = asyncio.Semaphore(MAX_LIVE)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(progress, room)) for progress in numbered(requests, form)]
+                tasks = [group.create_task(self._one(progress, room)) for progress in numbered(requests, info)]
         except* (GenerationError, ClusterError) as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]

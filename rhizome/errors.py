@@ -2,6 +2,7 @@
 
 import os
 
+from common.json_request import named_here
 from common.messages import ErrorCode, RequestError
 
 SHUTTING_DOWN = ErrorCode.SHUTTING_DOWN.name.lower()
@@ -35,4 +36,5 @@ class GenerationError(RuntimeError):
 
     @classmethod
     def of(cls, index: int, error: RequestError) -> "GenerationError":
+        error = named_here(error)
         return cls(index, ErrorCode(error.code).name.lower(), error.problem, error.field, error.limit)

@@ -8,16 +8,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from common.chat_answers import ChatFormat
 from common.codec import FrameError
 from common.connection import Connection, ConnectionLost, frontend_in
 from common.json_request import JsonRequest
+from common.messages import Info
 from common.run_dir import RunDirError, find_cluster
 from common.sockets import PeerStalled
 from rhizome.cluster import ChildCluster
 from rhizome.errors import SHUTTING_DOWN, ClusterError, GenerationError, check_process
 from rhizome.outputs import RequestOutput, StreamOutput
 from rhizome.requests import (
+    ChatOptions,
     Message,
     Options,
     Params,
@@ -25,7 +26,6 @@ from rhizome.requests import (
     Prompt,
     begin,
     conversations_of,
-    keywords,
     make_request,
     make_requests,
     needs_format,
@@ -93,7 +93,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
         **options: Unpack[Options],
@@ -103,28 +103,29 @@ class LLM:
         Raises ValueError for wrong arguments before anything is sent, GenerationError when the cluster ends a prompt
         with an error (the others are aborted), ClusterError when the cluster goes away.
         """
-        return self._run(make_requests("prompt", prompts_of(prompts), params, options), use_tqdm)
+        return self._run(make_requests("prompt", prompts_of(prompts), sampling_params, options), use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """The same for conversations, lists of {"role": ..., "content": ...}, through the model's chat template. What
-        it thought comes apart from the text; with `skip_special_tokens=False` the text is all that it wrote."""
-        return self._run(make_requests("messages", conversations_of(messages), params, options), use_tqdm)
+        it thought comes apart from the text; with `skip_special_tokens=False` the text is all that it wrote. Calls of
+        `tools` are text, as it wrote them."""
+        return self._run(make_requests("messages", conversations_of(messages), sampling_params, options), use_tqdm)
 
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None = None,
-        **options: Unpack[Options],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[StreamOutput]:
         """The answer to a prompt or conversation as it is generated. Leaving the loop aborts it on the cluster."""
-        request = make_request(prompt, params, options)
+        request = make_request(prompt, sampling_params, options)
         return self._stream(request)
 
     def stats(self) -> dict[str, int]:
@@ -140,8 +141,8 @@ class LLM:
 
     def _stream(self, request: JsonRequest) -> Iterator[StreamOutput]:
         with self._connection() as connection:
-            progress = begin(0, request, _format(connection, [request]))
-            connection.submit(request.prompt, progress.request.params, **keywords(request))
+            progress = begin(0, request, _info(connection, [request]))
+            connection.submit(request.prompt, progress.request.params, **request.options)
             ended = False
             while not ended:
                 for found in connection.poll(POLL_S):
@@ -192,23 +193,22 @@ def _broken(connection: Connection) -> bool:
     return False
 
 
-def _format(connection: Connection, requests: list[JsonRequest]) -> ChatFormat | None:
-    """The model's, if one of the requests needs it."""
-    needed = any(map(needs_format, requests))
-    return ChatFormat.of_model(connection.info()) if needed else None
+def _info(connection: Connection, requests: list[JsonRequest]) -> Info | None:
+    """What the cluster serves, if one of the requests needs the model's format."""
+    return connection.info() if any(map(needs_format, requests)) else None
 
 
 def run_all(
     connection: Connection, requests: list[JsonRequest], show: Callable[[Progress], None]
 ) -> list[RequestOutput]:
     """Run requests, at most MAX_LIVE at once. Raises GenerationError for the first that fails."""
-    waiting = numbered(requests, _format(connection, requests))
+    waiting = numbered(requests, _info(connection, requests))
     live: dict[int, Progress] = {}
     outputs: dict[int, RequestOutput] = {}
     while len(outputs) < len(requests):
         while len(live) < MAX_LIVE and (following := next(waiting, None)) is not None:
             request = following.request
-            live[connection.submit(request.prompt, request.params, stream=False, **keywords(request))] = following
+            live[connection.submit(request.prompt, request.params, stream=False, **request.options)] = following
         for row in connection.poll(POLL_S):
             progress = live[row.rid]
             if progress.take(progress.read(row)):

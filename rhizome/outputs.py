@@ -40,6 +40,11 @@ class RequestOutput:
     cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """`cached_tokens`, under vLLM's name."""
+        return self.cached_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:

@@ -8,28 +8,39 @@ from typing import Any, TypeAlias, TypedDict, cast
 from common.answer import Answer, tokens_of
 from common.chat_answers import AnswerReader, ChatFormat, is_read
 from common.json_request import JsonRequest, parse_request
-from common.messages import Finish, RequestError
+from common.messages import Finish, Info, RequestError
 from common.rows import Row
 from rhizome.errors import GenerationError
 from rhizome.outputs import RequestOutput, StreamOutput, to_output
 from rhizome.sampling_params import SamplingParams, integers, listed
 
-Prompt: TypeAlias = str | Sequence[int]
-Message: TypeAlias = Mapping[str, str]
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Message: TypeAlias = Mapping[str, Any]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Options(TypedDict, total=False):
-    """What a call says of its requests beside prompts and sampling, as in `common.messages.Generate`."""
+    """What a call says of its requests beside prompts and sampling, as in `common.messages.Generate`; None leaves one
+    out."""
 
-    cache_salt: str
-    priority: int
-    deadline_ms: int
+    cache_salt: str | None
+    priority: int | None
+    deadline_ms: int | None
+
+
+class ChatOptions(Options, total=False):
+    """What it says of conversations, with vLLM's names: tools in OpenAI's form, further variables of the chat template,
+    and how the prompt ends (`continue_final_message` without `add_generation_prompt`, which is then False)."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A list of integers is one prompt of token ids. Raises ValueError."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     found = listed("prompts", prompts, "a text, token ids, or a list of these")
     if found and all(isinstance(p, Integral) for p in found):
@@ -49,20 +60,21 @@ def make_requests(kind: str, inputs: Sequence[Any], params: Params, options: Opt
     """Checked requests; `kind` is prompt or messages. Raises ValueError naming the prompt and the field, and TypeError
     for an unknown option."""
     for name in options:
-        if name not in Options.__annotations__:
-            raise TypeError(f"unexpected keyword argument {name!r}; how to sample is said by SamplingParams")
+        if name not in ChatOptions.__annotations__:
+            raise TypeError(f"unexpected keyword argument {name!r}; {_instead(name)}")
     if isinstance(params, Sequence):
         each = list(params)
         if len(each) != len(inputs):
-            raise ValueError(f"params: as many as prompts ({len(inputs)}) or one for all, got {len(each)}")
+            raise ValueError(f"sampling_params: as many as prompts ({len(inputs)}) or one for all, got {len(each)}")
     else:
         each = [SamplingParams() if params is None else params] * len(inputs)
     if not all(isinstance(own, SamplingParams) for own in each):
-        raise ValueError("params: must be SamplingParams, or a list of them")
+        raise ValueError("sampling_params: must be SamplingParams, or a list of them")
+    given_options = {name: value for name, value in options.items() if value is not None}
     found = []
     for index, (given, own) in enumerate(zip(inputs, each, strict=True)):
         try:
-            found.append(_request(kind, given, own, options))
+            found.append(_request(kind, given, own, given_options))
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
     return found
@@ -70,13 +82,23 @@ def make_requests(kind: str, inputs: Sequence[Any], params: Params, options: Opt
 
 def make_request(given: Prompt | Sequence[Message], params: SamplingParams | None, options: Options) -> JsonRequest:
     """One checked request from a text, token ids or a conversation. Raises as make_requests does."""
-    own = given if isinstance(given, str) else listed("prompt", given, "a text, token ids or a conversation")
-    kind = "messages" if own and not isinstance(own, str) and isinstance(own[0], Mapping) else "prompt"
+    kind, own = "prompt", given
+    if not isinstance(given, str | Mapping):
+        own = listed("prompt", given, "a text, token ids or a conversation")
+        kind = "messages" if own and isinstance(own[0], Mapping) else "prompt"
     (request,) = make_requests(kind, [own], params, options)
     return request
 
 
-def _request(kind: str, given: Any, params: SamplingParams, options: Options) -> JsonRequest:
+def _instead(name: str) -> str:
+    if name in SamplingParams.__dataclass_fields__:
+        return "how to sample is said by SamplingParams"
+    return f"known are sampling_params, {', '.join(ChatOptions.__annotations__)}"
+
+
+def _request(kind: str, given: Any, params: SamplingParams, options: dict[str, Any]) -> JsonRequest:
+    if kind == "prompt" and isinstance(given, Mapping):
+        given = _of_mapping(given)
     if kind == "messages":
         messages = listed("messages", given, "a list of messages")
         if not all(isinstance(message, Mapping) for message in messages):
@@ -86,18 +108,19 @@ def _request(kind: str, given: Any, params: SamplingParams, options: Options) ->
         value = {"prompt": given}
     else:
         value = {"token_ids": integers("token_ids", given)}
-    checked = parse_request({**value, "n": params.n, **options})
-    return JsonRequest(
-        checked.prompt, params.to_wire(), checked.n, checked.cache_salt, checked.priority, checked.deadline_ms
-    )
+    return replace(parse_request({**value, "n": params.n, **options}), params=params.to_wire())
 
 
-def keywords(request: JsonRequest) -> dict[str, Any]:
-    """What `submit` of a connection takes beside prompt and parameters."""
-    return {
-        "n": request.n, "cache_salt": request.cache_salt, "priority": request.priority,
-        "deadline_ms": request.deadline_ms,
-    }  # fmt: skip
+def _of_mapping(prompt: Mapping[str, Any]) -> Any:
+    """The text or token ids of one of vLLM's prompts, {"prompt": ...} or {"prompt_token_ids": ...}."""
+    known = ("prompt", "prompt_token_ids")
+    for name, value in prompt.items():
+        if name not in known and value is not None:
+            raise ValueError(f"{name}: is not known; a prompt is an object with prompt or prompt_token_ids")
+    found = [prompt[name] for name in reversed(known) if prompt.get(name) is not None]
+    if not found:
+        raise ValueError("prompt: must be an object with prompt or prompt_token_ids")
+    return found[0]
 
 
 @dataclass(slots=True)
@@ -140,10 +163,11 @@ class Progress:
         return tokens_of(self.answers) or 0
 
 
-def begin(index: int, request: JsonRequest, form: ChatFormat | None) -> Progress:
+def begin(index: int, request: JsonRequest, info: Info | None) -> Progress:
     """A request that begins, as it is sent: an answer to a chat is read in the model's format, where that is given."""
-    if form is None or not needs_format(request):
+    if info is None or not needs_format(request):
         return Progress(index, request)
+    form = ChatFormat.of_model(info, **request.options)
     return Progress(index, replace(request, params=form.asked(request.params)), form.reader(request.n))
 
 
@@ -163,6 +187,6 @@ def stream_output(row: Row) -> StreamOutput:
     )  # fmt: skip
 
 
-def numbered(requests: Sequence[JsonRequest], form: ChatFormat | None) -> Iterator[Progress]:
+def numbered(requests: Sequence[JsonRequest], info: Info | None) -> Iterator[Progress]:
     """Requests that begin, in their order."""
-    return (begin(index, request, form) for index, request in enumerate(requests))
+    return (begin(index, request, info) for index, request in enumerate(requests))

@@ -15,7 +15,8 @@ from common.json_request import parse_request
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to generate. The fields mean what they mean in `common.sampling_params.SamplingParams`; `n` is how many
-    answers each prompt gets (with `use_beam_search` the beams), `stop` may be one text.
+    answers each prompt gets (with `use_beam_search` the beams), `stop` may be one text. As in vLLM, a `top_k` of -1 is
+    0, and None for `stop`, `stop_token_ids` and `logit_bias` is nothing.
 
     At most one of `json_schema` (a schema, or True for any JSON object), `regex`, `choice`, `lark` and `ebnf` says what
     the answer must be. Raises ValueError, which names the field, for a value outside its range.
@@ -27,14 +28,14 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -55,10 +56,12 @@ class SamplingParams:
         """The form on the wire. Raises ValueError."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in (*_GRAMMAR, "n")]
         values = {name: getattr(self, name) for name in names}
-        values["stop"] = self.stop if isinstance(self.stop, str) else listed("stop", self.stop)
-        values["stop_token_ids"] = integers("stop_token_ids", self.stop_token_ids)
+        values["top_k"] = 0 if self.top_k == -1 else self.top_k
+        stop, stop_ids, biases = self.stop, self.stop_token_ids, self.logit_bias
+        values["stop"] = stop if isinstance(stop, str) else [] if stop is None else listed("stop", stop)
+        values["stop_token_ids"] = [] if stop_ids is None else integers("stop_token_ids", stop_ids)
         try:
-            values["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+            values["logit_bias"] = {} if biases is None else {_token_id(key): bias for key, bias in biases.items()}
         except (AttributeError, TypeError):
             raise ValueError(f"logit_bias: must map token ids to numbers, got {self.logit_bias!r:.100}") from None
         try:

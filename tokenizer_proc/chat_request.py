@@ -5,10 +5,10 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from common.messages import ChatMessage, ErrorCode
-from tokenizer_proc.limits import Refused
+from common.chat_json import check_tools, get, typed
+from common.fields import FieldError
+from common.messages import ChatMessage
 
-MAX_TOOLS = 1024
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 _BOOLEANS = frozenset({"enable_thinking"})
@@ -17,7 +17,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def parse_messages(chat: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages for a template. Raises Refused with the place of what is wrong."""
+    """Messages for a template. Raises FieldError with the place of what is wrong."""
     messages = []
     for i, message in enumerate(chat):
         parsed: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -28,39 +28,29 @@ def parse_messages(chat: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def parse_tools(text: str) -> list[dict[str, Any]] | None:
-    """The tools that the text holds, None where it is empty. Raises Refused with the place of what is wrong."""
+    """The tools that the text holds, None where it is empty. Raises FieldError with the place of what is wrong."""
     if not text:
         return None
-    tools = _decode(text, "tools", list)
-    if len(tools) > MAX_TOOLS:
-        raise refused("tools", f"has {len(tools)} entries, {MAX_TOOLS} is the limit", MAX_TOOLS)
-    for i, tool in enumerate(tools):
-        function = _get(_typed(tool, f"tools[{i}]", dict), "function", f"tools[{i}]", dict)
-        _get(function, "name", f"tools[{i}].function", str)
-        if function.get("parameters") is not None:
-            _typed(function["parameters"], f"tools[{i}].function.parameters", dict)
+    tools: list[dict[str, Any]] = _decode(text, "tools", list)
+    check_tools(tools)
     return tools or None
 
 
 def parse_template_args(text: str, known: Collection[str]) -> dict[str, Any]:
-    """Further variables of the template, which uses the `known` ones. Raises Refused with the name of what is wrong."""
+    """Further variables of the template, which uses the `known` ones. Raises FieldError, which names what is wrong."""
     if not text:
         return {}
     values: dict[str, Any] = _decode(text, "template_args", dict)
     for name, value in values.items():
         field = f"template_args.{name}"[:256]
         if name in _RESERVED:
-            raise refused(field, "is set by other fields of the request")
+            raise FieldError(field, "is set by other fields of the request")
         if name not in known:
             names = ", ".join(sorted(set(known) - _RESERVED)) or "none"
-            raise refused(field, f"this model's chat template does not use it; it uses {names}")
+            raise FieldError(field, f"this model's chat template does not use it; it uses {names}")
         if name in _BOOLEANS:
-            _typed(value, field, bool)
+            typed(value, field, bool)
     return values
-
-
-def refused(field: str, problem: str, limit: int = 0) -> Refused:
-    return Refused(ErrorCode.INVALID, f"{field}: {problem}", field, limit)
 
 
 def _parse_extra(text: str, where: str) -> dict[str, Any]:
@@ -68,26 +58,26 @@ def _parse_extra(text: str, where: str) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for name, value in values.items():
         if name in _TEXTS:
-            parsed[name] = _typed(value, f"{where}.{name}", str)
+            parsed[name] = typed(value, f"{where}.{name}", str)
         elif name == "tool_calls":
-            calls = _typed(value, f"{where}.tool_calls", list)
+            calls = typed(value, f"{where}.tool_calls", list)
             parsed[name] = [_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
         else:
-            raise refused(f"{where}.{name}"[:256], "is not known")
+            raise FieldError(f"{where}.{name}"[:256], "is not known")
     return parsed
 
 
 def _parse_call(call: Any, where: str) -> dict[str, Any]:
     """A call of an earlier answer. Templates want its arguments decoded, OpenAI's form has them as JSON text."""
-    function = _get(_typed(call, where, dict), "function", where, dict)
-    _get(function, "name", f"{where}.function", str)
+    function = get(typed(call, where, dict), "function", where, dict)
+    get(function, "name", f"{where}.function", str)
     field = f"{where}.function.arguments"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _arguments(arguments, field)
     elif arguments is None:
         arguments = {}
-    return {**call, "function": {**function, "arguments": _typed(arguments, field, dict)}}
+    return {**call, "function": {**function, "arguments": typed(arguments, field, dict)}}
 
 
 def _arguments(text: str, field: str) -> Any:
@@ -95,11 +85,8 @@ def _arguments(text: str, field: str) -> Any:
     empty one, as in vLLM, for else the conversation could not go on."""
     try:
         return _decode(text, field, dict)
-    except Refused:
+    except FieldError:
         return {}
-
-
-_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
 
 
 def _decode(text: str, field: str, expected: type) -> Any:
@@ -108,10 +95,10 @@ def _decode(text: str, field: str, expected: type) -> Any:
         if _ESCAPED_SURROGATE in text.lower():
             value = _whole(value)
     except ValueError as error:
-        raise refused(field, f"is not JSON: {error}") from None
+        raise FieldError(field, f"is not JSON: {error}") from None
     except RecursionError:
-        raise refused(field, "is nested too deeply") from None
-    return _typed(value, field, expected)
+        raise FieldError(field, "is nested too deeply") from None
+    return typed(value, field, expected)
 
 
 def _whole(value: Any) -> Any:
@@ -123,15 +110,3 @@ def _whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {_whole(name): _whole(entry) for name, entry in value.items()}
     return value
-
-
-def _typed(value: Any, field: str, expected: type) -> Any:
-    if type(value) is not expected:
-        raise refused(field, f"must be {_NAMES[expected]}, not {type(value).__name__}")
-    return value
-
-
-def _get(values: dict[str, Any], name: str, where: str, expected: type) -> Any:
-    if name not in values:
-        raise refused(f"{where}.{name}", "is missing")
-    return _typed(values[name], f"{where}.{name}", expected)

@@ -5,7 +5,7 @@ from typing import assert_never
 
 from tokenizers import Tokenizer
 
-from common.fields import IntArray
+from common.fields import FieldError, IntArray
 from common.harmony import speaks_harmony
 from common.messages import MAX_PROMPT_END, Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
 from tokenizer_proc.chat_request import parse_messages, parse_template_args, parse_tools
@@ -76,6 +76,8 @@ class PromptEncoder:
             case ChatTemplate() as template:
                 try:
                     return self._render_with(template, msg)
+                except FieldError as error:
+                    raise Refused(ErrorCode.INVALID, str(error), error.field) from None
                 except ChatTemplateError as error:
                     raise Refused(ErrorCode.INVALID, str(error), "chat") from None
             case other:

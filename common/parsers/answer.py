@@ -59,15 +59,18 @@ def make_parser(
     forced: bool = False,
     parallel: bool = True,
     together: bool = False,
+    verbatim: bool = False,
     new_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
     """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `tool_names` are the
     names of the offered ones, `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of
-    calls. Without `parallel` only the first call is shown. `together` shows reasoning as content, tags and all."""
+    calls. Without `parallel` only the first call is shown. `together` shows reasoning as content, tags and all.
+    `verbatim`: without `tools`, calls are content just as the model wrote them."""
     most = None if parallel else 1
     if reasoning is Reasoning.CHANNEL or tools is ToolFormat.HARMONY:
         separate, calls = reasoning is Reasoning.CHANNEL and not together, tools is ToolFormat.HARMONY
-        return AnswerParser(None, HarmonyParser(new_id or _call_id, reasoning=separate, calls=calls), most)
+        harmony = HarmonyParser(new_id or _call_id, reasoning=separate, calls=calls, headers=verbatim)
+        return AnswerParser(None, harmony, most)
     splitter = None
     if reasoning is not Reasoning.NONE:
         splitter = (ReasoningPasser if together else ReasoningSplitter)(opened=reasoning is Reasoning.OPENED)

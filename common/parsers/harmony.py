@@ -43,16 +43,18 @@ class _Header:
 
 
 class HarmonyParser(TextParser):
-    """Reads a whole answer. Without `reasoning` the model's reasoning is content, without `calls` so are calls.
+    """Reads a whole answer. Without `reasoning` the model's reasoning is content, without `calls` so are calls; with
+    `headers` those have their headers, as the model wrote them.
 
     What looks like a header and is none is text of the message that it stands in. A header that the answer's end cuts
     off is not shown. Texts of several messages that become one have an empty line between them.
     """
 
-    def __init__(self, new_id: Callable[[], str], *, reasoning: bool, calls: bool) -> None:
+    def __init__(self, new_id: Callable[[], str], *, reasoning: bool, calls: bool, headers: bool = False) -> None:
         super().__init__(new_id)
         self._reasoning = reasoning
         self._calls = calls
+        self._headers = headers
         self._state = _State.BEGINNING
         self._kind = _Kind.CONTENT
         self._inside = False  # the header that is being read began within a message
@@ -101,10 +103,13 @@ class HarmonyParser(TextParser):
         if header is None:
             self._restore()
         else:
+            written = first + text[:at] + mark
             self._text = self._text[len(first) + at + len(mark if mark != START else "") :]
             self._end_message()
             if mark == MESSAGE:
                 self._open(*self._meaning(header))
+                if self._headers and header.recipient not in _NOBODY:
+                    self._write(written)
             else:  # a header without a message says nothing
                 self._state = _State.BETWEEN
         return True

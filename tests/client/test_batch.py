@@ -155,6 +155,7 @@ def test_log_probabilities_are_written_as_the_gateway_writes_them(url: str) -> N
         ({"prompt": ["x", "y"]}, "prompt"),
         ({"prompt": "x", "messages": []}, "messages"),
         ({"prompt": "x", "prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"prompt": "x", "tools": [{"function": {"name": "f"}}]}, "tools"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),
         ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format"),
         ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),

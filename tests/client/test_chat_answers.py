@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.chat_answers import ChatFormat, is_read
 from common.connection import Row
-from common.harmony import CHANNEL, END, MESSAGE, START
+from common.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from common.messages import Abort, ChatMessage, Finish, Generate, Info
 from common.parsers import Reasoning
 from common.sampling_params import Grammar, SamplingParams
@@ -23,7 +23,7 @@ from tests.client.client_runs import run
 from tests.client.fake_openai import FakeOpenAI
 from tests.client.test_chat_command import Terminal, contents
 from tests.helpers_parsers import split
-from tests.helpers_templates import HARMONY, QWEN3
+from tests.helpers_templates import HARMONY, LLAMA31, MISTRAL, QWEN3
 from tests.unit.fake_frontend import FakeFrontend, rows
 from tests.unit.frontend_world import INFO
 from tokenizer_proc.chat_template import ChatTemplate
@@ -192,6 +192,85 @@ def test_the_python_api_with_asyncio(short_dir: Path) -> None:
 
     with FakeFrontend(short_dir, saying(CHANNELS), info=HARMONIC):
         asyncio.run(use())
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLED = f"{CHANNEL}analysis{MESSAGE}hm{END}{START}assistant"
+TO_F = f"{START}assistant{CHANNEL}commentary to=functions.f {CONSTRAIN}json{MESSAGE}" + '{"x": 1}'
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "raw"),
+    [
+        (HARMONY, CALLED + TO_F.removeprefix(f"{START}assistant"), True),
+        (QWEN3, '<think>hm</think><tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', False),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', True),
+        (LLAMA31, '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', True),
+    ],
+    ids=["harmony", "hermes", "mistral", "llama"],
+)
+def test_calls_are_text_as_the_model_wrote_them(short_dir: Path, template: str, written: str, raw: bool) -> None:
+    """With marks that are special tokens, so that what calls is told from what is said."""
+    expected = TO_F if template == HARMONY else written.removeprefix("<think>hm</think>")
+    thought = "hm" if "hm" in written else None
+    (short_dir / "tools").write_text(json.dumps(TOOLS))
+    with FakeFrontend(short_dir / "run", saying(written), info=replace(INFO, chat_template=template)) as cluster:
+        with LLM.connect(short_dir / "run") as llm:
+            (output,) = llm.chat(ASKED, Params(max_tokens=900), tools=TOOLS)
+            sent = cluster.next(Generate)
+            assert (json.loads(sent.tools), sent.params.skip_special_tokens) == (TOOLS, not raw)
+            assert (output.outputs[0].text, output.outputs[0].reasoning) == (expected, thought)
+            pieces = list(llm.stream(ASKED, tools=TOOLS))
+            assert "".join(piece.text for piece in pieces) == expected
+        flags = ("--tools", str(short_dir / "tools"), "--run-dir", str(short_dir / "run"))
+        assert run("hi", "--chat", *flags).stdout == run("chat", *flags, stdin="hi").stdout == expected + "\n"
+        cluster.next(Generate)
+        assert [json.loads(cluster.next(Generate).tools) for _ in range(2)] == [TOOLS] * 2
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ("[", "--tools: not JSON"),
+        ("5", "tools: must be a list"),
+        ('[{"function": {}}]', "tools[0].function.name: is missing"),
+    ],
+)
+def test_bad_tools_are_refused_before_anything_is_sent(tmp_path: Path, tools: str, said: str) -> None:
+    (tmp_path / "tools").write_text(tools)
+    for command in (("chat",), ("hi", "--chat")):
+        ended = run(*command, "--tools", str(tmp_path / "tools"))
+        assert ended.returncode == 2 and said in ended.stderr, ended.stderr
+    (tmp_path / "tools").write_text(json.dumps(TOOLS))
+    assert "tools: is for chats" in run("hi", "--tools", str(tmp_path / "tools")).stderr
+
+
+def test_tools_do_not_work_over_http(short_dir: Path) -> None:
+    (short_dir / "tools").write_text(json.dumps(TOOLS))
+    with FakeOpenAI() as server:
+        ended = run("hi", "--chat", "--tools", str(short_dir / "tools"), "--url", server.url)
+    assert ended.returncode == 1 and "tools: do not work over HTTP" in ended.stderr
+
+
+def test_the_options_of_a_chat_say_how_its_answer_is_read() -> None:
+    params = SamplingParams(grammar=Grammar("regex", "a+"))
+    opened = "{{ messages[0].content }}{% if add_generation_prompt %}{{ '<think>' }}{% endif %}"
+    for template, options, expected in (
+        (QWEN3, {"template_args": '{"enable_thinking": true}'}, ChatFormat(Reasoning.TAGS)),
+        (QWEN3, {"template_args": '{"enable_thinking": false}'}, ChatFormat(Reasoning.NONE)),
+        (opened, {}, ChatFormat(Reasoning.OPENED)),
+        (opened, {"template_args": '{"other": 1}'}, ChatFormat(Reasoning.OPENED)),
+        (opened, {"add_generation_prompt": False}, ChatFormat(Reasoning.TAGS)),
+        (
+            opened,
+            {"add_generation_prompt": False, "continue_final_message": True},
+            ChatFormat(Reasoning.TAGS, None, True),
+        ),
+    ):
+        info = replace(INFO, chat_template=template, prompt_end="Hello<think>" if template == opened else "assistant\n")
+        found = ChatFormat.of_model(info, **options)  # type: ignore[arg-type]
+        assert found == expected, options
+        assert found.goes_on == (found.asked(params) == params) or found.reasoning is Reasoning.NONE
 
 
 def test_a_model_thinks_where_its_prompts_end_so() -> None:

@@ -86,6 +86,14 @@ def test_token_ids_and_every_field_that_is_not_the_default(server: FakeOpenAI) -
     assert body["response_format"]["json_schema"]["schema"] == "{", "the server says what is wrong with it"
     (_, _, body), _ = asked(server, "x", SamplingParams())
     assert set(body) == {"model", "prompt", "stream", "stream_options"}
+    chat = [ChatMessage("user", "x"), ChatMessage("tool", "5", '{"tool_call_id": "a"}')]
+    options = {"template_args": '{"thinking": true}', "add_generation_prompt": False, "continue_final_message": True}
+    (_, _, body), _ = asked(server, chat, SamplingParams(), **options)
+    assert body["messages"] == [
+        {"role": "user", "content": "x"}, {"role": "tool", "content": "5", "tool_call_id": "a"},
+    ]  # fmt: skip
+    assert body["chat_template_kwargs"] == {"thinking": True} and "template_args" not in body
+    assert body["continue_final_message"] and not body["add_generation_prompt"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -63,6 +64,34 @@ def test_outputs_are_those_of_the_client_and_nothing_is_left():
         assert client(run_dir, "hi", "--chat")["token_ids"] == chat.outputs[0].token_ids
     check_gone(found, run_dir)
     assert not left_in_shared_memory(shared_memory)
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+CALL = {"id": "abc123def", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+CHAT = [
+    {"role": "user", "content": [{"type": "text", "text": "How is it in Rome?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "21 degrees", "tool_call_id": "abc123def"},
+]
+
+
+def test_chats_with_tools_are_those_of_http():
+    greedy = SamplingParams(temperature=0.0, max_tokens=16)
+    with LLM(DEMO, dtype="float32", port=0) as llm:
+        url = llm._own.info["addresses"]["http"]
+        begun = [*CHAT, {"role": "assistant", "content": "It is"}]
+        for messages, options in ((CHAT, {"tools": TOOLS}), (begun, {"tools": TOOLS, "continue_final_message": True})):
+            (found,) = llm.chat(messages, greedy, **options)
+            body = {"messages": messages, "temperature": 0.0, "max_tokens": 16, **options}
+            theirs = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+            assert found.prompt_tokens == theirs["usage"]["prompt_tokens"]
+            assert found.outputs[0].text == theirs["choices"][0]["message"]["content"]
+            assert "".join(piece.text for piece in llm.stream(messages, greedy, **options)) == found.outputs[0].text
+        assert found.prompt_tokens > llm.chat(begun, PARAMS, continue_final_message=True)[0].prompt_tokens + 20
+        with pytest.raises(GenerationError, match=r"messages\[0\].tool_calls\[0\].function: is missing"):
+            llm.chat([{"role": "assistant", "tool_calls": [{}]}])
+        with pytest.raises(GenerationError, match=r"chat_template_kwargs\.x: this model's chat template does not use"):
+            llm.chat(CHAT, chat_template_kwargs={"x": 1})
 
 
 def client(run_dir, prompt, *flags):

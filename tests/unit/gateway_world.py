@@ -12,8 +12,10 @@ import httpx
 from starlette.types import ASGIApp
 
 from common.config import HttpConfig
+from common.fields import FieldError
 from common.messages import (
     Detokenize,
+    ErrorCode,
     Finish,
     Generate,
     GetInfo,
@@ -40,7 +42,6 @@ from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, rows
 from tests.unit.frontend_world import INFO
 from tokenizer_proc.chat_request import parse_messages, parse_template_args
 from tokenizer_proc.chat_template import ChatTemplate
-from tokenizer_proc.limits import Refused
 from tokenizer_proc.prompt import prompt_end
 
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
@@ -78,8 +79,8 @@ def _tokens(msg: Tokenize, info: Info) -> Tokens | RequestError:
         template = ChatTemplate(info.chat_template, {})
         try:
             arguments = parse_template_args(msg.template_args, template.variables)
-        except Refused as refusal:
-            return refusal.answer(msg.rid)
+        except FieldError as error:
+            return RequestError(msg.rid, ErrorCode.INVALID, str(error), error.field)
         text = template.render(parse_messages(msg.chat), 2**20, arguments=arguments)
     assert text is not None
     return Tokens(msg.rid, ints(*(1000 + ord(c) for c in text)))

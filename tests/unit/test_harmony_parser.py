@@ -136,6 +136,19 @@ def test_malformed_headers(text, expected):
         assert shown(parse(pieces, HARMONY, CHANNEL)) == expected
 
 
+def test_calls_are_as_the_model_wrote_them():
+    """Their headers are text, too; those of reasoning and answers are not."""
+    call = f"{TO_F}{ARGUMENTS}<|call|>"
+    for text, expected in (
+        (THOUGHT + call, TO_F + ARGUMENTS),
+        (f"{THOUGHT}{FINAL}Let me see.<|end|>{call}", f"Let me see.\n\n{TO_F}{ARGUMENTS}"),
+        (call.removeprefix("<|start|>assistant"), TO_F.removeprefix("<|start|>assistant") + ARGUMENTS),
+    ):
+        for pieces in ([text], text):
+            found = parse(pieces, None, CHANNEL, verbatim=True)
+            assert "".join(delta.text for delta in found if isinstance(delta, ContentDelta)) == expected
+
+
 def test_without_tools_calls_are_text_and_reasoning_can_be_too():
     text = f"{THOUGHT}{TO_F}{{}}<|call|>{FINAL}Done."
     assert shown(parse([text], None, CHANNEL)) == [("think", "We see."), "{}\n\nDone."]

@@ -1,6 +1,7 @@
 """The parts of the Python API that need no cluster of their own: arguments, results, and calls on a played cluster."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from common.messages import Abort, ChatMessage, ErrorCode, Finish, Generate, Get
 from common.sampling_params import Grammar
 from rhizome import LLM, ClusterError, GenerationError, SamplingParams
 from rhizome.cluster import SWITCHES, ChildCluster, _command, _reason
-from rhizome.requests import Options, conversations_of, make_request, make_requests, prompts_of
+from rhizome.requests import ChatOptions, Options, conversations_of, make_request, make_requests, prompts_of
 from tests.unit.fake_frontend import TIMEOUT_S, FakeFrontend, echo, rows, silent_after_one_row
 from tests.unit.frontend_world import INFO
 
@@ -53,6 +54,87 @@ def test_options_of_a_call() -> None:
         make_requests("prompt", ["x"], None, {"priority": 10**6})
     with pytest.raises(TypeError, match="'temperature'; how to sample is said by SamplingParams"):
         make_requests("prompt", ["x"], None, {"temperature": 0.5})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match="'lora_request'; known are sampling_params, cache_salt"):
+        make_requests("prompt", ["x"], None, {"lora_request": None})  # type: ignore[typeddict-unknown-key]
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+ASKED = [{"role": "user", "content": "hi"}]
+
+
+def test_options_of_a_chat() -> None:
+    options = ChatOptions(tools=TOOLS, chat_template_kwargs={"enable_thinking": False}, continue_final_message=True)
+    (request,) = make_requests("messages", [ASKED], None, options)
+    assert json.loads(request.tools) == TOOLS and json.loads(request.template_args) == {"enable_thinking": False}
+    assert (request.add_generation_prompt, request.continue_final_message) == (False, True)
+    nothing = ChatOptions(tools=None, chat_template_kwargs={}, add_generation_prompt=None, priority=None)
+    assert make_requests("messages", [ASKED], None, nothing) == make_requests("messages", [ASKED], None, {})
+    assert make_requests("messages", [ASKED], None, {"tools": []})[0].tools == ""
+    assert make_requests("prompt", ["x"], None, {"tools": None})[0].tools == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tools": {}}, "tools: must be a list, not dict"),
+        ({"tools": [len]}, "tools\\[0\\]: must be an object, not builtin"),
+        ({"tools": [{"name": "f"}]}, "tools\\[0\\].function: is missing"),
+        ({"tools": [*TOOLS, {"function": {"name": 5}}]}, "tools\\[1\\].function.name: must be text, not int"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": []}}]},
+            "tools\\[0\\].function.parameters: must be an obj",
+        ),
+        ({"tools": [{"function": {"name": "f", "x": {1}}}]}, "tools: is not JSON: Object of type set"),
+        ({"tools": TOOLS * 1025}, "tools: has 1025 entries, 1024 is the limit"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: must be an object, not list"),
+        ({"chat_template_kwargs": {"x": len}}, "chat_template_kwargs: is not JSON"),
+        ({"chat_template_kwargs": {"x": "y" * 2**16}}, "chat_template_kwargs: must have"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt: must be true or false"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message: cannot be together"),
+    ],
+)
+def test_wrong_options_of_a_chat_are_refused_at_once(options: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt 0: {said}"):
+        make_requests("messages", [ASKED], None, options)
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=f"prompt 0: {name}: is for chats"):
+        make_requests("prompt", ["x"], None, options)
+
+
+def test_messages_in_the_forms_of_openai() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "a"}, {"role": "assistant", "content": None},
+    ]  # fmt: skip
+    (request,) = make_requests("messages", [messages], None, {})
+    assert request.prompt == [
+        ChatMessage("user", "a\nb"), ChatMessage("assistant", "", json.dumps({"tool_calls": [call]})),
+        ChatMessage("tool", "5", '{"tool_call_id": "a"}'), ChatMessage("assistant", ""),
+    ]  # fmt: skip
+    for content, extra, said in (
+        ([{"type": "image_url"}], {}, "messages\\[0\\].content: parts must be of type text"),
+        ("x", {"tool_calls": {len}}, "messages\\[0\\]: is not JSON"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_requests("messages", [[{"role": "user", "content": content, **extra}]], None, {})
+
+
+def test_what_vllm_calls_the_same() -> None:
+    given: list[Any] = [{"prompt": "x"}, {"prompt_token_ids": [5, 6], "prompt": "said"}]
+    assert [r.prompt for r in make_requests("prompt", prompts_of(given), None, {})] == ["x", [5, 6]]
+    assert make_request(given[1], None, {}).prompt == [5, 6] and prompts_of(given[0]) == [{"prompt": "x"}]
+    assert SamplingParams(top_k=-1, stop=None, stop_token_ids=None, logit_bias=None).to_wire() == wire.SamplingParams()
+
+
+def test_the_clusters_names_of_fields_are_those_of_the_call() -> None:
+    for field, ours in (
+        ("template_args.x", "chat_template_kwargs.x"), ("chat[0].x", "messages[0].x"), ("chat", "messages"),
+        ("tools[0].function.name", "tools[0].function.name"), ("text", "text"),
+    ):  # fmt: skip
+        error = GenerationError.of(3, RequestError(1, ErrorCode.INVALID, f"{field}: is wrong", field))
+        assert (error.field, str(error)) == (ours, f"prompt 3: {ours}: is wrong")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +151,7 @@ def test_options_of_a_call() -> None:
         ({"choice": [1]}, "choice: must be a list of texts"),
         ({"regex": 5}, "regex: must be text, got 5"),
         ({"json_schema": {"a": {1}}}, "json_schema: must be a JSON schema"),
-        ({"stop": None}, "stop: must be a list, got None"),
+        ({"stop": 5}, "stop: must be a list, got 5"),
         ({"stop_token_ids": 5}, "stop_token_ids: must be a list of integers, got 5"),
         ({"stop_token_ids": [1.5]}, "stop_token_ids: must be a list of integers"),
         ({"logit_bias": [1]}, "logit_bias: must map token ids to numbers"),
@@ -102,7 +184,8 @@ def test_arrays_of_numpy_are_token_ids() -> None:
     [
         (lambda: prompts_of(None), "prompts: must be a text, token ids, or a list of these, got None"),
         (lambda: prompts_of(b"x"), "prompts: must be a text"),
-        (lambda: prompts_of({"x": 1}), "prompts: must be a text"),
+        (lambda: make_requests("prompt", prompts_of({"x": 1}), None, {}), "prompt 0: x: is not known; a prompt is"),
+        (lambda: make_requests("prompt", [{}], None, {}), "prompt 0: prompt: must be an object with prompt or prompt_"),
         (lambda: conversations_of("hi"), "messages: must be a conversation"),
         (lambda: make_requests("messages", ["hi"], None, {}), "prompt 0: messages: must be a list of messages"),
         (lambda: make_requests("messages", [["hi"]], None, {}), "prompt 0: messages: must be a list of objects"),
@@ -244,10 +327,11 @@ def texts(outputs: Any) -> list[list[str]]:
 
 def test_generate_and_chat(short_dir: Path) -> None:
     with FakeFrontend(short_dir, answers, info=INFO), LLM.connect(short_dir) as llm:
-        found = llm.generate(["a", [1, 2], "c"], SamplingParams(n=2), use_tqdm=False)
+        found = llm.generate(["a", [1, 2], "c"], sampling_params=SamplingParams(n=2), use_tqdm=False)
         assert texts(found) == [["a 0!", "a 1!"], ["ids 0!", "ids 1!"], ["c 0!", "c 1!"]]
         first = found[0]
         assert (first.prompt, first.prompt_token_ids, first.prompt_tokens, first.cached_tokens) == ("a", None, 3, 2)
+        assert first.num_cached_tokens == 2
         assert found[1].prompt_token_ids == [1, 2] and found[1].prompt is None
         answer = first.outputs[1]
         assert (answer.index, answer.token_ids, answer.finish_reason, answer.logprobs) == (1, [5, 6], "length", None)
