@@ -12,7 +12,7 @@ from common.openai_logprobs import chat_logprobs, prompt_logprobs
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
 from gateway_proc.conversation import Conversation
-from gateway_proc.errors import refused
+from gateway_proc.errors import refused, told_by_cluster
 from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, event, while_connected
 from gateway_proc.params import sampling_params
@@ -27,6 +27,7 @@ class Plan:
     body: ChatRequest
     head: dict[str, Any]  # what every answer and chunk begins with
     conversation: Conversation
+    prompt_token_ids: list[int] | None = None  # where they are wanted
 
     def reader(self) -> ChoiceReader:
         return ChoiceReader(self.conversation, with_tokens=bool(self.body.logprobs or self.body.return_token_ids))
@@ -72,7 +73,12 @@ async def create(service: Service, request: Request) -> Any:
         "model": body.model or info.names[0],
     }
     generation = service.answers(connection, story, body, conversation, params, names)
-    plan = Plan(body, head, conversation)
+    ids = None
+    if body.return_token_ids:
+        with told_by_cluster(names):
+            asked = connection.tokenize(conversation.messages, add_special_tokens=False, **conversation.template)
+            ids = list((await while_connected(request.receive, asked)).token_ids)
+    plan = Plan(body, head, conversation, ids)
     if body.stream:
         return EventStream(_stream(plan, generation), story)
     return await while_connected(request.receive, _answer(plan, generation))
@@ -93,6 +99,8 @@ async def _answer(plan: Plan, generation: Generation) -> Json:
     if plan.body.prompt_logprobs is not None:
         first = next((row.prompt_logprobs for row in rows[0] if row.prompt_logprobs), ())
         answer["prompt_logprobs"] = prompt_logprobs(first, plan.body.prompt_logprobs)
+    if plan.prompt_token_ids is not None:
+        answer["prompt_token_ids"] = plan.prompt_token_ids
     return Json(answer)
 
 
@@ -144,7 +152,7 @@ class _Writer:
         reader = self._readers.get(row.choice)
         if reader is None:
             reader = self._readers[row.choice] = self._plan.reader()
-            chunks.append(self._chunk(row.choice, {"role": "assistant", "content": ""}))
+            chunks.append(self._chunk(row.choice, {"role": "assistant", "content": ""}, begins=True))
         pieces = reader.feed(row)
         _count(self._generation, reader)
         shown = reader.take_shown()
@@ -170,6 +178,7 @@ class _Writer:
         token_ids: list[int] | None = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
+        begins: bool = False,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         if stop_reason is not None:
@@ -177,6 +186,8 @@ class _Writer:
         if token_ids is not None:
             choice["token_ids"] = token_ids
         chunk = {**self._plan.head, "choices": [choice]}
+        if begins and self._plan.prompt_token_ids is not None:
+            chunk["prompt_token_ids"] = self._plan.prompt_token_ids
         if self._with_usage:
             chunk["usage"] = self._generation.usage.as_dict() if self._continuous else None
         return event(chunk)

@@ -65,9 +65,12 @@ async def create(service: Service, request: Request) -> Any:
         "model": body.model or info.names[0],
     }
     echoes = [Echo()] * len(prompts)
-    if body.echo:
-        with_ids = bool(body.return_tokens_as_token_ids) and body.logprobs is not None
-        echoes = await while_connected(request.receive, echoes_of(connection, prompts, NAMES, with_ids=with_ids))
+    with_ids = bool(
+        body.return_token_ids or (body.echo and body.logprobs is not None and body.return_tokens_as_token_ids)
+    )
+    if body.echo or with_ids:
+        asked = echoes_of(connection, prompts, NAMES, with_texts=bool(body.echo), with_ids=with_ids)
+        echoes = await while_connected(request.receive, asked)
     plan = Plan(body, head, prompts, echoes, n, drawn)
     generation = service.generation(
         connection, story, body, prompts, params, n=drawn, stream=bool(body.stream),
@@ -139,7 +142,7 @@ def _choice(plan: Plan, prompt: int, index: int, choice: Choice) -> dict[str, An
     if plan.body.prompt_logprobs is not None:
         shown["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs or (), plan.body.prompt_logprobs)
     if plan.body.return_token_ids:
-        shown["token_ids"] = choice.token_ids
+        shown |= {"token_ids": choice.token_ids, "prompt_token_ids": echo.token_ids}
     return shown
 
 
@@ -184,7 +187,8 @@ class _ChoiceWriter:
         plan = self._plan
         text = row.text
         entries: list[Scored] = list(row.logprobs or ())
-        if not self._begun:
+        begins = not self._begun
+        if begins:
             self._begun = True
             text = self._echo.text + text
             if plan.body.echo:
@@ -201,4 +205,6 @@ class _ChoiceWriter:
         }
         if plan.body.return_token_ids:
             choice["token_ids"] = list(row.token_ids)
+            if begins:
+                choice["prompt_token_ids"] = self._echo.token_ids
         return choice

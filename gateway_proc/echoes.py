@@ -16,17 +16,18 @@ AT_ONCE = 16  # questions to the tokenizer, which has many clients
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as a text, and the id of its first token where that is known, else -1."""
+    """A prompt as a text and as tokens; empty where nobody asked for them."""
 
     text: str = ""
-    first_id: int = -1
+    token_ids: Sequence[int] = ()
 
     def scored(self, entries: Sequence[TokenLogprobs | None] | None) -> list[Scored]:
         """The prompt's log probabilities from its first token on, of which the cluster says None."""
         if not entries:
             return []
         others = [entry for entry in entries if entry is not None]
-        return [FirstToken(self.first_id, self._without(b"".join(entry.token for entry in others))), *others]
+        first_id = self.token_ids[0] if self.token_ids else -1
+        return [FirstToken(first_id, self._without(b"".join(entry.token for entry in others))), *others]
 
     def _without(self, others: bytes) -> bytes:
         """What other tokens leave of the text."""
@@ -37,19 +38,26 @@ class Echo:
 
 
 async def echoes_of(
-    connection: AsyncConnection, prompts: Sequence[Prompt], names: Mapping[str, str], *, with_ids: bool
+    connection: AsyncConnection,
+    prompts: Sequence[Prompt],
+    names: Mapping[str, str],
+    *,
+    with_texts: bool,
+    with_ids: bool,
 ) -> list[Echo]:
-    """All prompts, `with_ids` with the ids of their first tokens. Raises ApiError."""
+    """All prompts. Raises ApiError."""
     found: list[Echo] = []
     with told_by_cluster(names):
         for at in range(0, len(prompts), AT_ONCE):
-            found += await asyncio.gather(*(_echo(connection, p, with_ids) for p in prompts[at : at + AT_ONCE]))
+            found += await asyncio.gather(
+                *(_echo(connection, p, with_texts, with_ids) for p in prompts[at : at + AT_ONCE])
+            )
     return found
 
 
-async def _echo(connection: AsyncConnection, prompt: Prompt, with_id: bool) -> Echo:
+async def _echo(connection: AsyncConnection, prompt: Prompt, with_text: bool, with_ids: bool) -> Echo:
     if isinstance(prompt, str):
-        tokens = (await connection.tokenize(prompt)).token_ids if with_id else ()
-        return Echo(prompt, tokens[0] if tokens else -1)
-    ids = cast(list[int], prompt)
-    return Echo(await connection.detokenize(ids), ids[0])
+        ids = (await connection.tokenize(prompt)).token_ids if with_ids else ()
+        return Echo(prompt if with_text else "", list(ids))
+    given = cast(list[int], prompt)
+    return Echo(await connection.detokenize(given) if with_text else "", given)

@@ -123,7 +123,9 @@ async def create(service: Service, request: Request) -> Any:
     prompts, several = _prompts(body)
     echoes = [Echo()] * len(prompts)
     if start == 0:
-        echoes = await while_connected(request.receive, echoes_of(connection, prompts, NAMES, with_ids=True))
+        echoes = await while_connected(
+            request.receive, echoes_of(connection, prompts, NAMES, with_texts=True, with_ids=True)
+        )
     n = fields.n or 1
     plan = Plan(body, story.id, several or n > 1, n, start, echoes)
     generation = service.generation(

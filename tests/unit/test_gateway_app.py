@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError, ints
+from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError, Tokenize, Tokens, ints
 from tests.unit.fake_frontend import rows
 from tests.unit.gateway_world import CHAT, HELLO, World, answering, events, play
 
@@ -48,6 +48,38 @@ def test_a_streamed_chat(short_dir: Path) -> None:
             assert all(d["finish_reason"] is None for d in deltas[:-1])
 
     play(short_dir, HELLO, test)
+
+
+def test_ids_of_a_chats_prompt_are_those_that_are_generated_from(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Tokenize):
+            assert msg.chat is not None and not msg.add_special_tokens
+            asked.append({name: getattr(msg, name) for name in template})
+            yield Tokens(msg.rid, ints(7, 8, 9))
+        else:
+            yield from HELLO(msg)
+
+    template = {
+        "chat": (ChatMessage("user", "hi"), ChatMessage("assistant", "He")), "tools": "",
+        "template_args": '{"a": 1}', "add_generation_prompt": False, "continue_final_message": True,
+    }  # fmt: skip
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "He"}]
+    more = {"messages": messages, "chat_template_kwargs": {"a": 1}, "continue_final_message": True, "n": 2}
+    asked: list[dict[str, Any]] = []
+
+    async def test(world: World) -> None:
+        body = CHAT | more | {"return_token_ids": True}
+        whole = (await world.post("/v1/chat/completions", body)).json()
+        assert whole["prompt_token_ids"] == [7, 8, 9] and [c["token_ids"] for c in whole["choices"]] == [[20, 21]] * 2
+        found = events(await world.post("/v1/chat/completions", body | {"stream": True}))
+        begun = [chunk for chunk in found if "prompt_token_ids" in chunk]
+        assert [(c["choices"][0]["index"], c["prompt_token_ids"]) for c in begun] == [(0, [7, 8, 9]), (1, [7, 8, 9])]
+        assert all("role" in chunk["choices"][0]["delta"] for chunk in begun)
+        generated = await world.generated()
+        assert asked == [{name: getattr(generated, name) for name in template}] * 2 == [template] * 2
+        assert "prompt_token_ids" not in (await world.post("/v1/chat/completions", CHAT)).json() and len(asked) == 2
+
+    play(short_dir, answer, test)
 
 
 def test_continuous_usage(short_dir: Path) -> None:

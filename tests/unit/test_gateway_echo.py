@@ -107,6 +107,23 @@ def test_a_prompt_alone_says_nothing_of_an_answer(short_dir: Path, stream: bool)
     play(short_dir, cluster, test)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_ids_of_prompts_come_with_those_of_answers(short_dir: Path, echo: bool) -> None:
+    async def test(world: World) -> None:
+        for prompts, ids in ((["def", "def x"], [[4], [4, 3]]), ([[4, 1], [3]], [[4, 1], [3]])):
+            body = {"prompt": prompts, "return_token_ids": True, "n": 2, "echo": echo}
+            expected = [ids[0], ids[0], ids[1], ids[1]]
+            choices = (await world.post(PATH, body)).json()["choices"]
+            assert [c["prompt_token_ids"] for c in choices] == expected
+            assert all(c["token_ids"] == [5] and (c["text"] != "!") == echo for c in choices)
+            chunks = [e["choices"][0] for e in events(await world.post(PATH, body | {"stream": True}))]
+            assert {c["index"]: c["prompt_token_ids"] for c in chunks} == dict(enumerate(expected))
+        plain = await world.post(PATH, {"prompt": "def", "return_token_ids": False})
+        assert "prompt_token_ids" not in plain.json()["choices"][0]
+
+    play(short_dir, cluster, test)
+
+
 def test_sglang_scores_prompts(short_dir: Path) -> None:
     async def test(world: World) -> None:
         body: dict[str, Any] = {
