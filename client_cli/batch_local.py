@@ -133,7 +133,8 @@ def to_response(line: Line, answers: list[Answer], served: str) -> dict[str, Any
 
 def _thoughts(answer: Answer) -> dict[str, str]:
     """As the gateway shows them."""
-    return {"reasoning_content": "".join(answer.thoughts)} if answer.thoughts else {}
+    thought = "".join(answer.thoughts)
+    return {"reasoning": thought, "reasoning_content": thought} if thought else {}
 
 
 def to_error(line: Line, status: int, message: str, field: str) -> Outcome:

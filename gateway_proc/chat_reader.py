@@ -66,7 +66,7 @@ class ChoiceReader:
             message["tool_calls"] = self._calls
             message["content"] = content or None
         if self._reasoning and self._show_reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
+            message |= _thought("".join(self._reasoning))
         return message
 
     def finish_reason(self, finish: Finish) -> str | None:
@@ -112,9 +112,14 @@ class ChoiceReader:
             case ContentDelta(text):
                 return Piece({"content": text})
             case ReasoningDelta(text):
-                return Piece({"reasoning_content": text}) if self._show_reasoning else None
+                return Piece(_thought(text)) if self._show_reasoning else None
             case ToolCallDelta(index, call, name):
                 function = {"name": name, "arguments": ""}
                 return Piece({"tool_calls": [{"index": index, "id": call, "type": "function", "function": function}]})
             case ArgumentsDelta(index, text):
                 return Piece({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """Reasoning by both names that clients know: vLLM's, and the older one that SGLang still has."""
+    return {"reasoning": text, "reasoning_content": text}

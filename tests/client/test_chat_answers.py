@@ -121,7 +121,8 @@ def test_the_client_prints_answers(short_dir: Path, info: Info, text: str) -> No
         assert contents(last) == [("user", "one"), ("assistant", "Yes. <b>"), ("user", "two")]
         assert run("batch", str(short_dir / "in"), str(short_dir / "out"), *here).returncode == 0
     body = json.loads((short_dir / "out").read_text())["response"]["body"]
-    expected = {"role": "assistant", "content": "Yes. <b>", "reasoning_content": "hm, well"}
+    thought = {"reasoning": "hm, well", "reasoning_content": "hm, well"}
+    expected = {"role": "assistant", "content": "Yes. <b>", **thought}
     assert body["choices"][0]["message"] == expected
 
 

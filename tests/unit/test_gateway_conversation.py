@@ -173,11 +173,11 @@ def test_reasoning_is_told_apart(short_dir: Path) -> None:
     async def test(world: World) -> None:
         answer = (await world.post("/v1/chat/completions", CHAT)).json()
         message = answer["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("a b", "c")
+        assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("a b", "a b", "c")
         assert answer["usage"]["completion_tokens"] == 6
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}  # with the tag that opens it
         hidden = (await world.post("/v1/chat/completions", CHAT | {"include_reasoning": False})).json()
-        assert "reasoning_content" not in hidden["choices"][0]["message"]
+        assert not {"reasoning", "reasoning_content"} & hidden["choices"][0]["message"].keys()
         assert hidden["choices"][0]["message"]["content"] == "c"
         together = (await world.post("/v1/chat/completions", CHAT | {"separate_reasoning": False})).json()
         assert together["choices"][0]["message"]["content"] == "<think>a b</think>\n\nc"
@@ -191,7 +191,8 @@ def test_streamed_reasoning(short_dir: Path) -> None:
         options = {"stream": True, "stream_options": {"include_usage": True}}
         found = events(await world.post("/v1/chat/completions", CHAT | options))
         deltas = [chunk["choices"][0]["delta"] for chunk in found[:-1]]
-        assert "".join(d.get("reasoning_content", "") for d in deltas) == "a b"
+        for name in ("reasoning", "reasoning_content"):
+            assert "".join(d.get(name, "") for d in deltas) == "a b"
         assert "".join(d.get("content", "") for d in deltas) == "c"
         assert found[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
 
