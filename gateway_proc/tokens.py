@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 
 from gateway_proc.conversation import template_options, wire_message
-from gateway_proc.errors import refused, told_by_cluster
+from gateway_proc.errors import refused, told_by_cluster, unsupported
 from gateway_proc.http import Json, while_connected
 from gateway_proc.requests import check_model
 from gateway_proc.schemas.native import DetokenizeRequest, TokenizeRequest
@@ -22,6 +22,10 @@ async def tokenize(service: Service, request: Request) -> Json:
         raise refused("prompt", "exactly one of prompt and messages must be given")
     prompt: Any = body.prompt
     if body.messages is not None:
+        if body.add_special_tokens:
+            raise unsupported(
+                "add_special_tokens", "is not supported with messages: the chat template adds what it wants"
+            )
         prompt = [wire_message(message, i) for i, message in enumerate(body.messages)]
         options = template_options(body, dict(body.chat_template_kwargs or {}), shown=True)
     else:

@@ -145,6 +145,7 @@ def test_tokens_of_a_chat_with_tools(short_dir: Path) -> None:
             (CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
             (CHAT | {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
             (CHAT | {"prompt": "x"}, "prompt"),
+            (CHAT | {"add_special_tokens": True}, "add_special_tokens"),
         ):
             refused = await world.post("/tokenize", more)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == param
