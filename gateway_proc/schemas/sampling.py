@@ -110,7 +110,6 @@ class SamplingFields(ApiModel):
         "allowed_token_ids": (),
         "bad_words": ([],),
         "logprob_token_ids": (),
-        "guided_decoding_backend": (),
         "guided_whitespace_pattern": (),
         "structural_tag": (),
         "logits_processors": ([],),

@@ -97,6 +97,8 @@ PROBES: dict[str, Probe] = {
     "guided_regex": Probe("a|b"),
     "guided_choice": Probe(["a", "b"]),
     "guided_grammar": Probe('start: "a"'),
+    "guided_decoding_backend": Probe("outlines", also={"guided_regex": "a|b"}),
+    "guided_whitespace_pattern": Probe("[ ]?", also={"guided_json": SCHEMA}),
     "regex": Probe("a|b"),
     "choice": Probe(["a", "b"]),
     "grammar": Probe('start: "a"'),
