@@ -41,7 +41,7 @@ class NativeParams(ApiModel):
     UNSUPPORTED: ClassVar = {
         "beam_width": (1,),
         "structural_tag": (),
-        "spaces_between_special_tokens": (True,),
+        "spaces_between_special_tokens": (True, False),
         "no_stop_trim": (False,),
         "stop_regex": (),
         "custom_params": (),

@@ -104,7 +104,7 @@ class SamplingFields(ApiModel):
     UNSUPPORTED: ClassVar = {
         **OTHERS,
         "include_stop_str_in_output": (False,),
-        "spaces_between_special_tokens": (True,),
+        "spaces_between_special_tokens": (True, False),
         "truncate_prompt_tokens": (),
         "truncation_side": (),
         "allowed_token_ids": (),
