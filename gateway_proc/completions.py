@@ -65,12 +65,18 @@ async def create(service: Service, request: Request) -> Any:
         "model": body.model or info.names[0],
     }
     echoes = [Echo()] * len(prompts)
-    with_ids = bool(
-        body.return_token_ids or (body.echo and body.logprobs is not None and body.return_tokens_as_token_ids)
+    as_they_are = body.add_special_tokens is False  # the cluster adds the tokenizer's own to texts, not to ids
+    with_ids = as_they_are or bool(
+        body.return_token_ids or (body.return_tokens_as_token_ids and body.echo and body.logprobs is not None)
     )
     if body.echo or with_ids:
-        asked = echoes_of(connection, prompts, NAMES, with_texts=bool(body.echo), with_ids=with_ids)
+        asked = echoes_of(
+            connection, prompts, NAMES,
+            with_texts=bool(body.echo), with_ids=with_ids, add_special_tokens=not as_they_are,
+        )  # fmt: skip
         echoes = await while_connected(request.receive, asked)
+    if as_they_are:
+        prompts = [list(echo.token_ids) for echo in echoes]
     plan = Plan(body, head, prompts, echoes, n, drawn)
     generation = service.generation(
         connection, story, body, prompts, params, n=drawn, stream=bool(body.stream),

@@ -44,20 +44,26 @@ async def echoes_of(
     *,
     with_texts: bool,
     with_ids: bool,
+    add_special_tokens: bool = True,
 ) -> list[Echo]:
-    """All prompts. Raises ApiError."""
+    """All prompts; `add_special_tokens` lets the tokenizer add its own to texts. Raises ApiError."""
     found: list[Echo] = []
     with told_by_cluster(names):
         for at in range(0, len(prompts), AT_ONCE):
+            some = prompts[at : at + AT_ONCE]
             found += await asyncio.gather(
-                *(_echo(connection, p, with_texts, with_ids) for p in prompts[at : at + AT_ONCE])
+                *(_echo(connection, p, with_texts, with_ids, add_special_tokens) for p in some)
             )
     return found
 
 
-async def _echo(connection: AsyncConnection, prompt: Prompt, with_text: bool, with_ids: bool) -> Echo:
+async def _echo(
+    connection: AsyncConnection, prompt: Prompt, with_text: bool, with_ids: bool, add_special_tokens: bool
+) -> Echo:
     if isinstance(prompt, str):
-        ids = (await connection.tokenize(prompt)).token_ids if with_ids else ()
-        return Echo(prompt if with_text else "", list(ids))
+        ids: Sequence[int] = ()
+        if with_ids:
+            ids = list((await connection.tokenize(prompt, add_special_tokens=add_special_tokens)).token_ids)
+        return Echo(prompt if with_text else "", ids)
     given = cast(list[int], prompt)
     return Echo(await connection.detokenize(given) if with_text else "", given)

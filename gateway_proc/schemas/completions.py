@@ -25,6 +25,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = MAX_TOKENS_UNSAID
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @field_validator("max_tokens")
@@ -32,4 +33,4 @@ class CompletionRequest(SamplingFields):
     def null_says_nothing(cls, value: int | None) -> int:
         return MAX_TOKENS_UNSAID if value is None else value
 
-    UNSUPPORTED: ClassVar = {**SamplingFields.UNSUPPORTED, "suffix": ("",), "add_special_tokens": (True,)}
+    UNSUPPORTED: ClassVar = {**SamplingFields.UNSUPPORTED, "suffix": ("",)}

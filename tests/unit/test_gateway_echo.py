@@ -124,6 +124,29 @@ def test_ids_of_prompts_come_with_those_of_answers(short_dir: Path, echo: bool) 
     play(short_dir, cluster, test)
 
 
+def test_texts_without_special_tokens_are_generated_from_as_they_are(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Tokenize):
+            assert not msg.add_special_tokens
+        yield from cluster(msg)
+
+    async def test(world: World) -> None:
+        for prompt, ids in (("def x", [[4, 3]]), (["def", "é x"], [[4], [1, 2, 3]]), ([[4, 1]], [[4, 1]])):
+            for more in ({}, {"return_token_ids": True}, {"echo": True, "logprobs": 1}):
+                body = {"prompt": prompt, "add_special_tokens": False, **more}
+                response = await world.post(PATH, body)
+                assert response.status_code == 200, response.text
+                asked = [await world.generated() for _ in ids]
+                assert [(m.text, list(m.token_ids or ())) for m in asked] == [(None, each) for each in ids]
+                choices = response.json()["choices"]
+                assert all(("prompt_token_ids" in c) == ("return_token_ids" in more) for c in choices)
+        for kept in (True, None):
+            await world.post(PATH, {"prompt": "def x", "add_special_tokens": kept})
+            assert (await world.generated()).text == "def x"
+
+    play(short_dir, answer, test)
+
+
 def test_sglang_scores_prompts(short_dir: Path) -> None:
     async def test(world: World) -> None:
         body: dict[str, Any] = {
