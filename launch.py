@@ -26,9 +26,10 @@ from launcher import gguf, hub
 from launcher.options import DEMO_MODEL, cache_options, model_options, scheduler_options, supervision_options
 from launcher.show import VERSION, panel, progress_bar
 from launcher.supervisor import ClusterError, Supervisor
+from launcher.usage import Launch
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(cls=Launch, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @model_options
 @cache_options
 @scheduler_options

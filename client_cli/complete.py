@@ -28,7 +28,8 @@ def _token_list(_context: click.Context, _parameter: click.Parameter, value: str
         raise click.BadParameter(f"integers separated by commas expected, got {value!r}") from None
 
 
-@click.command("complete", context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command("complete", context_settings={"help_option_names": ["-h", "--help"], "show_default": True,
+               "allow_extra_args": True})  # fmt: skip
 @click.argument("prompt", required=False)
 @click.option("--chat", is_flag=True, help="Send the prompt as a user message through the chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it (implies --chat).")
@@ -52,6 +53,8 @@ def command(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
+    if more := click.get_current_context().args:
+        raise click.UsageError(f"Unexpected arguments ({' '.join(more)}); a prompt of several words stands in quotes")
     if prompt is not None and prompt == click.get_current_context().meta.get(LATE):
         raise click.UsageError(f"{prompt!r} is a command; `client.py complete ...` takes it for a prompt")
     if sum((prompt is not None, token_ids is not None, jsonl is not None, stats)) > 1:

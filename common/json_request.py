@@ -17,7 +17,7 @@ CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "contin
 REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms", *CHAT_FIELDS)
 
 
-_NAMES = {"chat": "messages", "template_args": "chat_template_kwargs"}  # of Generate: here
+_NAMES = {"text": "prompt", "chat": "messages", "template_args": "chat_template_kwargs"}  # of Generate: here
 
 
 @dataclass(frozen=True, slots=True)

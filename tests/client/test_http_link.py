@@ -263,6 +263,7 @@ def test_prompt_logprobs_of_vllm_are_read() -> None:
         (["x", "--regex", "a", "--json-object"], "Give one of --json-object"),
         (["--max-tokens", "5", "chat", "x"], "a command comes before its options: client.py chat ..."),
         (["x", "--logit-bias", "a:1"], "TOKEN_ID:VALUE expected"),
+        (["Once", "upon", "a time"], "Unexpected arguments (upon a time); a prompt of several words stands in quotes"),
     ],
 )
 def test_options_that_do_not_go_together(args: list[str], said: str) -> None:

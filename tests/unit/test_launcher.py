@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +20,26 @@ from launcher.options import size
 from launcher.process import ROOT, Proc
 from launcher.restarts import Restarts
 from launcher.supervisor import ClusterError
+from launcher.usage import OURS
 
 FROZEN_S = 3.0
 STUCK_S = STUCK_FACTOR * FROZEN_S
+
+
+# ---- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_a_command_line_for_another_server() -> None:
+    names = {name for p in launch.main.params for name in (*p.opts, *p.secondary_opts)}
+    assert set(OURS.values()) <= names and not set(OURS) & names
+    for args, said in (
+        (["--tensor-parallel-size", "2"], "No such option '--tensor-parallel-size'; here it is --tp\n"),
+        (["--max-model-len=9"], "here it is --context-len\n"),
+        (["demo_model", "--tp", "2"], "Unexpected argument 'demo_model'; the model is given by --model\n"),
+        (["--frobnicate"], "No such option '--frobnicate'.\n"),
+    ):
+        result = CliRunner().invoke(launch.main, args)
+        assert result.exit_code == 2 and result.output.endswith(said), result.output
 
 
 # ---- restarts -----------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_what_vllm_calls_the_same() -> None:
 def test_the_clusters_names_of_fields_are_those_of_the_call() -> None:
     for field, ours in (
         ("template_args.x", "chat_template_kwargs.x"), ("chat[0].x", "messages[0].x"), ("chat", "messages"),
-        ("tools[0].function.name", "tools[0].function.name"), ("text", "text"),
+        ("tools[0].function.name", "tools[0].function.name"), ("text", "prompt"),
     ):  # fmt: skip
         error = GenerationError.of(3, RequestError(1, ErrorCode.INVALID, f"{field}: is wrong", field))
         assert (error.field, str(error)) == (ours, f"prompt 3: {ours}: is wrong")
