@@ -29,6 +29,7 @@ from common.stamps import Lost
 
 log = logging.getLogger(__name__)
 MAX_FILES = 65_536  # open files of a process, where the hard limit allows it
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # reach all: the launcher decides what follows
 END = signal.SIGUSR1  # by which the launcher, and nobody else, ends a child
 PULSE_S = 0.5  # how often a process says that it lives, or more often: each wake-up takes a core from the model
 PULSES = 6  # within --freeze-timeout
@@ -43,8 +44,9 @@ class Child:
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # they reach the whole group: the launcher decides what follows
+        for number in GROUP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the launcher starts us with these blocked
         signal.signal(END, lambda *_: self.stop())
         # The kernel may give the signal to another thread: then nothing but this byte ends the main thread's poll.
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)

@@ -1,13 +1,14 @@
 """One child process, and the group of those that live and die together."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from common.child import control_identity, signal_name
+from common.child import GROUP_SIGNALS, control_identity, signal_name
 from common.config import KEYS_VARIABLE
 from common.messages import Joined, Ready
 from launcher.restarts import Restarts
@@ -85,7 +86,11 @@ class Spawner:
         command += ["--life-fd", str(self._life_read), *spec.arguments, *more]
         fds = [self._life_read]
         env = {k: v for k, v in self._env.items() if k != KEYS_VARIABLE or spec.name == GATEWAY}
-        popen = subprocess.Popen(command, env=env, pass_fds=fds, stdin=subprocess.DEVNULL, cwd=self._run_dir)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)  # inherited: until the child ignores them
+        try:
+            popen = subprocess.Popen(command, env=env, pass_fds=fds, stdin=subprocess.DEVNULL, cwd=self._run_dir)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return Proc(spec.name, popen)
 
 

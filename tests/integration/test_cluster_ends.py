@@ -77,6 +77,18 @@ def test_one_signal_lets_running_and_waiting_requests_finish(llama, number, whom
             cluster.check_gone()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_everybody_while_they_start_ends_the_cluster_in_silence(llama, number):
+    """Children know that such a signal is the launcher's from their first instruction on."""
+    with Cluster(llama) as cluster:
+        launcher = psutil.Process(cluster.process.pid)
+        wait_until(lambda: any(child.memory_info().rss > 2**25 for child in launcher.children()), 20)  # torch
+        cluster.remember()
+        os.killpg(cluster.process.pid, number)
+        assert cluster.process.wait(30) == 0 and cluster.log == ""
+        cluster.check_gone()
+
+
 def test_draining_ends_after_its_timeout_and_answers_what_is_left(llama):
     flags = ("--kv-tokens", "4096", "--max-running", "1", "--drain-timeout", "0.5")
     with Cluster(llama, *flags) as cluster:
