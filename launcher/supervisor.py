@@ -28,6 +28,7 @@ from launcher.show import VERSION, describe
 from launcher.table import GATEWAY, TOKENIZER, WORKERS, process_table
 
 log = logging.getLogger(__name__)
+SILENT_S = 1.0  # a drain that takes longer is explained
 STOP_GRACE_S = 1.5  # from END to SIGKILL for a child
 BLAME_S = 0.3  # after a first failure in the start, wait this long for its cause to show
 TICK_S, QUIET_TICK_S = 0.1, 0.5  # how long to wait for news: while something is to be done, and else
@@ -131,6 +132,7 @@ class Supervisor:
     def serve(self) -> None:
         """Until a first signal and the end of all requests, the end of --drain-timeout, or a second signal."""
         until: float | None = None
+        told = False
         hang_ups = self._control.hang_ups
         while True:
             self._poll()
@@ -140,6 +142,10 @@ class Supervisor:
                 self._drain()
             if until is not None and (self._drained or now >= until or self._control.stops > 1):
                 return
+            if until is not None and not told and until - now < self._config.supervision.drain_timeout_s - SILENT_S:
+                told = True
+                left = f"{until - now:.0f} s more (--drain-timeout)"
+                log.warning("stopping: requests that run may finish for %s, a second signal ends them", left)
             if self._control.hang_ups > hang_ups:
                 hang_ups = self._control.hang_ups
                 self._renew_workers()

@@ -90,7 +90,7 @@ def test_a_signal_to_everybody_while_they_start_ends_the_cluster_in_silence(llam
 
 
 def test_draining_ends_after_its_timeout_and_answers_what_is_left(llama):
-    flags = ("--kv-tokens", "4096", "--max-running", "1", "--drain-timeout", "0.5")
+    flags = ("--kv-tokens", "4096", "--max-running", "1", "--drain-timeout", "1.5")
     with Cluster(llama, *flags) as cluster:
         cluster.wait_ready()
         with cluster.connect() as connection:
@@ -100,6 +100,7 @@ def test_draining_ends_after_its_timeout_and_answers_what_is_left(llama):
             left = set(rids)
             while left:
                 left -= {row.rid for row in connection.poll(5) if isinstance(row, RequestError) or row.finish}
+        assert "requests that run may finish for 0 s more (--drain-timeout), a second signal ends them" in cluster.log
         cluster.check_gone()
 
 
