@@ -63,6 +63,8 @@ def command(
         raise click.UsageError("--output belongs to --jsonl.")
     if (chat or system is not None) and (token_ids is not None or jsonl is not None or stats):
         raise click.UsageError("--chat and --system need a text prompt.")
+    if options["tools"] is not None and jsonl is None and not chat and system is None:
+        raise click.UsageError("--tools needs --chat.")
     asks = options["logprobs"] is not None or options["prompt_logprobs"] is not None
     if asks and not as_json and jsonl is None:
         raise click.UsageError("--logprobs and --prompt-logprobs are shown by --json and --jsonl.")

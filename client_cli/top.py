@@ -91,6 +91,8 @@ def view(info: dict[str, Any], now: "Snapshot", before: "Snapshot | None", proce
     from rich.table import Table
     from rich.text import Text
 
+    from client_cli.display import console
+
     model = info.get("model", {})
     title = f"{model['path']}  tp {model['tp']}  {model['dtype']}  {model['device']}" if "path" in model else ""
     parts: list[Any] = [Text(title, style="bold", overflow="ellipsis", no_wrap=True)] if title else []
@@ -105,7 +107,7 @@ def view(info: dict[str, Any], now: "Snapshot", before: "Snapshot | None", proce
         cached = f"{pages['evictable']:,} evictable"
         table.add_row("pages", f"{pages['held']:,} held", f"{pages['locked']:,} locked", cached,
                       f"{pages['free']:,} free of {pages['total']:,}")  # fmt: skip
-    parts += [table, *([Text(_bar(now))] if now.kv_usage is not None else [])]
+    parts += [table, *([Text(_bar(now, min(64, console().width)))] if now.kv_usage is not None else [])]
     if processes:
         rows = Table("process", "pid", "CPU %", "RSS MiB", "threads", box=None, padding=(0, 2, 0, 0))
         for column in rows.columns[1:]:
@@ -132,7 +134,7 @@ def _rate(now: "Snapshot", before: "Snapshot | None", name: str, digits: int = 0
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _bar(now: "Snapshot", width: int = 64) -> str:
+def _bar(now: "Snapshot", width: int) -> str:
     """The KV cache as a bar: in use, cached, free."""
     used = round(min(1.0, now.kv_usage or 0.0) * width)
     cached = 0

@@ -163,7 +163,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
-    problems = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+    problems = {
+        404: f"there is no {path}: OpenAI's paths begin with /v1, /docs lists all",
+        405: f"{path} does not take {request.method}",
+    }
     own = ApiError(error.status_code, problems.get(error.status_code, str(error.detail)), code="not_found")
     if error.status_code == 405:
         own.code = "method_not_allowed"

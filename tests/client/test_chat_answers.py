@@ -190,9 +190,11 @@ def test_the_python_api_with_asyncio(short_dir: Path) -> None:
             assert "".join(piece.reasoning for piece in pieces) == "hm, well"
             assert "".join(piece.text for piece in pieces) == "Yes. <b>"
             assert (await llm.generate("hi"))[0].outputs[0].text == CHANNELS
+            await llm.chat(ASKED, tools=TOOLS)
 
-    with FakeFrontend(short_dir, saying(CHANNELS), info=HARMONIC):
+    with FakeFrontend(short_dir, saying(CHANNELS), info=HARMONIC) as cluster:
         asyncio.run(use())
+        assert [bool(cluster.next(Generate).tools) for _ in range(5)] == [False] * 4 + [True]
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -243,7 +245,7 @@ def test_bad_tools_are_refused_before_anything_is_sent(tmp_path: Path, tools: st
         ended = run(*command, "--tools", str(tmp_path / "tools"))
         assert ended.returncode == 2 and said in ended.stderr, ended.stderr
     (tmp_path / "tools").write_text(json.dumps(TOOLS))
-    assert "tools: is for chats" in run("hi", "--tools", str(tmp_path / "tools")).stderr
+    assert "--tools needs --chat." in run("hi", "--tools", str(tmp_path / "tools")).stderr
 
 
 def test_tools_do_not_work_over_http(short_dir: Path) -> None:

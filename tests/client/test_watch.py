@@ -100,7 +100,11 @@ def _stats(msg: Any) -> Iterable[Any]:
 def test_top_once(short_dir: Path) -> None:
     with Cluster(short_dir, launcher=os.getpid(), worker=2**22 + 1):
         shown = run("top", "--once", "--interval", "0.1", "--run-dir", str(short_dir))
+        narrow = run("top", "--once", "--interval", "0.1", "--run-dir", str(short_dir), COLUMNS="40")
         values = json.loads(run("top", "--once", "--json", "--run-dir", str(short_dir)).stdout)
+    for output, width in ((shown.stdout, 64), (narrow.stdout, 40)):
+        assert [len(line) for line in output.splitlines() if line.startswith("█")] == [width], output
+        assert not any(line.startswith("·") for line in output.splitlines())
     assert shown.returncode == 0, shown.stderr
     for words in ("/models/m", "3 running", "1 waiting", "hit rate 25.0%", "2 preemptions", "50 free of 100", "gone"):
         assert words in shown.stdout

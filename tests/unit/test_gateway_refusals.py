@@ -110,6 +110,7 @@ def test_what_is_refused(short_dir: Path, method: str, path: str, body: bytes, s
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["param"] == param and error["message"]
         assert status != 405 or response.headers["allow"]
+        assert (path == "/nowhere") == ("there is no /nowhere: OpenAI's paths begin with /v1" in error["message"])
 
     play(short_dir, HELLO, test)
 
