@@ -86,7 +86,10 @@ def named_here(error: RequestError) -> RequestError:
     """What the cluster refused, with the name that its field has in requests given as JSON-like values."""
     stem, *rest = re.split(r"(?=[.\[])", error.field, maxsplit=1)
     field = "".join((_NAMES.get(stem, stem), *rest))[:256]
-    return replace(error, field=field, problem=error.problem.replace(error.field, field, 1)[:4096])
+    problem = error.problem.removeprefix(f"{error.field}: ")
+    if problem != error.problem:
+        problem = f"{field}: {problem}"[:4096]
+    return replace(error, field=field, problem=problem)
 
 
 def _chat_fields(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:

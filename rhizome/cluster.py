@@ -129,6 +129,8 @@ def _command(model: str | os.PathLike[str], options: dict[str, Any], run_dir: Pa
             raise ValueError(f"{name}: is set by LLM itself")
         if value is None or (value is False and name not in SWITCHES):
             continue
+        if name in SWITCHES and not isinstance(value, bool):
+            raise ValueError(f"{name}: must be True or False, got {value!r}")
         if value is False:
             flag = "--no-" + flag.removeprefix("--")
         flags += [flag] if isinstance(value, bool) else [flag, str(value)]

@@ -135,6 +135,8 @@ def test_the_clusters_names_of_fields_are_those_of_the_call() -> None:
     ):  # fmt: skip
         error = GenerationError.of(3, RequestError(1, ErrorCode.INVALID, f"{field}: is wrong", field))
         assert (error.field, str(error)) == (ours, f"prompt 3: {ours}: is wrong")
+    long = "the prompt has 9 tokens; this model's maximum context length is 4"
+    assert str(GenerationError.of(0, RequestError(1, ErrorCode.TOO_LONG, long, "text", 4))) == f"prompt 0: {long}"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +239,8 @@ def test_options_become_flags_of_launch() -> None:
     assert _command("m", {"port": None}, Path("/r"), 7)[-1] == "--no-http"
     with pytest.raises(ValueError, match="run_dir: is set by LLM itself"):
         _command("m", {"run_dir": "x"}, Path("/r"), 7)
+    with pytest.raises(ValueError, match="prefix_cache: must be True or False, got 'no'"):
+        _command("m", {"prefix_cache": "no"}, Path("/r"), 7)
 
 
 def test_a_program_that_is_called_launch_does_not_start_itself(tmp_path: Path) -> None:
