@@ -40,6 +40,12 @@ SAMPLING = [
     click.option("--seed", type=int, help="Equal requests with equal seeds draw equal tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
     click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this token (repeatable)."),
+    click.option(
+        "--include-stop",
+        "include_stop_str_in_output",
+        is_flag=True,
+        help="Show the text or token that ended the answer.",
+    ),
     click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token."),
     click.option("--min-tokens", type=int, default=0, help="No end before so many tokens."),
     click.option(

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.fields import FieldError
 from common.messages import ChatMessage, Finish, Info
 from common.parsers import (
     AnswerParser,
@@ -63,11 +64,13 @@ class ChatFormat:
 
     def asked(self, params: SamplingParams) -> SamplingParams:
         """The same for an answer that will be read: with marks that are special tokens, and a grammar for what follows
-        the reasoning, unless it says itself what comes before."""
+        the reasoning, unless it says itself what comes before. Raises FieldError."""
         grammar = params.grammar
         if grammar is not None and not grammar.closing and not self.goes_on:
             grammar = after_reasoning(grammar, self.reasoning)
         marked = needs_special_tokens(self.tools, self.reasoning)
+        if marked and params.include_stop_str_in_output:  # the mark at the end would be taken for text
+            raise FieldError("include_stop_str_in_output", "does not go with chats of this model")
         return replace(params, grammar=grammar, skip_special_tokens=not marked)
 
     def reader(self, n: int) -> "AnswerReader":

@@ -105,8 +105,9 @@ class SamplingParams:
     """The sampling part of a request as the user gives it.
 
     `max_tokens` None means as many as context window and KV cache allow. `seed` None draws a fresh one. `stop` strings
-    end the text before them and are never shown; `stop_token_ids` end it like the model's own end-of-sequence tokens,
-    which `ignore_eos` switches off.
+    end the text before them; `stop_token_ids` end it like the model's own end-of-sequence tokens, which `ignore_eos`
+    switches off. With `include_stop_str_in_output` what ended the answer is shown, too: the stop string, or the text of
+    the token (none for a special token, unless `skip_special_tokens` is false).
 
     `repetition_penalty`, `presence_penalty`, `frequency_penalty` and `logit_bias` (from token ids) are those of
     LogitEdits; the first counts prompt and output, the next two the output. Before `min_tokens` tokens, neither an
@@ -148,6 +149,7 @@ class SamplingParams:
     length_penalty: Annotated[float, Float(-10.0, 10.0)] = 1.0
     early_stopping: Annotated[bool, Bool()] = False
     grammar: Annotated[Grammar | None, Maybe(Struct(Grammar))] = None
+    include_stop_str_in_output: Annotated[bool, Bool()] = False
 
     def draw(self, seed: int, prompt_len: int = 0, ends: IntArray | None = None) -> DrawParams:
         """The worker's part, with the seed settled. `ends` are the tokens that `min_tokens` excludes at first."""

@@ -12,7 +12,7 @@ from common.openai_logprobs import chat_logprobs, prompt_logprobs
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
 from gateway_proc.conversation import Conversation
-from gateway_proc.errors import refused, told_by_cluster
+from gateway_proc.errors import refused, told_by_cluster, unsupported
 from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, event, while_connected
 from gateway_proc.params import sampling_params
@@ -47,6 +47,9 @@ async def create(service: Service, request: Request) -> Any:
     if body.prompt_logprobs is not None and body.stream:
         raise refused("prompt_logprobs", "cannot be used with stream")
     conversation = await service.conversation(connection, info, body)
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        if getattr(body, name) and conversation.needs_special_tokens:  # the mark at the end would be taken for text
+            raise unsupported(name, "does not go with the marks that this model writes")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     names = {
         "text": "messages",

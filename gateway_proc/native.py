@@ -23,7 +23,8 @@ from gateway_proc.service import Service
 # SGLang's sampling_params that are called as in the other endpoints
 SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "ebnf",
+    "logit_bias", "stop", "stop_token_ids", "no_stop_trim", "ignore_eos", "skip_special_tokens", "json_schema", "regex",
+    "ebnf",
 )  # fmt: skip
 WITHIN = "sampling_params."
 NAMES = {

@@ -81,6 +81,7 @@ def sampling_params(
         "frequency_penalty": request.frequency_penalty,
         "min_tokens": request.min_tokens,
         "ignore_eos": request.ignore_eos,
+        "include_stop_str_in_output": request.include_stop_str_in_output or request.no_stop_trim,
         "skip_special_tokens": request.skip_special_tokens if skip_special_tokens is None else skip_special_tokens,
         "use_beam_search": request.use_beam_search,
         "length_penalty": request.length_penalty,

@@ -42,6 +42,7 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool = False
+    include_stop_str_in_output: bool = False
     n: int = 1
     json_schema: Mapping[str, Any] | str | bool | None = None
     regex: str | None = None

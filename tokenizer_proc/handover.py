@@ -82,8 +82,11 @@ class Handover:
             params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
         draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos))
         self._send_detokenizer(
-            OpenStream(choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted)
-        )
+            OpenStream(
+                choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted,
+                params.include_stop_str_in_output,
+            )
+        )  # fmt: skip
         self._send_scheduler(
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,

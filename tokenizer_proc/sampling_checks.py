@@ -10,7 +10,7 @@ MAX_PROMPT_LOGPROBS = 2**21  # tokens named in the prompt's log probabilities: s
 _DEFAULTS = SamplingParams()
 _NOT_WITH_BEAMS = (
     "top_k", "top_p", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar",
+    "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar", "include_stop_str_in_output",
 )  # fmt: skip
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
 

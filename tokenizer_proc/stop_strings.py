@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: found across deltas, held back, never shown."""
+"""Stop strings in a stream of text: found across deltas, held back, and shown only where that is asked for."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,12 @@ class StopMatcher:
 
     The match that ends first wins, and of those the one that starts first (the longest), so the result does not depend
     on how the text is cut. Text that can still become a stop string is held; everything before it is shown at once.
+    With `shows_stop` the stop string is shown, too, so that nothing is held.
     The method is Knuth, Morris and Pratt's, one automaton per stop string: linear in the text.
     """
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False):
+        self._shows_stop = shows_stop
         self._stops = [(stop, _prefix_function(stop)) for stop in stops]
         self._matched = [0] * len(self._stops)  # characters of each stop that the text so far ends with
         self._held = ""
@@ -24,13 +26,15 @@ class StopMatcher:
         if not self._stops:
             return text, None
         seen = self._held + text
-        if not self._held and not any(stop[0] in text for stop, _ in self._stops):  # the usual case
+        if not any(self._matched) and not any(stop[0] in text for stop, _ in self._stops):  # the usual case
             return text, None
         for end, char in enumerate(text, len(self._held) + 1):
             found = self._advance(char, may_stop)
             if found is not None:
                 self._held = ""
-                return seen[: end - len(found)], found
+                return seen[: end if self._shows_stop else end - len(found)], found
+        if self._shows_stop:
+            return text, None
         shown = len(seen) - max(self._matched)
         self._held = seen[shown:]
         return seen[:shown], None

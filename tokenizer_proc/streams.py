@@ -18,6 +18,7 @@ class _Stream:
     decoder: TextDecoder
     matcher: StopMatcher
     not_stopping: int  # the next so many tokens cannot complete a stop string
+    shows_stop: bool
     stopped: str | None = None  # the stop string that ended it; the scheduler's own end is still to come
 
 
@@ -56,7 +57,8 @@ class Streams:
         """Start a stream, or go on with one that another detokenizer had, which may take long: `tick` is called all the
         while. What has come early for it leaves at once, as one row."""
         decoder = self._decoders.new(skip_special_tokens=msg.skip_special_tokens, continues=True)
-        stream = self._streams[msg.rid] = _Stream(decoder, StopMatcher(msg.stop), msg.min_tokens)
+        matcher = StopMatcher(msg.stop, shows_stop=msg.shows_stop)
+        stream = self._streams[msg.rid] = _Stream(decoder, matcher, msg.min_tokens, msg.shows_stop)
         for at in range(0, len(msg.emitted), REPLAYED):  # brings it to where the client is
             self._text(stream, msg.emitted[at : at + REPLAYED], Finish.NONE)
             tick()
@@ -122,8 +124,8 @@ class Streams:
 
     def _text(self, stream: _Stream, tokens: IntArray, finish: int) -> tuple[str, IntArray]:
         """The text to show, and the tokens up to the one that completed a stop string."""
-        # The scheduler stops at a token (end of sequence or a stop token): that one has no text.
-        with_text = len(tokens) - (finish == Finish.STOP and len(tokens) > 0)
+        # The scheduler stops at a token (end of sequence or a stop token): that one has no text, unless it is wanted.
+        with_text = len(tokens) - (finish == Finish.STOP and len(tokens) > 0 and not stream.shows_stop)
         parts: list[str] = []
         for i, token in enumerate(tokens[:with_text]):
             stream.not_stopping -= 1

@@ -71,6 +71,7 @@ class OpenStream:
     skip_special_tokens: Annotated[bool, Bool()]
     min_tokens: Annotated[int, Int(0, MAX_TOKENS)] = 0  # stop strings that end in their text do not count
     emitted: TokenIds = field(default_factory=ints)
+    shows_stop: Annotated[bool, Bool()] = False  # the stop string, or the token, that ends the answer has text
 
 
 Time = Annotated[int, Int(0, 2**63 - 1)]

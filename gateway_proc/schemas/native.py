@@ -30,6 +30,7 @@ class NativeParams(ApiModel):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, within("logit_bias")] = None
     stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[Items[int] | None, within("stop_token_ids")] = None
+    no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: Annotated[int | None, within_generate("n")] = None
@@ -42,7 +43,6 @@ class NativeParams(ApiModel):
         "beam_width": (1,),
         "structural_tag": (),
         "spaces_between_special_tokens": (True, False),
-        "no_stop_trim": (False,),
         "stop_regex": (),
         "custom_params": (),
         "stream_interval": (1,),

@@ -74,6 +74,8 @@ class SamplingFields(ApiModel):
     min_tokens: Annotated[int | None, within("min_tokens")] = None
     stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[Items[int] | None, within("stop_token_ids")] = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name for it
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
@@ -103,7 +105,6 @@ class SamplingFields(ApiModel):
 
     UNSUPPORTED: ClassVar = {
         **OTHERS,
-        "include_stop_str_in_output": (False,),
         "spaces_between_special_tokens": (True, False),
         "truncate_prompt_tokens": (),
         "truncation_side": (),
@@ -124,5 +125,4 @@ class SamplingFields(ApiModel):
         "stream_interval": (1,),
         "prompt_embeds": (),
         "session_params": (),
-        "no_stop_trim": (False,),
     }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.chat_answers import ChatFormat, is_read
 from common.connection import Row
+from common.fields import FieldError
 from common.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from common.messages import Abort, ChatMessage, Finish, Generate, Info
 from common.parsers import Reasoning
@@ -81,6 +82,10 @@ def test_what_is_asked_for() -> None:
     assert channels.grammar is not None and channels.grammar.heading == "<|channel|>final<|message|>"
     own = replace(params, grammar=Grammar("regex", "a+", closing="</x>"))
     assert ChatFormat.of_model(replace(INFO, chat_template=HARMONY)).asked(own).grammar == own.grammar
+    shown = replace(params, include_stop_str_in_output=True)
+    assert ChatFormat.of_model(replace(INFO, chat_template=QWEN3)).asked(shown).include_stop_str_in_output
+    with pytest.raises(FieldError, match="include_stop_str_in_output"):
+        ChatFormat.of_model(replace(INFO, chat_template=HARMONY)).asked(shown)
 
 
 def saying(text: str) -> Answer:

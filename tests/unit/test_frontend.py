@@ -32,6 +32,16 @@ from tokenizer_proc.clients import Sent
 from tokenizer_proc.prompt import PromptEncoder
 
 
+def test_the_detokenizer_is_told_to_show_what_ends_the_answer() -> None:
+    async def test() -> None:
+        world = World()
+        world.receive(request(5, SamplingParams(stop=("x",), include_stop_str_in_output=True), text="fox"))
+        await world.settle()
+        assert world.detokenizer == [OpenStream(world.live_rid(), ("x",), True, shows_stop=True)]
+
+    run(test)
+
+
 def test_a_request_goes_to_both_and_its_text_comes_back() -> None:
     async def test() -> None:
         world = World()

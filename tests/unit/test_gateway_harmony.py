@@ -25,6 +25,17 @@ CALLED = answering(words(*THOUGHT, *CALL), MODEL)
 WITH_TOOLS = {**CHAT, "tools": TOOLS}
 
 
+def test_the_mark_at_the_end_is_not_shown(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        for name in ("include_stop_str_in_output", "no_stop_trim"):
+            refused = await world.post("/v1/chat/completions", CHAT | {name: True})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+            assert (await world.post("/v1/chat/completions", CHAT | {name: False})).status_code == 200
+            assert (await world.post("/v1/completions", {"prompt": "x", name: True})).status_code == 200
+
+    play(short_dir, ANSWERED, test)
+
+
 def test_an_answer(short_dir: Path) -> None:
     async def test(world: World) -> None:
         answer = (await world.post("/v1/chat/completions", CHAT)).json()

@@ -42,6 +42,7 @@ def test_every_field_arrives() -> None:
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 5, "repetition_penalty": 1.2,
         "presence_penalty": 0.3, "frequency_penalty": -0.4, "min_tokens": 2, "ignore_eos": True,
         "skip_special_tokens": False, "use_beam_search": True, "length_penalty": 0.7, "early_stopping": True,
+        "include_stop_str_in_output": True,
     }  # fmt: skip
     made = params(max_tokens=9, stop="end", stop_token_ids=[3, 4], logit_bias={"5": -100, "17": 2.5}, **given)
     assert {name: getattr(made, name) for name in given} == given
@@ -55,6 +56,12 @@ def test_every_field_arrives() -> None:
 )
 def test_other_servers_spellings(field: str, value: Any, own: Any) -> None:
     assert getattr(params(**{field: value}), field) == own
+
+
+def test_what_ended_the_answer_is_shown_by_two_names() -> None:
+    for fields in ({"include_stop_str_in_output": True}, {"no_stop_trim": True}):
+        assert params(**fields).include_stop_str_in_output
+    assert not params(include_stop_str_in_output=False, no_stop_trim=False).include_stop_str_in_output
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,26 @@ def test_the_result_is_the_same_however_the_text_is_cut(text: str, stops: list[s
 
 @settings(max_examples=examples(600), deadline=None)
 @given(TEXT, STOPS, st.data())
+def test_a_stop_that_is_shown_ends_the_same_text_and_holds_nothing(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    deltas = cut(text, data)
+    free = data.draw(st.integers(0, len(deltas)))
+    matcher = StopMatcher(stops, shows_stop=True)
+    shown, stopped, seen = "", None, ""
+    for i, delta in enumerate(deltas):
+        part, stopped = matcher.push(delta, may_stop=i >= free)
+        shown += part
+        seen += delta
+        if stopped is not None:
+            break
+        assert shown == seen and matcher.flush() == ""
+    before, found = expected(text, stops, sum(map(len, deltas[:free])))
+    assert (shown, stopped) == (before + (found or ""), found)
+
+
+@settings(max_examples=examples(600), deadline=None)
+@given(TEXT, STOPS, st.data())
 def test_exactly_what_could_become_a_stop_is_held(text: str, stops: list[str], data: st.DataObject) -> None:
     matcher = StopMatcher(stops)
     seen = shown = ""

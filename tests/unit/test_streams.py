@@ -121,6 +121,22 @@ def test_a_stop_string_in_the_last_row_wins_over_its_finish_code() -> None:
     assert [(r[2], r[3]) for r in rows] == [(" ", Finish.STOP)] and len(streams) == 0
 
 
+def test_what_ended_an_answer_is_shown_where_that_is_asked_for() -> None:
+    fox, over, jumps = (ids_of(t) for t in (" fox", " over", " jumps"))
+    for shows in (False, True):
+        streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
+        for rid, skip in ((1, True), (2, True), (3, True), (4, False)):
+            streams.open(OpenStream(rid, ("fox jumps",) if rid == 1 else (), skip, shows_stop=shows))
+        ended = batch(
+            (1, [*fox, *jumps, *over], Finish.NONE), (2, [*fox, *over], Finish.STOP),
+            (3, [*fox, end_id()], Finish.STOP), (4, [*fox, end_id()], Finish.STOP),
+        )  # fmt: skip
+        texts = [row[2] for row in rows_of(streams.push(ended, 6))]
+        before = tokenizer().decode([*fox, *over][:-1])
+        hidden, shown = [" ", before, " fox", " fox"], [" fox jumps", " fox over", " fox", f" fox{SPECIAL.content}"]
+        assert texts == (shown if shows else hidden)
+
+
 def test_held_text_is_released_at_the_end() -> None:
     streams = opened("fox jumps")
     assert rows_of(streams.push(batch((1, ids_of(" fox"), Finish.NONE)), 6))[0][2] == " "
