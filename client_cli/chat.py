@@ -38,6 +38,8 @@ def command(system: str | None, load: Path | None, options: dict[str, Any], targ
         sys.stdout.reconfigure(errors="replace")
     if system is not None and load is not None:
         raise click.UsageError("--system and --load exclude each other.")
+    if options["tools"] is not None:
+        target.need_local("--tools", "servers take the calls out of the answer")
     try:
         conversation = Conversation(system) if load is None else Conversation.load(load)
     except ConversationError as error:

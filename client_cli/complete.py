@@ -65,6 +65,8 @@ def command(
         raise click.UsageError("--chat and --system need a text prompt.")
     if options["tools"] is not None and jsonl is None and not chat and system is None:
         raise click.UsageError("--tools needs --chat.")
+    if options["tools"] is not None:
+        target.need_local("--tools", "servers take the calls out of the answer")
     asks = options["logprobs"] is not None or options["prompt_logprobs"] is not None
     if asks and not as_json and jsonl is None:
         raise click.UsageError("--logprobs and --prompt-logprobs are shown by --json and --jsonl.")

@@ -255,8 +255,12 @@ def test_bad_tools_are_refused_before_anything_is_sent(tmp_path: Path, tools: st
 
 def test_tools_do_not_work_over_http(short_dir: Path) -> None:
     (short_dir / "tools").write_text(json.dumps(TOOLS))
+    (short_dir / "lines").write_text(json.dumps({"messages": ASKED, "tools": TOOLS}))
     with FakeOpenAI() as server:
-        ended = run("hi", "--chat", "--tools", str(short_dir / "tools"), "--url", server.url)
+        for command in (("hi", "--chat"), ("chat",)):
+            ended = run(*command, "--tools", str(short_dir / "tools"), "--url", server.url)
+            assert ended.returncode == 2 and "--tools does not work over HTTP" in ended.stderr
+        ended = run("--jsonl", str(short_dir / "lines"), "--url", server.url)
     assert ended.returncode == 1 and "tools: do not work over HTTP" in ended.stderr
 
 
