@@ -1,5 +1,6 @@
 """Start a cluster: `python launch.py --tp 2`. The command line; what follows it is in launcher/."""
 
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ from launcher.options import DEMO_MODEL, cache_options, model_options, scheduler
 from launcher.show import VERSION, panel, progress_bar
 from launcher.supervisor import ClusterError, Supervisor
 from launcher.usage import Launch
+
+log = logging.getLogger(__name__)
 
 
 @click.command(cls=Launch, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -106,8 +109,7 @@ def _run(supervisor: Supervisor) -> int:
         with progress_bar() as show:
             info = supervisor.start(show)
         if info is not None:
-            click.echo(panel(info, supervisor.go))
-            sys.stdout.flush()
+            _print(panel(info, supervisor.go))
             supervisor.serve()
         return 0
     except ClusterError as error:
@@ -115,6 +117,16 @@ def _run(supervisor: Supervisor) -> int:
         return 1
     finally:
         supervisor.stop()
+
+
+def _print(text: str) -> None:
+    """A reader that went away, or a full disk, is no reason to end."""
+    try:
+        click.echo(text)
+        sys.stdout.flush()
+    except OSError as error:
+        log.warning("standard output cannot be written to: %s", error.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end_with_parent(parent_fd: int) -> None:

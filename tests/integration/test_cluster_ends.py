@@ -12,7 +12,7 @@ import pytest
 from common.messages import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from tests.helpers_models import make_checkpoint
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import LAUNCH, ROOT, Cluster, wait_until
 from tests.integration.test_cluster import GREEDY, collect
 
 
@@ -111,6 +111,17 @@ def test_without_restarts_a_dead_child_takes_the_cluster_down_with_its_name(llam
         os.kill(cluster.pid(victim), signal.SIGKILL)
         assert cluster.process.wait(20) == 1
         assert f"Error: {victim} was killed by SIGKILL" in cluster.log
+        cluster.check_gone()
+
+
+def test_a_cluster_serves_though_nobody_takes_what_it_prints(llama):
+    """The panel goes to a full disk."""
+    code = "import os, runpy; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    code += f"runpy.run_path({str(LAUNCH)!r}, None, '__main__')"
+    with Cluster(llama, program=("-c", code), env={"PYTHONPATH": str(ROOT)}) as cluster:
+        cluster.wait_ready()
+        assert cluster.client("hello", "--max-tokens", "3").returncode == 0
+        assert cluster.stop() == 0 and "standard output" in cluster.log and "Traceback" not in cluster.log
         cluster.check_gone()
 
 
