@@ -25,7 +25,8 @@ def find_model(http: HttpLoop[Any], wanted: str | None, wait_s: float) -> str:
             status, text = http.get(PATH)
             problem = error_of(0, status, json_or_text(text)).problem
             if status in _REFUSED:
-                raise ConnectionLost(f"{http.server.root}{PATH}: {problem}")
+                hint = "" if http.server.api_key else "; --api-key-env NAME says which environment variable has the key"
+                raise ConnectionLost(f"{http.server.root}{PATH}: {problem}{hint}")
             if wanted is not None and status < HTTPStatus.INTERNAL_SERVER_ERROR:  # a list is not needed
                 return wanted
             if status == HTTPStatus.OK:

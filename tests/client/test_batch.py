@@ -325,7 +325,8 @@ def test_a_server_that_is_not_there_costs_no_line(tmp_path: Path) -> None:
     assert ended.returncode == 2 and "no answer at" in ended.stderr and read(tmp_path / "out") == []
     with FakeOpenAI(key="k") as server:
         ended = run(*args, server.url)
-        assert ended.returncode == 1 and "wrong key" in ended.stderr and read(tmp_path / "out") == []
+        assert ended.returncode == 1 and "wrong key; --api-key-env NAME says" in ended.stderr
+        assert read(tmp_path / "out") == []
 
 
 def test_a_server_that_goes_away_costs_the_lines_in_work(tmp_path: Path) -> None:

@@ -34,11 +34,12 @@ POINTS = st.lists(st.integers(0, 10**6), max_size=20)
 TOOLS = st.sampled_from([None, HARMONY])
 
 
-@given(TEXTS, POINTS, TOOLS, st.booleans())
-def test_a_split_changes_nothing(text, points, tools, together):
-    whole = parse([text], tools, CHANNEL, together=together)
-    assert parse(split(text, points), tools, CHANNEL, together=together) == whole
-    assert parse(text, tools, CHANNEL, together=together) == whole, "character by character"
+@given(TEXTS, POINTS, TOOLS, st.booleans(), st.booleans())
+def test_a_split_changes_nothing(text, points, tools, together, verbatim):
+    options = {"together": together, "verbatim": verbatim}
+    whole = parse([text], tools, CHANNEL, **options)
+    assert parse(split(text, points), tools, CHANNEL, **options) == whole
+    assert parse(text, tools, CHANNEL, **options) == whole, "character by character"
 
 
 @given(st.text(max_size=40).map(lambda text: text + ".."), TOOLS)
