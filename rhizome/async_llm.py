@@ -24,7 +24,6 @@ from rhizome.requests import (
     Params,
     Progress,
     Prompt,
-    begin,
     conversations_of,
     make_request,
     make_requests,
@@ -124,7 +123,7 @@ class AsyncLLM:
         """As LLM.stream: `async for piece in llm.stream("..."): ...`. A reader that lags far behind ends it, too."""
         request = make_request(prompt, sampling_params, options)
         await self._reconnect()
-        progress = begin(0, request, await self._info([request]))
+        (progress,) = numbered([request], await self._info([request]))
         stream = self._submit(progress.request, stream=True)
         try:
             async for found in stream:
@@ -181,11 +180,11 @@ class AsyncLLM:
     async def _run(self, requests: list[JsonRequest]) -> list[RequestOutput]:
         """At most MAX_LIVE at once; the first failure aborts the others."""
         await self._reconnect()
-        info = await self._info(requests)
+        begun = numbered(requests, await self._info(requests))
         room = asyncio.Semaphore(MAX_LIVE)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(progress, room)) for progress in numbered(requests, info)]
+                tasks = [group.create_task(self._one(progress, room)) for progress in begun]
         except* (GenerationError, ClusterError) as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]

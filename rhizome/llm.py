@@ -24,7 +24,6 @@ from rhizome.requests import (
     Params,
     Progress,
     Prompt,
-    begin,
     conversations_of,
     make_request,
     make_requests,
@@ -141,7 +140,7 @@ class LLM:
 
     def _stream(self, request: JsonRequest) -> Iterator[StreamOutput]:
         with self._connection() as connection:
-            progress = begin(0, request, _info(connection, [request]))
+            (progress,) = numbered([request], _info(connection, [request]))
             connection.submit(request.prompt, progress.request.params, **request.options)
             ended = False
             while not ended:
@@ -202,7 +201,7 @@ def run_all(
     connection: Connection, requests: list[JsonRequest], show: Callable[[Progress], None]
 ) -> list[RequestOutput]:
     """Run requests, at most MAX_LIVE at once. Raises GenerationError for the first that fails."""
-    waiting = numbered(requests, _info(connection, requests))
+    waiting = iter(numbered(requests, _info(connection, requests)))
     live: dict[int, Progress] = {}
     outputs: dict[int, RequestOutput] = {}
     while len(outputs) < len(requests):

@@ -1,6 +1,6 @@
 """From the arguments of a call to checked requests, and from rows to results. No I/O."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, TypeAlias, TypedDict, cast
@@ -163,7 +163,7 @@ class Progress:
         return tokens_of(self.answers) or 0
 
 
-def begin(index: int, request: JsonRequest, info: Info | None) -> Progress:
+def _begin(index: int, request: JsonRequest, info: Info | None) -> Progress:
     """A request that begins, as it is sent: an answer to a chat is read in the model's format, where that is given."""
     if info is None or not needs_format(request):
         return Progress(index, request)
@@ -187,6 +187,12 @@ def stream_output(row: Row) -> StreamOutput:
     )  # fmt: skip
 
 
-def numbered(requests: Sequence[JsonRequest], info: Info | None) -> Iterator[Progress]:
-    """Requests that begin, in their order."""
-    return (begin(index, request, info) for index, request in enumerate(requests))
+def numbered(requests: Sequence[JsonRequest], info: Info | None) -> list[Progress]:
+    """Requests that begin, in their order. Raises ValueError naming the prompt and the field that the model excludes."""
+    found = []
+    for index, request in enumerate(requests):
+        try:
+            found.append(_begin(index, request, info))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+    return found

@@ -196,6 +196,8 @@ def test_the_python_api_with_asyncio(short_dir: Path) -> None:
             assert "".join(piece.text for piece in pieces) == "Yes. <b>"
             assert (await llm.generate("hi"))[0].outputs[0].text == CHANNELS
             await llm.chat(ASKED, tools=TOOLS)
+            with pytest.raises(ValueError, match="prompt 0: include_stop_str_in_output: does not go with"):
+                await llm.chat([ASKED, ASKED], Params(include_stop_str_in_output=True))
 
     with FakeFrontend(short_dir, saying(CHANNELS), info=HARMONIC) as cluster:
         asyncio.run(use())
