@@ -188,7 +188,7 @@ def stream_output(row: Row) -> StreamOutput:
 
 
 def numbered(requests: Sequence[JsonRequest], info: Info | None) -> list[Progress]:
-    """Requests that begin, in their order. Raises ValueError naming the prompt and the field that the model excludes."""
+    """Requests that begin, in their order. Raises ValueError with prompt and field for what the model excludes."""
     found = []
     for index, request in enumerate(requests):
         try:
