@@ -4,7 +4,8 @@ from typing import Any
 
 from common.chat_answers import AnswerReader, ChatFormat, is_read
 from common.connection import Connection, Row
-from common.messages import RequestError
+from common.fields import FieldError
+from common.messages import MAX_RID, ErrorCode, RequestError
 from common.prompts import Prompt
 from common.sampling_params import SamplingParams
 
@@ -20,7 +21,13 @@ class LocalLink(Connection):
         if not is_read(prompt, params):
             return super().submit(prompt, params, n=n, **options)
         form = ChatFormat.of_model(self.info(), **options)
-        rid = super().submit(prompt, form.asked(params), n=n, **options)
+        try:
+            asked = form.asked(params)
+        except FieldError as error:  # as if the cluster had refused it
+            rid = next(self._numbers) & MAX_RID
+            self._rows.append(RequestError(rid, ErrorCode.INVALID, str(error), error.field))
+            return rid
+        rid = super().submit(prompt, asked, n=n, **options)
         self._readers[rid] = form.reader(n)
         return rid
 

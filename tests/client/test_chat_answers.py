@@ -255,6 +255,25 @@ def test_bad_tools_are_refused_before_anything_is_sent(tmp_path: Path, tools: st
     assert "--tools needs --chat." in run("hi", "--tools", str(tmp_path / "tools")).stderr
 
 
+def test_what_does_not_go_with_the_model_is_refused_as_the_cluster_refuses(short_dir: Path) -> None:
+    batch = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+             "body": {"messages": ASKED, "include_stop_str_in_output": True}}  # fmt: skip
+    (short_dir / "in").write_text(json.dumps(batch) + "\n")
+    (short_dir / "lines").write_text(json.dumps({"messages": ASKED}) + '\n{"prompt": "x"}\n')
+    said = "include_stop_str_in_output: does not go with chats of this model"
+    with FakeFrontend(short_dir / "run", saying(CHANNELS), info=HARMONIC):
+        here = ("--run-dir", str(short_dir / "run"))
+        for command in (("hi", "--chat", "--include-stop"), ("chat", "--include-stop")):
+            ended = run(*command, *here, stdin="hi\n")
+            assert ended.returncode == 1 and f"Error: {said}\n" in ended.stderr and "Traceback" not in ended.stderr
+        lines = run("--jsonl", str(short_dir / "lines"), "--include-stop", *here)
+        assert lines.returncode == 1 and "Traceback" not in lines.stderr
+        bad, good = map(json.loads, lines.stdout.splitlines())
+        assert bad["error"] == {"code": "invalid", "message": said} and good["text"] == CHANNELS
+        assert run("batch", str(short_dir / "in"), str(short_dir / "out"), *here).returncode == 1
+    assert json.loads((short_dir / "out").read_text())["response"]["status_code"] == 400
+
+
 def test_tools_do_not_work_over_http(short_dir: Path) -> None:
     (short_dir / "tools").write_text(json.dumps(TOOLS))
     (short_dir / "lines").write_text(json.dumps({"messages": ASKED, "tools": TOOLS}))
