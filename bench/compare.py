@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from bench.clusters import ROOT, machine
 from bench.peers.systems import BenchError, Case, HttpSystem, InProcess, Rhizome, System, free_port
@@ -45,6 +44,8 @@ LLAMA_CPP_TOKENS = 18432  # 2 GiB with the shape of Qwen3-0.6B
 
 def measure_limits() -> tuple[float, float]:
     """Bytes read per second and floating-point operations per second, the best of five each, on all CPUs."""
+    import torch  # takes longer than all that else is loaded for --help, or for a look at the cases
+
     library = best_library()
     if library is None:
         raise click.ClickException("the floor needs the native kernels, which do not build here")

@@ -1,46 +1,21 @@
-"""A tokenizer whose tokens straddle the parts of JSON, schemas, and drawing answers under a grammar without a model."""
+"""Schemas, and drawing answers under a grammar without a model."""
 
 import json
 from array import array
-from functools import cache
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from common.messages import EnterGrammar
 from common.sampling_params import Grammar
+from tests.helpers_tokenizers import EOS, straddling
 from tokenizer_proc.text_decoder import TextDecoders
 from worker_proc.grammar_matcher import GrammarMatchers, make_vocabulary
 
-EOS = 0
 PADDING = 13  # entries of the model's vocabulary that are no tokens
-_SAMPLES = [
-    '{"name": "Ann", "age": 31, "tags": ["a", "b"]}',
-    '{"a":{"b":[1,2,3],"c":null},"d":true}\n',
-    '[{"x": -1.5e3}, {"x": "é🙂\\n"}]',
-    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
-    "<think>\nhm\n</think>\n\nyes no maybe",
-]
-
-
-@cache
-def straddling() -> Tokenizer:
-    """Byte-level BPE without a split into words, so that tokens such as `", "` and `": [` come about."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=[AddedToken("<|end|>", special=True)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_SAMPLES * 3, trainer)
-    assert tokenizer.token_to_id('":Ġ"') is not None, "tokens straddle"
-    return tokenizer
 
 
 def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:

@@ -1,6 +1,7 @@
 """Small real tokenizers of the kinds that models use, made with the tokenizers library."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -14,6 +15,14 @@ SENTENCES = [
 SPECIAL = AddedToken("<|end|>", special=True)
 BEGIN = AddedToken("<|begin|>", special=True)
 ADDED = [AddedToken("<tool>", special=False), AddedToken("ordinary née added 🙂", special=False)]
+EOS = 0  # SPECIAL, in `straddling`
+_STRUCTURED = [
+    '{"name": "Ann", "age": 31, "tags": ["a", "b"]}',
+    '{"a":{"b":[1,2,3],"c":null},"d":true}\n',
+    '[{"x": -1.5e3}, {"x": "é🙂\\n"}]',
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "<think>\nhm\n</think>\n\nyes no maybe",
+]
 
 
 def byte_level(vocab_size: int = 400) -> Tokenizer:
@@ -33,6 +42,24 @@ def byte_level(vocab_size: int = 400) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN.content} $A", special_tokens=[(BEGIN.content, begin)]
     )
+    return tokenizer
+
+
+@cache
+def straddling() -> Tokenizer:
+    """Byte-level BPE without a split into words, so that tokens such as `", "` and `": [` come about, which straddle
+    the parts of JSON."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=[SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_STRUCTURED * 3, trainer)
+    assert tokenizer.token_to_id('":Ġ"') is not None, "tokens straddle"
     return tokenizer
 
 

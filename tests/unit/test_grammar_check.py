@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from common.grammars import GrammarError, to_llguidance
 from common.messages import AddRequest, ErrorCode, RequestError, ints
 from common.sampling_params import Grammar, SamplingParams
-from tests.helpers_grammars import EOS, straddling
+from tests.helpers_tokenizers import EOS, straddling
 from tests.unit.frontend_world import World, request, run
 from tokenizer_proc import grammar_check
 from tokenizer_proc.ebnf import ebnf_to_lark

@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,14 +30,38 @@ LIGHT_MODULES = sorted(
 )
 
 
+parse = cache(ast.parse)
+
+
+def statements(body: list[ast.stmt], *, nested: bool = True) -> Iterator[ast.stmt]:
+    """All statements of a file, those in functions only where `nested`. Expressions, which hold no imports, are not
+    entered: they are nine tenths of a tree."""
+    for node in body:
+        yield node
+        if nested or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in ("body", "orelse", "handlers", "finalbody", "cases"):
+                yield from statements(getattr(node, part, []), nested=nested)
+
+
 def imported(source: str) -> set[str]:
     """The top-level names that a file imports, anywhere in it, also inside functions and type-checking blocks."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(parse(source).body):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add("." if node.level else (node.module or "").split(".")[0])
+    return found
+
+
+def loaded(source: str) -> set[str]:
+    """The modules that a file loads when it is imported, by their full names, and perhaps names that are none."""
+    found = set()
+    for node in statements(parse(source).body, nested=False):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -103,6 +129,21 @@ def test_import_rules(path: Path) -> None:
 )
 def test_the_rules_find_a_violation(path: str, source: str, wrong: set[str]) -> None:
     assert violations(Path(path), source) == wrong
+
+
+def test_unit_tests_load_nothing_heavy_through_others() -> None:
+    """Neither directly nor through helpers and tools: a process that has torch takes a second and a half longer."""
+    files = {".".join(path.with_suffix("").parts): path for path in FILES}
+    ways = {name: [name] for name, path in files.items() if path.parts[:2] == ("tests", "unit")}
+    waiting = [*ways]
+    while waiting:
+        name = waiting.pop()
+        for module in loaded((ROOT / files[name]).read_text()):
+            assert module.split(".")[0] not in HEAVY, " -> ".join([*ways[name], module])
+            if module in files and module not in ways:
+                ways[module] = [*ways[name], module]
+                waiting.append(module)
+    assert "common.codec" in ways
 
 
 def run_python(code: str, *args: str) -> str:
