@@ -32,6 +32,10 @@ class BlockPool:
     def references(self, page: int) -> int:
         return self._refs[page]
 
+    def all_references(self) -> list[int]:
+        """The reference counts by page, a copy, for checks."""
+        return self._refs.tolist()
+
     def free_pages(self) -> list[int]:
         """A copy of the free list, for checks."""
         return list(self._free)

@@ -4,8 +4,12 @@ Called after every event in tests and at idle in debug logging; it walks everyth
 """
 
 from collections import Counter
+from itertools import compress, repeat
+from operator import not_
 
 from scheduler_proc.admission import FullReservation, promised
+from scheduler_proc.block_pool import BlockPool
+from scheduler_proc.radix_node import Node
 from scheduler_proc.request import Request, Status
 from scheduler_proc.scheduler import Scheduler
 
@@ -17,9 +21,10 @@ class InvariantViolation(AssertionError):
 def check(scheduler: Scheduler) -> None:
     """Raises InvariantViolation with the first disagreement found."""
     live = scheduler.holders()
-    _check_pages(scheduler, live)
-    _check_host(scheduler)
-    _check_tree(scheduler, live)
+    nodes = list(scheduler.kv.tree.nodes())
+    _check_pages(scheduler, live, nodes)
+    _check_host(scheduler, nodes)
+    _check_tree(scheduler, live, nodes)
     _check_requests(scheduler, live)
     _check_promises(scheduler, live)
 
@@ -30,49 +35,53 @@ def _require(ok: bool, what: str, *values: object) -> None:
         raise InvariantViolation(what.format(*values))
 
 
-def _check_pages(scheduler: Scheduler, live: list[Request]) -> None:
+def _check_counts(pool: BlockPool, owners: Counter[int], name: str) -> None:
+    """Every page has as many owners as its reference count says, and the free ones are those without any."""
+    free, pages = pool.free_pages(), range(pool.num_pages)
+    free_set = set(free)
+    _require(len(free_set) == len(free), "a {} is in the free list twice", name)
+    counts = list(map(owners.get, pages, repeat(0)))
+    unowned = set(compress(pages, map(not_, counts)))
+    if pool.all_references() != counts or free_set != unowned:  # all at once, because most often all is well
+        what = "{} {} has {} owners, its reference count says {}"
+        for page, count in zip(pages, counts, strict=True):
+            _require(pool.references(page) == count, what, name, page, count, pool.references(page))
+            _require((page in free_set) == (count == 0), "{} {}: free list and owners disagree", name, page)
+        raise InvariantViolation(f"a {name} is free that there is not")
+
+
+def _check_pages(scheduler: Scheduler, live: list[Request], nodes: list[Node]) -> None:
     """Every page has exactly the owners that its reference count says, and a free page has none."""
     pool, tree = scheduler.kv.pool, scheduler.kv.tree
-    on_device = [node for node in tree.nodes() if not node.on_host]
+    on_device = [node for node in nodes if not node.on_host]
     in_tree = [page for node in on_device for page in node.pages]
     owners = Counter(in_tree)
     _require(len(owners) == len(in_tree), "a page is in the tree twice")
     for request in live:
-        _require(len(set(request.pages)) == len(request.pages), f"request {request.rid} holds a page twice")
+        _require(len(set(request.pages)) == len(request.pages), "request {} holds a page twice", request.rid)
         owners.update(request.pages)
-    free = pool.free_pages()
-    _require(len(set(free)) == len(free), "a page is in the free list twice")
-    free_set = set(free)
-    for page in range(pool.num_pages):
-        references, count = pool.references(page), owners[page]
-        _require(references == count, "page {} has {} owners, its reference count says {}", page, count, references)
-        _require((page in free_set) == (count == 0), "page {}: free list and owners disagree", page)
+    _check_counts(pool, owners, "page")
     evictable = sum(len(n.pages) for n in on_device if n.locks == 0)
-    held = len(set(owners) - set(in_tree))
     _require(
-        len(free) + evictable + (len(in_tree) - evictable) + held == pool.num_pages,
+        pool.free + evictable + (len(in_tree) - evictable) + len(owners) - len(in_tree) == pool.num_pages,
         "free + evictable + locked + held pages are not the total",
     )
-    _require(evictable == tree.evictable, f"{evictable} pages are evictable, the tree says {tree.evictable}")
-    _require(len(in_tree) == tree.num_pages, f"{len(in_tree)} pages are in the tree, it says {tree.num_pages}")
+    _require(evictable == tree.evictable, "{} pages are evictable, the tree says {}", evictable, tree.evictable)
+    _require(len(in_tree) == tree.num_pages, "{} pages are in the tree, it says {}", len(in_tree), tree.num_pages)
 
 
-def _check_host(scheduler: Scheduler) -> None:
+def _check_host(scheduler: Scheduler, nodes: list[Node]) -> None:
     """Host pages belong to one node each, which nobody has locked, and nothing of the device hangs below it."""
-    tier, tree = scheduler.kv.tier, scheduler.kv.tree
-    hosted = [node for node in tree.nodes() if node.on_host]
+    tier = scheduler.kv.tier
+    hosted = [node for node in nodes if node.on_host]
     if tier is None:
         _require(not hosted, "a node is on the host, and there is no host tier")
         return
-    owners = Counter(page for node in hosted for page in node.pages)
-    free = tier.pool.free_pages()
-    _require(len(set(free)) == len(free), "a host page is in the free list twice")
-    for page in range(tier.pool.num_pages):
-        references, count = tier.pool.references(page), owners[page]
-        right = references == count <= 1
-        _require(right, "host page {} has {} owners, its reference count says {}", page, count, references)
-    _require(set(free).isdisjoint(owners), "a host page is free and owned")
-    _require(len(free) + len(owners) == tier.pool.num_pages, "free + used host pages are not the total")
+    in_tree = [page for node in hosted for page in node.pages]
+    owners = Counter(in_tree)
+    _require(len(owners) == len(in_tree), "a host page belongs to two nodes")
+    _check_counts(tier.pool, owners, "host page")
+    _require(tier.pool.free + len(owners) == tier.pool.num_pages, "free + used host pages are not the total")
     for node in hosted:
         _require(not node.locks, "a node on the host is locked between events")
         _require(
@@ -80,7 +89,7 @@ def _check_host(scheduler: Scheduler) -> None:
         )
 
 
-def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
+def _check_tree(scheduler: Scheduler, live: list[Request], nodes: list[Node]) -> None:
     """Edges are whole pages under the right key, locks are what the running requests hold, leaves can be evicted."""
     tree, page_bytes = scheduler.kv.tree, scheduler.kv.page_size * 4
     locks: Counter[int] = Counter()
@@ -90,7 +99,7 @@ def _check_tree(scheduler: Scheduler, live: list[Request]) -> None:
             locks[id(node)] += 1
             node = node.parent
     leaves = {on_host: tree.leaves(on_host=on_host) for on_host in (False, True)}
-    for node in tree.nodes():
+    for node in nodes:
         _require(bool(node.pages), "a node without pages")
         full = len(node.pages) * page_bytes
         _require(0 <= full - len(node.key) < page_bytes, "a node's key and pages differ in length")
@@ -113,7 +122,7 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
     size = scheduler.kv.page_size
     _require(not scheduler.slots or scheduler.slots[-1] is not None, "free slots are listed after the last taken one")
     for slot, holder in enumerate(scheduler.slots):
-        _require(holder is None or holder.slot == slot, f"slot {slot} is held by a request that says otherwise")
+        _require(holder is None or holder.slot == slot, "slot {} is held by a request that says otherwise", slot)
     in_steps = Counter(id(r) for step in scheduler.in_flight for r in step.rows)
     sampled: Counter[int] = Counter()
     guesses: Counter[int] = Counter()
