@@ -40,11 +40,19 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": '{"t": 21}', "tool_call_id": "abc123def", "name": "get_weather"}
 
 
+tokenizer = cache(byte_level)
+
+
 @cache
 def reference() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=byte_level(), **SPECIAL)
+
+
+@cache
+def encoder_of(template: str) -> PromptEncoder:
+    return PromptEncoder(tokenizer(), ChatTemplate(template, SPECIAL), Limits(10_000, 10_000, 1000, 9, 9))
 
 
 def wire(messages: list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
@@ -57,10 +65,9 @@ def wire(messages: list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
 
 def rendered(template: str, messages: list[dict[str, Any]], **fields: Any) -> str:
     """The prompt, by way of the wire and the tokenizer."""
-    encoder = PromptEncoder(byte_level(), ChatTemplate(template, SPECIAL), Limits(10_000, 10_000, 1000, 9, 9))
     msg = Generate(1, None, None, wire(messages), GREEDY, **fields)
-    tokens = encoder.encode(decode(encode(msg), {Generate}))
-    return byte_level().decode(list(tokens), skip_special_tokens=False)
+    tokens = encoder_of(template).encode(decode(encode(msg), {Generate}))
+    return tokenizer().decode(list(tokens), skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -191,7 +198,7 @@ def test_a_question_about_tokens_sees_the_same_chat() -> None:
         (tokens, error) = sorted(world.answers[b"a"], key=lambda m: m.rid)
         assert isinstance(tokens, Tokens) and isinstance(error, RequestError) and error.field == "template_args"
         text = rendered(QWEN3, [{"role": "user", "content": "a"}], template_args='{"enable_thinking": false}')
-        assert byte_level().decode(list(tokens.token_ids), skip_special_tokens=False) == text
+        assert tokenizer().decode(list(tokens.token_ids), skip_special_tokens=False) == text
 
     run(test)
 

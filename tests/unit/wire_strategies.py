@@ -5,6 +5,7 @@ A message whose fields depend on each other (it has a `__post_init__`) needs an 
 
 from array import array
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -49,6 +50,7 @@ COLUMNS = {
 }
 
 
+@cache  # a strategy that is made again for each drawing is checked again as well
 def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[Any]:
     """Values that a checker allows; `size` fixes the length of a column."""
     least, most = (0, FEW) if size is None else (size, size)
@@ -91,6 +93,7 @@ def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[An
     raise NotImplementedError(f"{type(checker).__name__} needs a strategy in wire_strategies.values_of")
 
 
+@cache
 def messages_of(cls: type) -> st.SearchStrategy[Any]:
     """Every message of a type that its schema and its own check allow."""
     if cls in OWN:
