@@ -210,8 +210,9 @@ def test_a_file_cut_off_anywhere_gives_what_is_whole(small: Path, tmp_path: Path
     for _ in unpacker:
         ends.append(unpacker.tell())
     cut_file = tmp_path / "cut.rec"
-    for cut in range(len(data)):
-        cut_file.write_bytes(data[:cut])
+    cut_file.write_bytes(data)
+    for cut in reversed(range(len(data))):
+        os.truncate(cut_file, cut)
         if cut < ends[0]:
             with pytest.raises(RecordingError):
                 Recording.open(cut_file)

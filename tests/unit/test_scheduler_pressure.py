@@ -139,8 +139,9 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten():
 
 def test_a_plan_for_many_answers_to_a_long_prompt_fits_its_message():
     scheduler = Scheduler(SchedulerConfig(), KVManager(200_000, 1), 131_072)
+    prompt = ints(*range(70_000))
     for rid in range(64):
-        scheduler.handle(AddRequest(rid, ints(*range(70_000)), 2, ints(), DrawParams(seed=rid)), 1)
+        scheduler.handle(AddRequest(rid, prompt, 2, ints(), DrawParams(seed=rid)), 1)
     finished = 0
     while (plan := scheduler.plan(1)) is not None:
         assert decode(encode(plan), {StepPlan}) == plan
