@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from common.async_reader import AsyncReader
 from common.codec import Message, encode
@@ -43,7 +42,7 @@ from common.messages import (
 from common.prompts import Prompt, prompt_fields
 from common.rows import RowReader
 from common.sampling_params import SamplingParams
-from common.sockets import AT_ONCE, Inbox, PeerStalled, close_when_dropped, open_socket
+from common.sockets import AT_ONCE, Inbox, PeerStalled, close_when_dropped, monitored_event, open_socket
 from common.stamps import Lost
 from common.story import GATEWAY
 from common.stream import RequestFailed, Stream, UnreadRows
@@ -320,9 +319,8 @@ class AsyncConnection:
     # ---- losing it ------------------------------------------------------------------------------------------------
 
     def _on_ending(self, parts: list[bytes]) -> None:
-        event = parse_monitor_message(parts)["event"]
         self._linger_ms = 0  # nobody is there to take what is left
-        if event == zmq.EVENT_CONNECT_RETRIED:
+        if monitored_event(parts) == zmq.EVENT_CONNECT_RETRIED:
             self._lose(Unreachable(f"no cluster answers at {self._address}"))
         else:
             self._lose(ConnectionLost(f"the connection to {self._address} is broken: its other end is gone"))

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from common.messages import (
     MAX_CHOICES,
@@ -33,7 +32,7 @@ from common.rows import Row as Row
 from common.rows import RowReader
 from common.run_dir import RunDirError
 from common.sampling_params import SamplingParams
-from common.sockets import Inbox, Outbox, close_when_dropped, open_socket
+from common.sockets import Inbox, Outbox, close_when_dropped, monitored_event, open_socket
 from common.stamps import Lost
 
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
@@ -207,7 +206,7 @@ class Connection:
             return
         if self._monitor in ready:
             self._linger_ms = 0  # nobody is there to take what is left
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CONNECT_RETRIED:
+            if monitored_event(self._monitor.recv_multipart()) == zmq.EVENT_CONNECT_RETRIED:
                 raise Unreachable(f"no cluster answers at {self._address}")
             raise ConnectionLost(f"the connection to {self._address} is broken: its other end is gone")
         self._silent_s += min(time.monotonic() - started, timeout_s)

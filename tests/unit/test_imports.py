@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -30,45 +31,43 @@ LIGHT_MODULES = sorted(
 )
 
 
-parse = cache(ast.parse)
+class Imports(NamedTuple):
+    anywhere: set[str]  # top-level names, also inside functions and type-checking blocks
+    loaded: set[str]  # full names outside of functions, and perhaps such as are no modules
 
 
-def statements(body: list[ast.stmt], *, nested: bool = True) -> Iterator[ast.stmt]:
-    """All statements of a file, those in functions only where `nested`. Expressions, which hold no imports, are not
-    entered: they are nine tenths of a tree."""
+def statements(body: list[ast.stmt], *, inside: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    """All statements, and whether they are inside of functions. Expressions, which hold no imports, are not entered:
+    they are nine tenths of a tree."""
     for node in body:
-        yield node
-        if nested or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for part in ("body", "orelse", "handlers", "finalbody", "cases"):
-                yield from statements(getattr(node, part, []), nested=nested)
+        yield node, inside
+        within = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for part in ("body", "orelse", "handlers", "finalbody", "cases"):
+            yield from statements(getattr(node, part, []), inside=within)
 
 
-def imported(source: str) -> set[str]:
-    """The top-level names that a file imports, anywhere in it, also inside functions and type-checking blocks."""
-    found = set()
-    for node in statements(parse(source).body):
+@cache
+def imports(source: str) -> Imports:
+    """What a file imports."""
+    found = Imports(set(), set())
+    for node, inside in statements(ast.parse(source).body):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names = {alias.name for alias in node.names}
+            found.anywhere.update(name.split(".")[0] for name in names)
         elif isinstance(node, ast.ImportFrom):
-            found.add("." if node.level else (node.module or "").split(".")[0])
-    return found
-
-
-def loaded(source: str) -> set[str]:
-    """The modules that a file loads when it is imported, by their full names, and perhaps names that are none."""
-    found = set()
-    for node in statements(parse(source).body, nested=False):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            names = {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found.anywhere.add("." if node.level else (node.module or "").split(".")[0])
+        else:
+            continue
+        if not inside:
+            found.loaded.update(names)
     return found
 
 
 def violations(path: Path, source: str) -> set[str]:
     """What a file of the project imports against the rules of the layout."""
     top = path.parts[0]
-    names = imported(source)
+    names = imports(source).anywhere
     wrong = names & {"."}  # relative imports would hide where something comes from
     if top == "common":
         wrong |= names & (OURS - {"common"})
@@ -138,7 +137,7 @@ def test_unit_tests_load_nothing_heavy_through_others() -> None:
     waiting = [*ways]
     while waiting:
         name = waiting.pop()
-        for module in loaded((ROOT / files[name]).read_text()):
+        for module in imports((ROOT / files[name]).read_text()).loaded:
             assert module.split(".")[0] not in HEAVY, " -> ".join([*ways[name], module])
             if module in files and module not in ways:
                 ways[module] = [*ways[name], module]
@@ -169,6 +168,11 @@ print(json.dumps(found))
 def test_light_processes_do_not_load_torch() -> None:
     """All in one process: what all of them together do not load, none of them does."""
     assert json.loads(run_python(IMPORT_ALL, json.dumps(LIGHT_MODULES), json.dumps(HEAVY))) == []
+
+
+def test_a_client_on_the_same_machine_loads_no_asyncio() -> None:
+    """Which would take a sixth of the time in which a command starts."""
+    assert run_python("import sys, client_cli.local_link, client_cli.runs; print('asyncio' in sys.modules)") == "False"
 
 
 SHOW_HELP = """
