@@ -12,8 +12,16 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What Triton has compiled in earlier runs of the tests. It finds a kernel by a hash of all that it is made from:
+    its source and that of what it calls, constants, options, target, and the versions of Triton and ptxas."""
+    cache = getattr(request.config, "cache", None)  # pytest's own directory, `pytest --cache-clear` removes it
+    return tmp_path if cache is None else Path(cache.mkdir("triton"))
+
+
+def test_kernels_compile_for_hopper(compiled: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(compiled)}
     command = [sys.executable, "-m", "bench.gpu.compile_kernels", "--dtype", "bf16"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -28,9 +36,9 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert all("mma" in line for line in lines if "decode" in line or "shared group" in line), done.stdout
 
 
-def test_attention_fits_in_the_shared_memory_of_smaller_gpus(tmp_path: Path) -> None:
+def test_attention_fits_in_the_shared_memory_of_smaller_gpus(compiled: Path) -> None:
     """Of compute capabilities 8.6, 8.9 and 12.0."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(compiled)}
     command = [sys.executable, "-m", "bench.gpu.compile_kernels", "--smaller", "--dtype", "bf16", "--dtype", "fp32"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
