@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ from common.parsers import (
     force_call,
     make_parser,
     needs_special_tokens,
+    offer_calls,
 )
 from common.sampling_params import Grammar
 from gateway_proc.errors import refused, unsupported
 from gateway_proc.params import grammar_of
-from gateway_proc.schemas.chat import ChatRequest, Message, NamedTool
+from gateway_proc.schemas.chat import ChatRequest, Message, NamedTool, Tool
 from gateway_proc.schemas.native import TokenizeRequest
 
 _HARMONY_EFFORTS = ("low", "medium", "high")  # those that the format knows
@@ -108,9 +110,16 @@ def conversation_of(
             if grammar is not None and grammar_field != "response_format":  # that is for answers without a call
                 raise refused("tool_choice", f"cannot be forced together with {grammar_field}")
             several = parallel and choice == "required"  # a function that is named is called once
-            grammar, grammar_field = force_call(_wanted(request), tool_format, parallel=several), "tools"
-    if grammar is not None and (forced or not goes_on):
-        grammar = after_reasoning(grammar, reasoning, forced=forced)
+            grammar = after_reasoning(
+                force_call(_wanted(request), tool_format, parallel=several), reasoning, forced=True
+            )
+            grammar_field = "tools"
+    before = Reasoning.NONE if goes_on else reasoning
+    if tool_format is ToolFormat.HERMES and _offers(tools, grammar, grammar_field) and not forced:
+        grammar_field = "tools" if grammar is None else grammar_field
+        grammar = offer_calls(_with_schemas(tools), before, _schema_of(grammar))
+    elif grammar is not None and not forced:
+        grammar = after_reasoning(grammar, before)
     return Conversation(
         messages=[wire_message(message, i) for i, message in enumerate(request.messages)],
         grammar=grammar,
@@ -138,6 +147,26 @@ def _effort(request: ChatRequest, info: Info, field: str) -> dict[str, Any]:
     if effort == "none" and switches and "reasoning_effort" not in info.chat_template:
         return {switches[0]: False}
     return {"reasoning_effort": effort}
+
+
+def _offers(tools: Sequence[Tool], grammar: Grammar | None, field: str) -> bool:
+    """Whether an answer has a grammar because it may hold calls: where a tool is strict, and beside a response_format,
+    which is for answers without a call."""
+    if grammar is None:
+        return any(tool.function.strict for tool in tools)
+    return bool(tools) and field == "response_format"
+
+
+def _with_schemas(tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any] | None]]:
+    """The tools, with any arguments where they are not strict."""
+    return [(tool.function.name, tool.function.parameters if tool.function.strict else {}) for tool in tools]
+
+
+def _schema_of(grammar: Grammar | None) -> dict[str, Any] | None:
+    if grammar is None:
+        return None
+    schema: dict[str, Any] = json.loads(grammar.text) if grammar.kind == "json_schema" else {"type": "object"}
+    return schema
 
 
 def _wanted(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]]:

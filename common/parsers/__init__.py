@@ -18,7 +18,8 @@ With tools in MISTRAL or LLAMA3_JSON format, and always with a model that speaks
 `skip_special_tokens=False` (`needs_special_tokens`): their markers are special tokens.
 
 `tool_choice` "required" or a function's name: `force_call([(name, schema), ...], format)` gives the Grammar to
-generate under, and `make_parser(..., forced=True)` reads what it allows. `after_reasoning(grammar, reasoning)` lets a
+generate under, and `make_parser(..., forced=True)` reads what it allows. `offer_calls` gives the one for calls that may
+be made and must then be right, as parts of a text or instead of JSON. `after_reasoning(grammar, reasoning)` lets a
 model think first under any grammar.
 
 Everything here is plain objects without sockets, clocks, torch, tokenizer or grammar library.
@@ -27,7 +28,7 @@ Everything here is plain objects without sockets, clocks, torch, tokenizer or gr
 from common.parsers.answer import AnswerParser, make_parser, needs_special_tokens
 from common.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from common.parsers.formats import Formats, Reasoning, ToolFormat, detect_formats
-from common.parsers.grammars import after_reasoning, force_call
+from common.parsers.grammars import after_reasoning, force_call, offer_calls
 
 __all__ = [
     "AnswerParser",
@@ -44,4 +45,5 @@ __all__ = [
     "force_call",
     "make_parser",
     "needs_special_tokens",
+    "offer_calls",
 ]

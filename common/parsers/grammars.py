@@ -33,16 +33,7 @@ def force_call(
         raise ValueError("no tool to call")
     if tool_format is ToolFormat.HARMONY:
         return _force_harmony(tools)
-    key = "parameters" if tool_format is ToolFormat.LLAMA3_JSON else "arguments"
-    definitions: dict[str, Any] = {}
-    calls = []
-    for i, (name, parameters) in enumerate(tools):
-        definitions[f"tool{i}"] = _moved(_arguments(parameters), f"#/$defs/tool{i}")
-        properties = {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}}
-        calls.append(
-            {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
-        )
-    call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    call, definitions = _call(tools, "parameters" if tool_format is ToolFormat.LLAMA3_JSON else "arguments")
     match tool_format:
         case ToolFormat.MISTRAL:
             most = {} if parallel else {"maxItems": 1}
@@ -53,8 +44,50 @@ def force_call(
         case ToolFormat.LLAMA3_JSON:
             around, between = ("object", '"; "')
     several = f" ({between} call)*" if parallel else ""
-    body = json.dumps({**call, "$defs": definitions, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
-    return Grammar("lark", f"start: call{several}\ncall: {around}\nobject: %json {body}\n")
+    return Grammar("lark", f"start: call{several}\ncall: {around}\n{_rule('object', call, definitions)}")
+
+
+def offer_calls(
+    tools: Sequence[tuple[str, Mapping[str, Any] | None]], reasoning: Reasoning, answer: Mapping[str, Any] | None = None
+) -> Grammar:
+    """An answer in which calls in the Hermes format are of the `tools` (as for `force_call`) and the rest is text; with
+    `answer`, a JSON schema, it is calls or JSON that this accepts. The model's reasoning may precede it.
+
+    Read the answer with `make_parser(tools=ToolFormat.HERMES)`.
+    """
+    call, definitions = _call(tools, "arguments")
+    rules = f'call: SPACE object SPACE "</tool_call>"\nSPACE: /[ \\n]{{0,8}}/\n{_rule("object", call, definitions)}'
+    if answer is not None:
+        start = 'start: "<tool_call>" call (SPACE "<tool_call>" call)* | answer\n'
+        return after_reasoning(Grammar("lark", f"{start}{rules}{_rule('answer', answer)}"), reasoning)
+    rules = f"start: (first call (before call)*)? text\ntext: ANY\nANY: /(?s:.*)/\n{rules}"
+    # A lazy rule ends where it is complete for the first time: what follows is a call.
+    rules += 'before[lazy]: ANY "<tool_call>"\n'
+    if reasoning is not Reasoning.TAGS:
+        return after_reasoning(Grammar("lark", f'{rules}first[lazy]: ANY "<tool_call>"\n'), reasoning)
+    # Text could be a thought as well, so what is in one must be told from it here.
+    opened, closed = f"/[ \\n]{{0,8}}{OPEN}(?s:.*)/", f"/(?s:.*){CLOSE}/".replace("</", "<\\/")
+    rules += f'first[lazy]: (THOUGHT ANY | ANY & ~OPENED) "<tool_call>"\nOPENED: {opened}\n'
+    return Grammar("lark", f"{rules}THOUGHT: OPENED & {closed}\n")
+
+
+def _call(tools: Sequence[tuple[str, Mapping[str, Any] | None]], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON schema of a call whose arguments are under `key`, and the definitions that it refers to."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for i, (name, parameters) in enumerate(tools):
+        definitions[f"tool{i}"] = _moved(_arguments(parameters), f"#/$defs/tool{i}")
+        properties = {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}}
+        calls.append(
+            {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        )
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}, definitions
+
+
+def _rule(name: str, schema: Mapping[str, Any], definitions: Mapping[str, Any] | None = None) -> str:
+    defined = {"$defs": definitions} if definitions is not None else {}
+    body = {"x-guidance": JSON_OPTIONS, **schema, **defined}
+    return f"{name}: %json {json.dumps(body, ensure_ascii=False)}\n"
 
 
 def _force_harmony(tools: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Grammar:

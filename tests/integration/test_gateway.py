@@ -1,5 +1,6 @@
 """Real clusters through HTTP: outputs equal to those of the cluster's own socket, official SDK, disconnects, limits."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from common.answer import Answer
 from common.rows import Row
@@ -82,6 +85,32 @@ def test_completions_are_those_of_the_cluster(cluster: Cluster, sdk: openai.Open
     assert chunks[-1].usage == answer.usage.model_copy(
         update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
     )
+
+
+def test_a_strict_tool_is_called_rightly_or_the_answer_has_its_format(sdk: openai.OpenAI) -> None:
+    """Whether it begins with a call's mark or with JSON is the model's choice, which a bias helps along here."""
+    number = {"type": "integer", "minimum": 1, "maximum": 99}
+    schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema, "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}}
+    mark = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("<").ids[0]
+    found: dict[str, int] = {"call": 0, "json": 0}
+    for seed in range(6):
+        answer: Any = sdk.chat.completions.create(
+            model="demo_model", messages=[{"role": "user", "content": "Add 5 to it."}], tools=[tool], seed=seed,
+            response_format=form, max_tokens=120, temperature=1.0, logit_bias={str(mark): -100 if seed % 2 else 8},
+        )  # fmt: skip
+        (choice,) = answer.choices
+        calls = choice.message.tool_calls or []
+        whole = calls if choice.finish_reason == "tool_calls" else calls[:-1]  # max_tokens may cut the last one
+        for call in whole:
+            assert call.function.name == "add"
+            jsonschema.validate(json.loads(call.function.arguments), schema)
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content), schema)
+        found["call"] += bool(whole)
+        found["json"] += choice.finish_reason == "stop"
+    assert found == {"call": 3, "json": 3}
 
 
 def test_chats_stream_what_they_answer(sdk: openai.OpenAI) -> None:

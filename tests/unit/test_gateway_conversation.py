@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from common.messages import Finish
-from common.parsers import Reasoning, ToolFormat, force_call
+from common.parsers import Reasoning, ToolFormat, force_call, offer_calls
 from common.rows import Row
+from common.sampling_params import Grammar
 from gateway_proc.chat_reader import ChoiceReader
 from gateway_proc.conversation import Conversation, conversation_of
 from gateway_proc.errors import ApiError
@@ -65,6 +66,35 @@ def test_forced_calls_have_a_grammar() -> None:
     assert named == alone, "a named function is called once, as with OpenAI"
     formatted = conversation(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}).grammar
     assert formatted == required, "the format is for answers without calls, as with OpenAI"
+
+
+def test_calls_that_may_be_made_are_right_where_a_tool_is_strict() -> None:
+    assert conversation(tools=TOOLS).grammar is None
+    strict = [TOOLS[0], {"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}]
+    offered = [("weather", {}), ("clock", None)]
+    found = conversation(tools=strict)
+    assert (found.grammar, found.grammar_field, found.forced) == (offer_calls(offered, Reasoning.NONE), "tools", False)
+    assert conversation(HERMES + THINKING, tools=strict).grammar == offer_calls(offered, Reasoning.TAGS)
+    continued = conversation(HERMES + THINKING, tools=strict, continue_final_message=True)
+    assert continued.grammar == offer_calls(offered, Reasoning.NONE)
+    for other in ({"tool_choice": "none"}, {"template": UNKNOWN}, {"template": "{{ tools }}[TOOL_CALLS]"}):
+        assert conversation(**{"tools": strict, **other}).grammar is None, other
+    assert conversation(tools=strict, guided_regex="a").grammar == Grammar("regex", "a")
+
+
+def test_calls_may_be_made_instead_of_an_answer_in_a_response_format() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    found = conversation(tools=TOOLS, response_format=form)
+    assert (found.grammar, found.grammar_field) == (
+        offer_calls([("weather", {}), ("clock", {})], Reasoning.NONE, schema),
+        "response_format",
+    )
+    anything = conversation(tools=TOOLS, response_format={"type": "json_object"}).grammar
+    assert anything == offer_calls([("weather", {}), ("clock", {})], Reasoning.NONE, {"type": "object"})
+    assert conversation(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"}).grammar == Grammar(
+        "json_object"
+    )
 
 
 @pytest.mark.parametrize(
