@@ -23,7 +23,7 @@ from tests.helpers_http import dial, head, post, until, until_closed
 from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import GREEDY, PlanWriter, empty_plan
 from tests.helpers_wire import StampedSocket
-from tests.integration.cluster import ROOT, Cluster, running, wait_until
+from tests.integration.cluster import Cluster, running, wait_until
 
 STREAMS = 32
 TOKENS = 200
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: Path) -> Iterator[Cluster]:
-    with running(checkpoint, *FLAGS, *MANY, program=(str(ROOT / "tests" / "short_pauses.py"),)) as cluster:
+    with running(checkpoint, *FLAGS, *MANY) as cluster:
         yield cluster
         refused = {name: count for name, count in cluster.check_idle().items() if name.endswith("refused_frames")}
         assert len(refused) == 6 and not any(refused.values()), refused
