@@ -15,8 +15,6 @@ from common.sampling_params import MAX_TOKEN_ID, SamplingParams
 PROMPT_FIELDS = ("prompt", "token_ids", "messages")
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms", *CHAT_FIELDS)
-
-
 _NAMES = {"text": "prompt", "chat": "messages", "template_args": "chat_template_kwargs"}  # of Generate: here
 
 
