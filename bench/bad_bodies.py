@@ -31,6 +31,8 @@ NEEDED: dict[str, dict[str, Any]] = {  # what makes a body right where the schem
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
 }
 
 

@@ -23,6 +23,7 @@ EXPORT_S = 2.0  # for one request to the collector, and for the last one at the 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
 }

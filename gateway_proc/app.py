@@ -16,12 +16,13 @@ from starlette.types import ASGIApp
 from common.config import HttpConfig
 from common.story import Story
 from common.tracing import Traces
-from gateway_proc import admin, chat, completions, native, responses, tokens
+from gateway_proc import admin, anthropic, chat, completions, native, responses, tokens
 from gateway_proc.auth import Keys
 from gateway_proc.errors import ApiError, our_mistake
 from gateway_proc.http import error_response, story_of
 from gateway_proc.metrics import Metrics, Scrape
 from gateway_proc.middleware import Answered, Authorized, Lingering, Observed
+from gateway_proc.schemas.anthropic import CountTokensRequest, MessagesRequest
 from gateway_proc.schemas.base import ApiModel
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.completions import CompletionRequest
@@ -50,6 +51,8 @@ ROUTES = (
     Route("/v1/chat/completions", chat.create, "Answer a conversation", ChatRequest, STREAMED),
     Route("/v1/completions", completions.create, "Continue prompts", CompletionRequest, STREAMED),
     Route("/v1/responses", responses.create, "Answer with text, as OpenAI's Responses API", ResponsesRequest, STREAMED),
+    Route("/v1/messages", anthropic.create, "Answer a conversation, as Anthropic's API", MessagesRequest, STREAMED),
+    Route("/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a prompt has", CountTokensRequest),
     Route("/v1/models", admin.models, "The models that are served"),
     Route("/v1/models/{model:path}", admin.model, "One of them"),
     Route("/generate", native.create, "Continue prompts, as SGLang's native endpoint", NativeRequest, STREAMED),
@@ -156,7 +159,7 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     story_of(request).fail(*error.told)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -171,18 +174,19 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         own.code = "method_not_allowed"
     story_of(request).fail(*own.told)
-    return error_response(own, error.headers)
+    return error_response(own, request.url.path, error.headers)
 
 
 async def _on_mistake(request: Request, error: Exception) -> Response:
     """The answer alone: Starlette raises the error again, and `Answered` tells of it."""
-    return error_response(our_mistake())
+    return error_response(our_mistake(), request.url.path)
 
 
 _ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
     "properties": {
+        "type": {"const": "error", "description": "under /v1/messages alone"},
         "error": {
             "type": "object",
             "required": ["message", "type", "param", "code"],
@@ -192,7 +196,7 @@ _ERROR_SCHEMA: dict[str, Any] = {
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
-        }
+        },
     },
 }
 

@@ -70,6 +70,19 @@ class Conversation:
         )
 
 
+def thinking_switch(template: str) -> str | None:
+    """The variable by which this chat template is told whether the model shall think, None where it has none."""
+    if speaks_harmony(template):
+        return None  # `thinking` is part of its messages
+    found = (name for name in ("enable_thinking", "thinking") if re.search(rf"(?<![.'\"\w]){name}\b", template))
+    return next(found, None)
+
+
+def takes_effort(template: str) -> bool:
+    """Whether this chat template can be told how much the model shall think."""
+    return "reasoning_effort" in template
+
+
 def template_arguments(request: ChatRequest, info: Info, effort_field: str = "reasoning_effort") -> dict[str, Any]:
     """Further variables of the template. Raises ApiError, with the client's name for the effort."""
     return _effort(request, info, effort_field) | (request.chat_template_kwargs or {})
@@ -143,9 +156,9 @@ def _effort(request: ChatRequest, info: Info, field: str) -> dict[str, Any]:
         return {}
     if speaks_harmony(info.chat_template) and effort not in _HARMONY_EFFORTS:
         raise refused(field, f"must be one of {', '.join(_HARMONY_EFFORTS)} with this model, got {effort}")
-    switches = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", info.chat_template)]
-    if effort == "none" and switches and "reasoning_effort" not in info.chat_template:
-        return {switches[0]: False}
+    switch = thinking_switch(info.chat_template)
+    if effort == "none" and switch is not None and not takes_effort(info.chat_template):
+        return {switch: False}
     return {"reasoning_effort": effort}
 
 

@@ -1,4 +1,5 @@
-"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` with the HTTP status that fits."""
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` with the HTTP status that fits; under
+/v1/messages in Anthropic's, `{"type": "error", "error": {...}}`."""
 
 import math
 import re
@@ -23,6 +24,16 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC = "/v1/messages"
 _CODES = {
     ErrorCode.INVALID: (400, "invalid_value"),
     ErrorCode.TOO_LONG: (400, "context_length_exceeded"),
@@ -33,6 +44,11 @@ _CODES = {
 }
 _KEY = re.compile(r"[a-z_][A-Za-z0-9_]*")  # labels of unions in pydantic's paths, such as list[int], are not
 _UNION_LABELS = frozenset({"str", "int", "float", "bool", "none", "dict"})
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether whoever asks this path speaks Anthropic's API."""
+    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
 
 
 class ApiError(Exception):
@@ -58,10 +74,13 @@ class ApiError(Exception):
     def type(self) -> str:
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def body(self) -> dict[str, Any]:
-        """The JSON that the client gets."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """What a client gets that has asked `path`, as JSON: OpenAI's form, or Anthropic's and our fields in it."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+        if not is_anthropic(path):
+            return {"error": error}
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": error | {"type": kind, "details": {"error_code": self.code}}}
 
     @property
     def told(self) -> tuple[str, str]:

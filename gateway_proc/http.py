@@ -42,8 +42,9 @@ class Json(Response):
         return to_json(content)
 
 
-def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Json:
-    return Json(error.body(), error.status, {**error.headers(), **(headers or {})})
+def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Json:
+    """What is told of an error to whoever asked `path`."""
+    return Json(error.body(path), error.status, {**error.headers(), **(headers or {})})
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
@@ -95,14 +96,20 @@ def event(content: Any) -> bytes:
     return b"data: %b\n\n" % to_json(content)
 
 
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """One server-sent event that is named after its type."""
+    return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), to_json(content))
+
+
 class EventStream(Response):
     """An answer of server-sent events. `events` yields bytes of whole events. An error before the first of them is an
-    error response with its own status; later ones come as an event, and the stream ends."""
+    error response with its own status; later ones come as an event, and the stream ends. `end` is sent last."""
 
-    def __init__(self, events: AsyncIterator[bytes], story: Story):
+    def __init__(self, events: AsyncIterator[bytes], story: Story, end: bytes = DONE):
         super().__init__()
         self._events = events
         self._story = story
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -126,12 +133,13 @@ class EventStream(Response):
             except ApiError as error:
                 self._story.fail(*error.told)
                 if not started:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope["path"])(scope, receive, send)
                     return
-                await body.write(event(error.body()))
+                told = error.body(scope["path"])
+                await body.write(named_event(told) if "type" in told else event(told))
         if not started:
             await body.begin()
-        await body.write(DONE, more=False)
+        await body.write(self._end, more=False)
 
 
 _START: Message = {

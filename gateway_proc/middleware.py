@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.story import Story, request_id, shown
 from gateway_proc.auth import Keys
-from gateway_proc.errors import ApiError, our_mistake
+from gateway_proc.errors import ApiError, is_anthropic, our_mistake
 from gateway_proc.http import ClientGone, error_response
 from gateway_proc.turnstile import Turnstile
 
@@ -93,7 +93,7 @@ class Answered:
             await self._app(scope, receive, send)
         except ApiError as error:
             story.fail(*error.told)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         except ClientGone:
             raise
         except Exception:
@@ -102,7 +102,7 @@ class Answered:
             story.fail(*failed.told)
             if story.status:
                 raise  # the answer has begun: if it has not ended, all that can be done is to cut it off
-            await error_response(failed)(scope, receive, send)
+            await error_response(failed, scope["path"])(scope, receive, send)
 
 
 class Authorized:
@@ -117,7 +117,7 @@ class Authorized:
             await self._app(scope, receive, send)
             return
         story: Story = scope["story"]
-        story.key = shown(self._keys.name_of(Headers(scope=scope).get("authorization")))
+        story.key = shown(self._keys.name_of(_authorization(scope)))
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -126,6 +126,15 @@ class Authorized:
             await self._app(scope, receive, send)
         finally:
             self._keys.leave(story.key)
+
+
+def _authorization(scope: Scope) -> str | None:
+    """The Authorization header, or what Anthropic's clients send in its place."""
+    headers = Headers(scope=scope)
+    given, key = headers.get("authorization"), headers.get("x-api-key")
+    if given is None and key is not None and is_anthropic(scope["path"]):
+        return f"Bearer {key}"
+    return given
 
 
 class Lingering:

@@ -42,11 +42,15 @@ class BodyReader:
             raise ApiError(415, f"the body must come as it is, not as {shown(coding)}", code="unsupported_media_type")
         body = await read_body(request.receive, request.headers, self.limit)
         model = self.parse(body, kind)
-        unknown = [shown(name) for name in model.unknown_fields()[:MAX_SHOWN]]
-        if unknown:
-            self._name(unknown)
-            story_of(request).ignored = unknown
+        self.ignore(request, model.unknown_fields())
         return model
+
+    def ignore(self, request: Request, fields: list[str]) -> None:
+        """Name fields of a request that change nothing."""
+        if fields:
+            ignored = [shown(name) for name in fields[:MAX_SHOWN]]
+            self._name(ignored)
+            story_of(request).ignored += ignored
 
     def parse(self, body: bytes, kind: type[M]) -> M:
         """Raises ApiError. The parser itself ends at 200 levels of nesting and at text that is not UTF-8."""

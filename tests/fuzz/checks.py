@@ -15,7 +15,10 @@ from schemathesis.core.transport import Response
 from client_cli.sse import SseError, SseParser
 
 DEADLINES = ("deadline_ms", "timeout_ms")  # the names that bodies have for it; no header or parameter sets one
-FAILURES = {"server_error": 500, "service_unavailable_error": 503, "timeout_error": 504}
+FAILURES = {
+    "server_error": 500, "service_unavailable_error": 503, "timeout_error": 504,
+    "api_error": 500, "overloaded_error": 503,  # Anthropic's
+}  # fmt: skip
 
 
 @schemathesis.check

@@ -138,6 +138,60 @@ def test_chats_stream_what_they_answer(sdk: openai.OpenAI) -> None:
         assert helper.current_completion_snapshot.choices[0].message.content == texts[0]
 
 
+def test_messages_of_anthropic_s_api_are_the_same_chats(sdk: openai.OpenAI, url: str) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo_model", "messages": [{"role": "user", "content": "What does str.join do?"}], "max_tokens": 30,
+        "temperature": 0,
+    }  # fmt: skip
+    chat = sdk.chat.completions.create(**asked)
+    whole = httpx.post(f"{url}/v1/messages", json=asked).json()
+    assert whole["content"] == [{"type": "text", "text": chat.choices[0].message.content}]
+    usage = whole["usage"]
+    assert chat.usage is not None and whole["stop_reason"] == "max_tokens" and usage["output_tokens"] == 30
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat.usage.prompt_tokens
+    count = httpx.post(f"{url}/v1/messages/count_tokens", json={"messages": asked["messages"]}).json()
+    assert count == {"input_tokens": chat.usage.prompt_tokens}
+    stopped = httpx.post(f"{url}/v1/messages", json=asked | {"stop_sequences": [" "]}).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " ")
+    text = [event["delta"]["text"] for event in events_of(url, asked) if event["type"] == "content_block_delta"]
+    assert "".join(text) == whole["content"][0]["text"] and len(text) > 10
+    begun = httpx.post(
+        f"{url}/v1/messages", json=asked | {"messages": [*asked["messages"], {"role": "assistant", "content": "It"}]}
+    ).json()
+    assert begun["usage"]["output_tokens"] <= 30 and begun["content"] != whole["content"]
+
+
+def test_a_forced_tool_in_anthropic_s_api_and_its_result(url: str) -> None:
+    schema = {
+        "type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 99}}, "required": ["n"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    user = {"role": "user", "content": "Add 5 to it."}
+    asked: dict[str, Any] = {
+        "messages": [user], "max_tokens": 120, "temperature": 0, "tools": [{"name": "add", "input_schema": schema}],
+        "tool_choice": {"type": "tool", "name": "add"},
+    }  # fmt: skip
+    answer = httpx.post(f"{url}/v1/messages", json=asked).json()
+    (call,) = answer["content"]
+    assert answer["stop_reason"] == "tool_use" and (call["type"], call["name"]) == ("tool_use", "add")
+    jsonschema.validate(call["input"], schema)
+    events = events_of(url, asked)
+    arguments = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+    assert json.loads("".join(arguments)) == call["input"]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "10"}]}
+    turns = [user, {"role": "assistant", "content": answer["content"]}, result]
+    more = httpx.post(f"{url}/v1/messages", json=asked | {"messages": turns, "tool_choice": {"type": "none"}})
+    assert more.status_code == 200 and more.json()["stop_reason"] in ("end_turn", "max_tokens"), more.text
+
+
+def events_of(url: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a streamed message."""
+    lines = httpx.post(f"{url}/v1/messages", json=asked | {"stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert events[0]["type"] == "message_start" and events[-1] == {"type": "message_stop"}
+    return events
+
+
 def test_prompt_log_probabilities_as_lm_eval_asks_for_them(cluster: Cluster, sdk: openai.OpenAI) -> None:
     prompts = [[2833, 348, 293], [268, 440, 2153, 302], [302]]
     answer = sdk.completions.create(
