@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from pydantic_core import from_json
+
 from common.messages import Finish
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader
@@ -105,8 +107,9 @@ class Answer:
 def _object(text: str) -> dict[str, Any] | None:
     """Arguments of a call; None for what is no JSON object, as of a call that was cut off."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = from_json(text, allow_inf_nan=False)  # refuses halves of surrogate pairs, too
+        json.dumps(value, allow_nan=False)  # a number with a large exponent is infinite
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

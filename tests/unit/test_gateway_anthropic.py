@@ -219,6 +219,19 @@ def test_why_an_answer_ended(text: str, finish: Finish, stopped: int | str | Non
     assert (whole["stop_reason"], whole["stop_sequence"]) == expected
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud83d"', "[" * 300 + "]" * 300])
+def test_arguments_that_json_cannot_carry_are_left_out(short_dir: Path, value: str) -> None:
+    """Half of a surrogate pair is text that no answer can be encoded with, the others are no JSON."""
+
+    async def test(world: World) -> None:
+        response = await world.post(PATH, BODY | {"tools": [TOOL]})
+        assert response.status_code == 200, response.text
+        (block,) = response.json(parse_constant=pytest.fail)["content"]
+        assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", {})
+
+    play(short_dir, answering(words(CALL.replace('"Rome"', value)), QWEN), test)
+
+
 def chat_of(template: str = QWEN3, **fields: Any) -> tuple[ChatRequest, list[str]]:
     body = MessagesRequest.model_validate_json(json.dumps(BODY | fields))
     body.check_supported()
