@@ -32,6 +32,10 @@ def openai_sdk(server: Server) -> bool:
     return _script(server, "openai_sdk", "openai")
 
 
+def anthropic(server: Server) -> bool:
+    return _script(server, "anthropic_client", "anthropic")
+
+
 def litellm(server: Server) -> bool:
     return _script(server, "litellm_client", "litellm")
 
@@ -159,6 +163,7 @@ def llm(server: Server) -> bool:
 SUITES: dict[str, Callable[[Server], bool]] = {
     "fields": fields.check,
     "openai": openai_sdk,
+    "anthropic": anthropic,
     "lm-eval": lm_eval,
     "litellm": litellm,
     "compatcanary": compatcanary,
