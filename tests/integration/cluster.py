@@ -98,13 +98,13 @@ class Cluster:
             return connection.stats()
 
     def check_idle(self) -> dict[str, int]:
-        """No request is left and every page is free or cached."""
+        """No request or step is left and every page is free or cached."""
         with self.connect() as connection:
             values: dict[str, int] = {}
 
             def idle() -> bool:
                 values.update(connection.stats())
-                return values["scheduler.running"] == values["scheduler.waiting"] == 0
+                return not any(values[f"scheduler.{name}"] for name in ("running", "waiting", "in_flight"))
 
             wait_until(idle, 10, lambda: str(values))
         free, cached = values["scheduler.free_pages"], values["scheduler.evictable_pages"]
