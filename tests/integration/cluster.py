@@ -41,6 +41,7 @@ class Cluster:
         if "--port" not in flags:  # tests of other things need no gateway, and clusters side by side no common port
             flags = (*flags, "--no-http")
         self.shared_memory = set(Path("/dev/shm").iterdir())
+        own_session = _has_terminal()
         self.process = subprocess.Popen(
             [sys.executable, *program, "--model", str(model), "--run-dir", str(self.run_dir), *flags],
             stdout=self._log,
@@ -48,7 +49,8 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             cwd=self.home,
             env=os.environ | dict(env or {}),
-            start_new_session=True,  # as a service: no terminal of a developer's decides what SIGHUP means
+            start_new_session=own_session,  # as a service: no terminal of a developer's decides what SIGHUP means
+            process_group=None if own_session else 0,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nor nohup
         )
         self.seen: dict[int, psutil.Process] = {}
@@ -140,6 +142,16 @@ class Cluster:
                 pass
         self._log.close()
         shutil.rmtree(self.home, ignore_errors=True)
+
+
+def _has_terminal() -> bool:
+    """Where there is none, a cluster stays in the session of the tests. Systems that schedule by sessions would else
+    have the test, which shares its own with others, wait for a processor while the cluster goes on for a second."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from tests.helpers_http import dial
 from tests.helpers_models import make_checkpoint
 from tests.helpers_plans import empty_plan
 from tests.integration.cluster import Cluster, running, wait_until
-from tests.integration.test_recovery import FLAGS, Streams
+from tests.integration.test_recovery import FLAGS, Streams, in_the_middle
 
 SAID = {  # to each kind of socket: by whom, and what might be believed
     "tokenizer": (
@@ -199,15 +199,14 @@ def test_a_link_that_has_lost_a_frame_begins_anew_and_streams_go_on(cluster: Clu
         alone = Streams(connection).finish()
         for number, kind in enumerate(("detokenizer", "tokenizer", "scheduler"), 1):
             sender, messages = SAID[kind]
-            streams = Streams(connection)
-            streams.until(2 * len(streams.answers))
             path = cluster.run_dir / f"{kind}-{number - 1}.sock"
             stamper = Stamper(sender, path.name)
             stamp = bytearray(stamper.stamp())
             stamp[8:] = (10**9).to_bytes(8, "little")
             with zmq.Context() as context, context.socket(zmq.PUSH) as pushing:
                 pushing.connect(f"ipc://{path}")
-                pushing.send(bytes(stamp) + encode(messages[-1]))
+                with in_the_middle(cluster, lambda: Streams(connection).begin()) as streams:
+                    pushing.send(bytes(stamp) + encode(messages[-1]))
                 assert streams.finish() == alone
             assert f"everybody is there: term {number}, epoch 0" in cluster.log
     assert cluster.log.count("has missed something") == 3
