@@ -8,10 +8,8 @@ from starlette.requests import Request
 from common.rows import Row
 from gateway_proc.anthropic_answer import Answer
 from gateway_proc.chat_reader import ChoiceReader
-from gateway_proc.errors import told_by_cluster
 from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, named_event, while_connected
-from gateway_proc.params import sampling_params
 from gateway_proc.requests import check_model
 from gateway_proc.schemas.anthropic import CountTokensRequest, MessagesRequest
 from gateway_proc.service import Service
@@ -32,16 +30,7 @@ async def create(service: Service, request: Request) -> Any:
     connection, info, story = service.begin(request, chat)
     conversation = await service.conversation(connection, info, chat, "output_config.effort")
     names = NAMES | ({"grammar": "tools"} if conversation.grammar_field == "tools" else {})
-    params = sampling_params(
-        chat,
-        service.defaults,
-        max_tokens=body.max_tokens,
-        logprobs=None,
-        prompt_logprobs=None,
-        grammar=conversation.grammar,
-        skip_special_tokens=False if conversation.needs_special_tokens else None,
-        names=names,
-    )
+    params = service.chat_params(chat, conversation, body.max_tokens, names)
     generation = service.answers(connection, story, chat, conversation, params, names)
     answer = Answer(f"msg_{story.id}", body.model or info.names[0])
     reader = ChoiceReader(conversation)
@@ -58,10 +47,7 @@ async def count_tokens(service: Service, request: Request) -> Json:
     chat, unused = body.as_chat(info.chat_template)
     service.reader.ignore(request, unused)
     conversation = await service.conversation(connection, info, chat, "output_config.effort")
-    with told_by_cluster(NAMES):
-        asked = connection.tokenize(conversation.messages, add_special_tokens=False, **conversation.template)
-        tokens = await while_connected(request.receive, asked)
-    return Json({"input_tokens": len(tokens.token_ids)})
+    return Json({"input_tokens": len(await service.prompt_ids(request, connection, conversation, NAMES))})
 
 
 async def _whole(answer: Answer, generation: Generation, reader: ChoiceReader) -> Json:

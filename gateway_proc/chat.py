@@ -12,10 +12,9 @@ from common.openai_logprobs import chat_logprobs, prompt_logprobs
 from common.rows import Row
 from gateway_proc.chat_reader import ChoiceReader, Piece
 from gateway_proc.conversation import Conversation
-from gateway_proc.errors import refused, told_by_cluster, unsupported
+from gateway_proc.errors import refused, unsupported
 from gateway_proc.generation import Generation
 from gateway_proc.http import EventStream, Json, event, while_connected
-from gateway_proc.params import sampling_params
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.service import Service
 
@@ -59,15 +58,9 @@ async def create(service: Service, request: Request) -> Any:
         "grammar": conversation.grammar_field,
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
     }
-    params = sampling_params(
-        body,
-        service.defaults,
-        max_tokens=max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        grammar=conversation.grammar,
-        skip_special_tokens=False if conversation.needs_special_tokens else None,
-        names=names,
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = service.chat_params(
+        body, conversation, max_tokens, names, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
     )
     head = {
         "id": f"chatcmpl-{story.id}",
@@ -76,11 +69,7 @@ async def create(service: Service, request: Request) -> Any:
         "model": body.model or info.names[0],
     }
     generation = service.answers(connection, story, body, conversation, params, names)
-    ids = None
-    if body.return_token_ids:
-        with told_by_cluster(names):
-            asked = connection.tokenize(conversation.messages, add_special_tokens=False, **conversation.template)
-            ids = list((await while_connected(request.receive, asked)).token_ids)
+    ids = await service.prompt_ids(request, connection, conversation, names) if body.return_token_ids else None
     plan = Plan(body, head, conversation, ids)
     if body.stream:
         return EventStream(_stream(plan, generation), story)

@@ -13,7 +13,6 @@ from gateway_proc.chat_reader import ChoiceReader
 from gateway_proc.errors import ApiError, refused
 from gateway_proc.generation import Generation, Usage
 from gateway_proc.http import EventStream, Json, while_connected
-from gateway_proc.params import sampling_params
 from gateway_proc.schemas.chat import ChatRequest
 from gateway_proc.schemas.responses import ResponsesRequest
 from gateway_proc.service import Service
@@ -29,16 +28,7 @@ async def create(service: Service, request: Request) -> Any:
         "text": "input", "chat": "input", "grammar": "text.format", "max_tokens": "max_output_tokens",
         "template_args.reasoning_effort": "reasoning.effort",
     }  # fmt: skip
-    params = sampling_params(
-        chat,
-        service.defaults,
-        max_tokens=body.max_output_tokens,
-        logprobs=None,
-        prompt_logprobs=None,
-        grammar=conversation.grammar,
-        skip_special_tokens=False if conversation.needs_special_tokens else None,
-        names=names,
-    )
+    params = service.chat_params(chat, conversation, body.max_output_tokens, names)
     generation = service.answers(connection, story, chat, conversation, params, names)
     answer = _Answer(body, story.id, body.model or info.names[0], params.temperature, params.top_p)
     reader = ChoiceReader(conversation)

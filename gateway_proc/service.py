@@ -9,14 +9,15 @@ from starlette.requests import Request
 from common.async_connection import AsyncConnection
 from common.config import HttpConfig
 from common.messages import Info
+from common.sampling_params import SamplingParams
 from common.story import Story, shown
 from gateway_proc.auth import namespace
 from gateway_proc.backend import Backend
 from gateway_proc.conversation import Conversation, conversation_of, template_arguments
-from gateway_proc.errors import refused
+from gateway_proc.errors import refused, told_by_cluster
 from gateway_proc.generation import Generation, Job, Prompt
-from gateway_proc.http import story_of
-from gateway_proc.params import Defaults
+from gateway_proc.http import story_of, while_connected
+from gateway_proc.params import Defaults, sampling_params
 from gateway_proc.prompt_ends import PromptEnds
 from gateway_proc.requests import BodyReader, check_model
 from gateway_proc.schemas.chat import ChatRequest
@@ -78,6 +79,37 @@ class Service:
         arguments = template_arguments(chat, info, effort_field)
         prompt_end = await self.prompt_ends.of(connection, info, arguments)
         return conversation_of(chat, info, arguments, prompt_end)
+
+    def chat_params(
+        self,
+        chat: ChatRequest,
+        conversation: Conversation,
+        max_tokens: int | None,
+        names: Mapping[str, str],
+        *,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """How the tokens of a chat are drawn. Raises ApiError."""
+        return sampling_params(
+            chat,
+            self.defaults,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=conversation.grammar,
+            skip_special_tokens=False if conversation.needs_special_tokens else None,
+            names=names,
+        )
+
+    @staticmethod
+    async def prompt_ids(
+        request: Request, connection: AsyncConnection, conversation: Conversation, names: Mapping[str, str]
+    ) -> list[int]:
+        """The tokens that the cluster makes of a chat. Raises ApiError, and ClientGone."""
+        with told_by_cluster(names):
+            asked = connection.tokenize(conversation.messages, add_special_tokens=False, **conversation.template)
+            return list((await while_connected(request.receive, asked)).token_ids)
 
     def answers(
         self,

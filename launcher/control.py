@@ -26,7 +26,7 @@ class Control:
         self.stops = 0
         self.hang_ups = 0
         self.refused = RefusedFrames()
-        self._in_terminal = _has_terminal()
+        self._in_terminal = has_terminal()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.ROUTER, bind=address)
         self._wake, wake_in = socket.socketpair()
@@ -77,7 +77,7 @@ class Control:
         self._context.destroy(linger=0)
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
     """Whether this process has a controlling terminal, wherever its input comes from: one that is closed hangs up."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))

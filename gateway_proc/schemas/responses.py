@@ -8,7 +8,7 @@ from common.messages import MAX_CHAT_MESSAGES
 from common.sampling_params import MAX_TOKENS
 from gateway_proc.schemas.base import ApiModel, Items, within, within_generate
 from gateway_proc.schemas.chat import ChatRequest, Effort, Message
-from gateway_proc.schemas.sampling import Seed
+from gateway_proc.schemas.sampling import CacheSalt, Seed
 
 SHARED = (
     "model", "stream", "user", "temperature", "top_p", "top_k", "min_p", "seed", "priority", "cache_salt",
@@ -61,7 +61,7 @@ class ResponsesRequest(ApiModel):
     min_p: Annotated[float | None, within("min_p")] = None
     seed: Seed | None = None
     priority: Annotated[int | None, within_generate("priority")] = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
 
     UNSUPPORTED: ClassVar = {

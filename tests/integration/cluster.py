@@ -16,6 +16,7 @@ from typing import Any, Self
 import psutil
 
 from common.connection import Connection
+from launcher.control import has_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch.py"
@@ -41,7 +42,9 @@ class Cluster:
         if "--port" not in flags:  # tests of other things need no gateway, and clusters side by side no common port
             flags = (*flags, "--no-http")
         self.shared_memory = set(Path("/dev/shm").iterdir())
-        own_session = _has_terminal()
+        # Without one, it stays in the session of the tests: systems that schedule by sessions would else have the test,
+        # which shares its own with others, wait for a processor while the cluster goes on for a second.
+        own_session = has_terminal()
         self.process = subprocess.Popen(
             [sys.executable, *program, "--model", str(model), "--run-dir", str(self.run_dir), *flags],
             stdout=self._log,
@@ -86,6 +89,17 @@ class Cluster:
         """Note the processes of the cluster, to see later that they are gone."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             self.seen[child.pid] = child
+
+    @contextmanager
+    def frozen(self, name: str = "worker-0") -> Iterator[None]:
+        """Stops a process, so that what happens meanwhile does not depend on time."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):  # the launcher has ended it
+                os.kill(pid, signal.SIGCONT)
 
     def connect(self) -> Connection:
         return Connection(self.info["addresses"]["frontend"])
@@ -142,16 +156,6 @@ class Cluster:
                 pass
         self._log.close()
         shutil.rmtree(self.home, ignore_errors=True)
-
-
-def _has_terminal() -> bool:
-    """Where there is none, a cluster stays in the session of the tests. Systems that schedule by sessions would else
-    have the test, which shares its own with others, wait for a processor while the cluster goes on for a second."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

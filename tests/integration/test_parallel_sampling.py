@@ -1,11 +1,9 @@
 """Several choices of one request, cache salts, priorities and deadlines, on real clusters."""
 
 import json
-import os
 import random
-import signal
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
@@ -72,16 +70,6 @@ def ask(connection, prompt, params, n=1, **more):
     return collect(connection, {rid: n})[rid]
 
 
-@contextmanager
-def frozen(cluster, name="worker-0"):
-    """Stops a process, so that what happens meanwhile does not depend on time."""
-    os.kill(cluster.pid(name), signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(cluster.pid(name), signal.SIGCONT)
-
-
 @pytest.mark.parametrize("page_size", ["1", "16"])
 def test_choices_are_what_separate_requests_with_the_next_seeds_get(by_page_size, page_size):
     with by_page_size(page_size).connect() as connection:
@@ -100,7 +88,7 @@ def test_choices_are_what_separate_requests_with_the_next_seeds_get(by_page_size
 
 def ask_at_once(cluster, connection, params, n):
     """The answers of a request whose choices are all with the scheduler before the first step's result is."""
-    with frozen(cluster):
+    with cluster.frozen():
         rid = connection.submit(COLD, params, n=n)
         wait_until(lambda: live_in_scheduler(connection) == n, 30)
     return collect(connection, {rid: n})[rid]
@@ -144,7 +132,7 @@ def test_a_deadline_ends_its_request_and_the_others_go_on(by_page_size):
     cluster = by_page_size("16")
     with cluster.connect() as connection:
         other = connection.submit(PROMPT, sampled(1, max_tokens=60), n=2)
-        with frozen(cluster):
+        with cluster.frozen():
             doomed = connection.submit(PROMPT, sampled(2, max_tokens=60), n=3, deadline_ms=80)
             error = collect(connection, {doomed: 3})[doomed]
         assert (error.code, error.field, error.limit) == (ErrorCode.DEADLINE, "deadline_ms", 80)
@@ -158,7 +146,7 @@ def test_a_deadline_ends_its_request_and_the_others_go_on(by_page_size):
 def test_higher_priority_goes_first(llama):
     flags = ("--policy", "priority", "--max-running", "1", "--ageing", "86400")
     with running(llama, *FLOAT32, *flags) as cluster, cluster.connect() as connection:
-        with frozen(cluster):
+        with cluster.frozen():
             rids = {connection.submit([5, 6, 7], sampled(0), priority=0): 0}  # takes the only slot
             wait_until(lambda: connection.stats()["scheduler.running"] == 1, 30)
             for priority in (-1000, 3, 0, 1000, 3):
@@ -173,7 +161,7 @@ def test_an_abort_in_the_middle_ends_all_choices_and_frees_their_pages(by_page_s
     cluster = by_page_size("1")
     with cluster.connect() as connection:
         aborted = connection.stats()["scheduler.aborted"]
-        with frozen(cluster):  # the first choices are in steps that have not returned, the others wait
+        with cluster.frozen():  # the first choices are in steps that have not returned, the others wait
             rid = connection.submit(PROMPT, sampled(1, max_tokens=150), n=4)
             wait_until(lambda: live_in_scheduler(connection) == 4, 30)
             connection.abort(rid)
@@ -209,7 +197,7 @@ def test_bad_values_are_refused_by_name_and_the_queue_limit_counts_choices(llama
             error = collect(connection, {rid: n})[rid]
             (name,) = more
             assert (error.code, error.field) == (ErrorCode.INVALID, name)
-        with frozen(cluster):
+        with cluster.frozen():
             whole = connection.submit([5, 6, 7], sampled(1), n=6)
             more = connection.submit([5, 6, 7], sampled(1), n=3)  # 9 choices, where 6 + 2 have room
             error = collect(connection, {more: 3})[more]

@@ -122,17 +122,12 @@ def in_the_middle(
     (a scheduler with groups for sessions can keep it waiting for a second, which is longer than these answers take)."""
     for _ in range(100):
         streams = begin()
-        held = cluster.pid(hold)
-        os.kill(held, signal.SIGSTOP)
-        try:
+        with cluster.frozen(hold):
             for _ in range(2):  # results that were sent before are counted when the second answer is
                 values = cluster.stats()
             if values["scheduler.running"] == running:
                 yield streams
                 return
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(held, signal.SIGCONT)
         streams.finish()
     pytest.fail("the streams had always ended before they could be interrupted")
 
