@@ -37,7 +37,7 @@ class Conversation:
     grammar_field: str
     template: dict[str, Any]  # further options of `submit`
     tool_format: ToolFormat | None
-    tool_names: frozenset[str]
+    offered: dict[str, dict[str, Any] | None]  # the tools' schemas by their names
     forced: bool
     parallel: bool
     reasoning: Reasoning
@@ -63,7 +63,7 @@ class Conversation:
         return make_parser(
             tools=self.tool_format,
             reasoning=self.reasoning,
-            tool_names=self.tool_names,
+            offered=self.offered,
             forced=self.forced,
             parallel=self.parallel,
             together=self.together,
@@ -139,7 +139,7 @@ def conversation_of(
         grammar_field=grammar_field,
         template=template_options(request, arguments, shown=choice != "none"),
         tool_format=tool_format,
-        tool_names=frozenset(tool.function.name for tool in tools),
+        offered={tool.function.name: tool.function.parameters for tool in tools},
         forced=forced,
         parallel=parallel,
         reasoning=reasoning,

@@ -1,18 +1,18 @@
 """An answer's text to what OpenAI's schema wants: reasoning, content and tool calls, while the text still comes.
 
     formats = detect_formats(chat_template_text)                      # ToolFormat or None, Reasoning
-    parser = make_parser(tools=ToolFormat.HERMES, reasoning=Reasoning.TAGS, tool_names={"get_weather"})
+    parser = make_parser(tools=ToolFormat.HERMES, reasoning=Reasoning.TAGS, offered={"get_weather": {...}})
     for row in rows:
         deltas = parser.feed(row.text)                                # list[Delta], in the order of the text
     deltas = parser.finish()                                          # once, after the last text: what was held back
 
 A Delta is ContentDelta(text), ReasoningDelta(text), ToolCallDelta(index, id, name) or ArgumentsDelta(index, text).
 Every call begins with one ToolCallDelta and goes on with ArgumentsDeltas, whose texts together are the JSON text of
-its arguments, exactly as the model wrote it. Adjacent deltas of a kind are merged within one `feed`; however a text is
-split, the deltas of all feeds merged are the same (the property that the tests check). Text that looks like a call and
-turns out not to be one is content, so nothing that the model said is lost but the markers and the white space around
-calls and reasoning. `parser.called` says whether there was a call: the finish reason is then "tool_calls" instead of
-"stop". One parser reads one choice.
+its arguments, exactly as the model wrote it where it wrote JSON. Adjacent deltas of a kind are merged within one
+`feed`; however a text is split, the deltas of all feeds merged are the same (the property that the tests check). Text
+that looks like a call and turns out not to be one is content, so nothing that the model said is lost but the markers
+and the white space around calls and reasoning. `parser.called` says whether there was a call: the finish reason is
+then "tool_calls" instead of "stop". One parser reads one choice.
 
 With tools in MISTRAL or LLAMA3_JSON format, and always with a model that speaks HARMONY, ask for the answer with
 `skip_special_tokens=False` (`needs_special_tokens`): their markers are special tokens.

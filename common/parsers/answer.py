@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from common.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from common.parsers.driver import TextParser
@@ -12,6 +12,7 @@ from common.parsers.hermes import HermesParser
 from common.parsers.llama3 import Llama3Parser
 from common.parsers.mistral import MistralParser
 from common.parsers.reasoning import ReasoningPasser, ReasoningSplitter, Split
+from common.parsers.tagged_call import Schemas
 
 _ID_LETTERS = string.ascii_letters + string.digits
 
@@ -55,17 +56,18 @@ def make_parser(
     *,
     tools: ToolFormat | None = None,
     reasoning: Reasoning = Reasoning.NONE,
-    tool_names: Collection[str] | None = None,
+    offered: Schemas | None = None,
     forced: bool = False,
     parallel: bool = True,
     together: bool = False,
     verbatim: bool = False,
     new_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
-    """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `tool_names` are the
-    names of the offered ones, `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of
-    calls. Without `parallel` only the first call is shown. `together` shows reasoning as content, tags and all.
-    `verbatim`: without `tools`, calls are content just as the model wrote them."""
+    """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `offered` has the
+    JSON schemas of the parameters of those that are, by their names (None: every name is one), `forced` says that the
+    grammar of `force_call` was used, and `new_id` makes the ids of calls. Without `parallel` only the first call is
+    shown. `together` shows reasoning as content, tags and all. `verbatim`: without `tools`, calls are content just as
+    the model wrote them."""
     most = None if parallel else 1
     if reasoning is Reasoning.CHANNEL or tools is ToolFormat.HARMONY:
         separate, calls = reasoning is Reasoning.CHANNEL and not together, tools is ToolFormat.HARMONY
@@ -77,9 +79,9 @@ def make_parser(
     parser: TextParser | None = None
     match tools:
         case ToolFormat.HERMES:
-            parser = HermesParser(new_id or _call_id)
+            parser = HermesParser(new_id or _call_id, offered)
         case ToolFormat.LLAMA3_JSON:
-            parser = Llama3Parser(new_id or _call_id, tool_names)
+            parser = Llama3Parser(new_id or _call_id, offered)
         case ToolFormat.MISTRAL:
             parser = MistralParser(new_id or _short_id, forced=forced)
     return AnswerParser(splitter, parser, most)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from enum import Enum, auto
 
+from common.parsers.call import Call
 from common.parsers.deltas import DeltaWriter
 from common.parsers.scanning import JsonValue
 
@@ -18,17 +19,14 @@ class _Expects(Enum):
     NEXT = auto()
 
 
-class CallObject:
-    """One call. It begins in `writer` once its name and the beginning of its arguments are known, whichever comes first
-    in the object, and other keys are passed over. Arguments that are a string are taken to be JSON text in a string;
-    none, or null, are `{}`.
-
-    `done` and `broken` end it. When it breaks before it began, `raw` is all that was read, for it was no call; after
-    that, the arguments end where they broke. `accepts` says which names are calls.
+class CallObject(Call):
+    """It begins in `writer` once its name and the beginning of its arguments are known, whichever comes first in the
+    object, and other keys are passed over. Arguments that are a string are taken to be JSON text in a string; none, or
+    null, are `{}`. `accepts` says which names are calls.
     """
 
     def __init__(self, writer: DeltaWriter, accepts: Callable[[str], bool] = lambda name: True) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._accepts = accepts
         self._expects = _Expects.OBJECT
         self._value: JsonValue | None = None
@@ -38,21 +36,8 @@ class CallObject:
         self._arguments: list[str] = []  # read before the call began
         self._has_arguments = False
         self._streaming = False
-        self._raw: list[str] = []
-        self.began = False
-        self.done = False
-        self.broken = False
 
-    @property
-    def raw(self) -> str:
-        return "".join(self._raw)
-
-    @property
-    def ended(self) -> bool:
-        return self.done or self.broken
-
-    def feed(self, text: str) -> int:
-        """Read on; returns how many characters belong to the call, which are all unless it ended."""
+    def _read(self, text: str, final: bool) -> int:
         at = 0
         while at < len(text) and not self.ended:
             if self._value is None and text[at].isspace():
@@ -61,13 +46,7 @@ class CallObject:
                 at = self._read_value(text, at)
             else:
                 at = self._punctuation(text, at)
-        if not self.began:
-            self._raw.append(text[:at])
         return at
-
-    def finish(self) -> None:
-        """No more text comes."""
-        self.broken = not self.done
 
     def _punctuation(self, text: str, at: int) -> int:
         match self._expects, text[at]:

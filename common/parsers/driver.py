@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from common.parsers.call_object import CallObject
+from common.parsers.call import Call
 from common.parsers.content import Content
 from common.parsers.deltas import Delta, DeltaWriter
 
@@ -48,18 +48,20 @@ class CallParser(TextParser):
     def __init__(self, new_id: Callable[[], str]) -> None:
         super().__init__(new_id)
         self._content = Content(self._writer)
-        self._call: CallObject | None = None
+        self._call: Call | None = None
 
     def _run(self, *, final: bool) -> None:
         while self._text:
             if self._call is not None:
-                self._text = self._text[self._call.feed(self._text) :]
+                self._text = self._text[self._call.feed(self._text, final=final) :]
                 if self._call.ended:
                     self._close(self._call)
+                elif self._text:
+                    return
             elif not self._step(final=final):
                 return
 
-    def _close(self, call: CallObject) -> None:
+    def _close(self, call: Call) -> None:
         self._call = None
         self._end_call(call)
 
@@ -68,7 +70,7 @@ class CallParser(TextParser):
         """Read on outside of calls; whether more can be read without more text."""
 
     @abstractmethod
-    def _end_call(self, call: CallObject) -> None:
+    def _end_call(self, call: Call) -> None:
         """A call has ended, or turned out to be none."""
 
     def _at_end(self) -> None:

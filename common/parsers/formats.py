@@ -9,7 +9,7 @@ from common.parsers.reasoning import CLOSE, OPEN
 
 
 class ToolFormat(Enum):
-    HERMES = "hermes"  # Hermes, Qwen 2.5 and 3
+    HERMES = "hermes"  # between <tool_call> tags: Hermes, Qwen, GLM
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     HARMONY = "harmony"  # gpt-oss
@@ -42,7 +42,7 @@ def detect_formats(template: str, *, thinking: bool = True, prompt: str = "") ->
     tools = None
     if "[TOOL_CALLS]" in template:
         tools = ToolFormat.MISTRAL
-    elif "<tool_call>" in template and "<function=" not in template:
+    elif "<tool_call>" in template:
         tools = ToolFormat.HERMES
     elif "<|python_tag|>" in template or ('"parameters":' in template and "<|start_header_id|>" in template):
         tools = ToolFormat.LLAMA3_JSON

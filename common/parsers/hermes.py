@@ -1,29 +1,65 @@
-"""Calls as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one or several."""
+"""Calls between `<tool_call>` and `</tool_call>`, one or several: `{"name": ..., "arguments": {...}}` as Hermes, Qwen
+2.5 and 3 write them, or parameters in tags as Qwen3-Coder and GLM do (tagged_call.py)."""
 
+from collections.abc import Callable
+
+from common.parsers.call import Call
 from common.parsers.call_object import CallObject
 from common.parsers.driver import CallParser
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+from common.parsers.tagged_call import CLOSE, FUNCTION, OPEN, Schemas, TaggedCall
 
 
 class HermesParser(CallParser):
-    _marker = ""  # the one that began the call, with the white space before it
-    _unclosed = False  # a call has ended, its closing tag has not come
+    """`schemas` are those of the offered tools. Behind `<tool_call>` any name is a call's. Qwen3-Coder leaves it out at
+    times: then the name must be that of an offered tool, and so must GLM's, which stands there without a tag."""
+
+    def __init__(self, new_id: Callable[[], str], schemas: Schemas | None = None) -> None:
+        super().__init__(new_id)
+        self._schemas = schemas
+        self._marker = ""  # what began the call, with the white space before it
+        self._opened = False  # behind an opening tag
+        self._unclosed = False  # a call has ended, its closing tag has not come
 
     def _step(self, *, final: bool) -> bool:
-        markers = (_OPEN, _CLOSE) if self._unclosed else (_OPEN,)
+        if self._opened:
+            return self._begin(final)
+        markers = (OPEN, FUNCTION, CLOSE) if self._unclosed else (OPEN, FUNCTION)
         self._text, marker = self._content.scan(self._text, markers, final=final)
-        if not marker:
-            return False
-        if marker.endswith(_CLOSE):
+        if marker.endswith(CLOSE):
             self._content.after_call = True
+        elif marker.endswith(FUNCTION):
+            self._marker, self._text = marker.removesuffix(FUNCTION), FUNCTION + self._text
+            self._call = self._tagged(known=False)
+        elif marker:
+            self._marker, self._opened = marker, True
+        self._unclosed = self._unclosed and not marker
+        return bool(marker)
+
+    def _begin(self, final: bool) -> bool:
+        """What stands behind the opening tag tells how the call is written."""
+        text = self._text.lstrip()
+        if not text and not final:
+            return False
+        self._marker += self._text[: len(self._text) - len(text)]
+        self._text, self._opened = text, False
+        if text.startswith("{"):
+            self._call = CallObject(self._writer)
         else:
-            self._marker, self._call = marker, CallObject(self._writer)
-        self._unclosed = False
+            self._call = self._tagged(known=text.startswith("<"))
         return True
 
-    def _end_call(self, call: CallObject) -> None:
+    def _tagged(self, *, known: bool) -> Call:
+        """`known` to be a call by what stands before it."""
+        schemas = self._schemas
+        return TaggedCall(self._writer, schemas, lambda name: known or schemas is None or name in schemas)
+
+    def _end_call(self, call: Call) -> None:
         if call.began:
             self._content.after_call = self._unclosed = True
         else:
             self._content.restore(self._marker + call.raw)
+
+    def _at_end(self) -> None:
+        super()._at_end()
+        if self._opened:
+            self._content.restore(self._marker)

@@ -3,6 +3,7 @@ or anywhere in an answer behind `<|python_tag|>`."""
 
 from collections.abc import Callable, Collection
 
+from common.parsers.call import Call
 from common.parsers.call_object import CallObject
 from common.parsers.driver import CallParser
 
@@ -46,7 +47,7 @@ class Llama3Parser(CallParser):
         tagged = prefix.endswith(_TAG)
         self._call = CallObject(self._writer, lambda name: tagged or self._names is None or name in self._names)
 
-    def _end_call(self, call: CallObject) -> None:
+    def _end_call(self, call: Call) -> None:
         if call.began:
             self._bare = self._content.after_call = True
         else:

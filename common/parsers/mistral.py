@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from enum import Enum, auto
 
+from common.parsers.call import Call
 from common.parsers.call_object import CallObject
 from common.parsers.driver import CallParser
 from common.parsers.scanning import JsonValue
@@ -93,7 +94,7 @@ class MistralParser(CallParser):
         self._call = CallObject(self._writer)
         self._state = _State.BETWEEN
 
-    def _end_call(self, call: CallObject) -> None:
+    def _end_call(self, call: Call) -> None:
         if not call.began:
             self._content.restore(self._raw + call.raw)
             self._to_content(after_call=False)

@@ -40,7 +40,7 @@ def row(text: str, finish: Finish = Finish.NONE, tokens: int = 1) -> Row:
 def test_tools_go_to_the_template() -> None:
     found = conversation(tools=TOOLS)
     assert json.loads(found.template["tools"]) == TOOLS
-    assert found.tool_format is ToolFormat.HERMES and found.tool_names == {"weather", "clock"} and not found.forced
+    assert found.tool_format is ToolFormat.HERMES and found.offered.keys() == {"weather", "clock"} and not found.forced
     hidden = conversation(tools=TOOLS, tool_choice="none")
     assert hidden.template == {} and hidden.tool_format is None and not hidden.is_read
     assert conversation("{{ messages }}", tools=TOOLS).tool_format is ToolFormat.HERMES  # the tokenizer describes them

@@ -41,7 +41,7 @@ def test_a_split_changes_nothing(text, points, tools, reasoning, together):
 
 @given(TEXTS, POINTS)
 def test_a_split_changes_nothing_with_names_or_forced(text, points):
-    for more in ({"tools": LLAMA, "tool_names": {"f"}}, {"tools": MISTRAL, "forced": True}):
+    for more in ({"tools": LLAMA, "offered": {"f": None}}, {"tools": MISTRAL, "forced": True}):
         assert parse(split(text, points), **more) == parse([text], **more) == parse(text, **more)
 
 
@@ -98,7 +98,7 @@ def test_hermes(text, expected):
     ],
 )
 def test_llama3(text, expected):
-    assert shown(parse([text], LLAMA, tool_names={"f", "g"})) == expected
+    assert shown(parse([text], LLAMA, offered={"f": None, "g": None})) == expected
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_call_is_read_behind_reasoning_that_is_content(reasoning):
     thought = f"<think>\nI could {CALL} <tool_call>{CALL}</tool_call></think>"
     for text, more in (
         (f"<tool_call>{CALL}</tool_call>", {"tools": HERMES}),
-        (CALL, {"tools": LLAMA, "tool_names": {"f"}}),
+        (CALL, {"tools": LLAMA, "offered": {"f": None}}),
         (f"[{CALL}]", {"tools": MISTRAL, "forced": True}),
     ):
         found = parse([f"{thought}\n\n{text}"], reasoning=reasoning, together=True, **more)
@@ -235,7 +235,7 @@ LLAMA3 = """{{ '<|start_header_id|>' }}{{ '{"name": "' + call.name + '", "parame
         (LLAMA3, LLAMA, Reasoning.NONE),
         ("{{ '<|python_tag|>' }}", LLAMA, Reasoning.NONE),
         ("{{ '[TOOL_CALLS][' }}", MISTRAL, Reasoning.NONE),
-        ("<tool_call><function=f>", None, Reasoning.NONE),
+        ("<tool_call><function=f>", HERMES, Reasoning.NONE),
         ("<|start|>user<|message|>x<|start|>assistant<|channel|>final<|message|>", HARMONY, Reasoning.CHANNEL),
     ],
 )

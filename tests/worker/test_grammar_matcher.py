@@ -284,7 +284,7 @@ def test_forced_calls_are_read_back(
     complete = [thought + text_of(answer) for answer in answers.values() if answer[-1] == EOS]
     assert complete
     for text in complete:
-        parser = make_parser(tools=tool_format, tool_names=dict(TOOLS), forced=True, reasoning=reasoning)
+        parser = make_parser(tools=tool_format, offered=dict(TOOLS), forced=True, reasoning=reasoning)
         deltas = [*parser.feed(text), *parser.finish()]
         assert not any(isinstance(d, ContentDelta) for d in deltas), text
         calls = {d.index: (d.name, "") for d in deltas if isinstance(d, ToolCallDelta)}

@@ -147,7 +147,7 @@ def test_what_is_drawn_is_read_back(
             text = text[: text.rfind(MARKS[3]) + len(MARKS[3])] if MARKS[3] in text else ""
         if not text:
             continue
-        parser = make_parser(tools=ToolFormat.HERMES, tool_names={"add"}, reasoning=reasoning)
+        parser = make_parser(tools=ToolFormat.HERMES, offered={"add": None}, reasoning=reasoning)
         deltas = [*parser.feed(text), *parser.finish()]
         content = "".join(d.text for d in deltas if isinstance(d, ContentDelta))
         arguments: dict[int, str] = {}
