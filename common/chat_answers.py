@@ -56,7 +56,8 @@ class ChatFormat:
         arguments = json.loads(template_args) if template_args else {}
         switch = arguments.get("enable_thinking", arguments.get("thinking"))
         prompt = info.prompt_end if switch is None else ""
-        formats = detect_formats(info.chat_template, thinking=switch is None or bool(switch), prompt=prompt)
+        thinking = switch is None or bool(switch)
+        formats = detect_formats(info.chat_template, takes_tools=info.takes_tools, thinking=thinking, prompt=prompt)
         reasoning = formats.reasoning
         if reasoning is Reasoning.OPENED and not add_generation_prompt:
             reasoning = Reasoning.TAGS  # the prompt ends with a message

@@ -95,7 +95,9 @@ def conversation_of(
     Raises ApiError."""
     arguments = template_arguments(request, info) if arguments is None else arguments
     thinking = arguments.get("enable_thinking", arguments.get("thinking", True))
-    formats = detect_formats(info.chat_template, thinking=bool(thinking), prompt=prompt_end)
+    formats = detect_formats(
+        info.chat_template, takes_tools=info.takes_tools, thinking=bool(thinking), prompt=prompt_end
+    )
     reasoning = formats.reasoning
     goes_on = bool(request.continue_final_message)
     if reasoning is Reasoning.OPENED and (goes_on or request.add_generation_prompt is False):
@@ -114,8 +116,6 @@ def conversation_of(
     tool_format = None
     if choice != "none":
         tool_format = formats.tools
-        if tool_format is None and "tools" not in info.chat_template:
-            tool_format = ToolFormat.HERMES  # in which the tokenizer describes tools to a template that knows none
         if forced:
             if tool_format is None:
                 problem = "cannot be enforced: this model's chat template has no tool format that is known here"

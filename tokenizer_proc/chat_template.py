@@ -61,6 +61,10 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
         self._special_tokens = dict(special_tokens)
 
+    @property
+    def takes_tools(self) -> bool:
+        return "tools" in self.variables
+
     def render(
         self,
         messages: list[dict[str, Any]],

@@ -67,6 +67,11 @@ class PromptEncoder:
         """The text of the template that renders chats; empty where none does."""
         return self._template.source if isinstance(self._template, ChatTemplate) else ""
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether that template shows tools to the model itself."""
+        return isinstance(self._template, ChatTemplate) and self._template.takes_tools
+
     def _render(self, msg: Generate | Tokenize) -> str:
         match self._template:
             case None:
@@ -86,7 +91,7 @@ class PromptEncoder:
     def _render_with(self, template: ChatTemplate, msg: Generate | Tokenize) -> str:
         assert msg.chat is not None
         messages, tools = parse_messages(msg.chat), parse_tools(msg.tools)
-        if "tools" not in template.variables:
+        if not template.takes_tools:
             messages, tools = describe_tools(messages, tools), None
         if speaks_harmony(template.source):
             messages, tools = harmony_messages(messages), harmony_tools(tools)

@@ -240,6 +240,7 @@ def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder, end: str
         chat_template=encoder.chat_template_source[:MAX_TEMPLATE_CHARS],
         started_at=int(time.time()),
         prompt_end=end,
+        takes_tools=encoder.takes_tools,
     )
 
 

@@ -169,7 +169,8 @@ class Info:
     `model` is the checkpoint's directory, `names` what clients may call it, the first being its name in answers.
     `max_prompt` is the most tokens of a prompt, `chat_template` the text of the model's own, empty where it has none
     that can be used, `started_at` is in Unix seconds, and `prompt_end` the end of a prompt that the template makes
-    without further variables: behind an opened or a closed tag of reasoning, perhaps.
+    without further variables: behind an opened or a closed tag of reasoning, perhaps. Where it does not take tools
+    (`takes_tools`), these are described to the model in Hermes' format.
     """
 
     TAG: ClassVar[int] = 25
@@ -190,6 +191,7 @@ class Info:
     chat_template: Annotated[str, Str(MAX_TEMPLATE_CHARS)]
     started_at: Annotated[int, Int(0, MAX_COUNT)]
     prompt_end: Annotated[str, Str(MAX_PROMPT_END)] = ""
+    takes_tools: Annotated[bool, Bool()] = True
 
 
 def _check_chat_fields(msg: Generate | Tokenize) -> None:

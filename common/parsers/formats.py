@@ -33,14 +33,17 @@ class Formats:
 _THINK_LEFT_OPEN = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*[-~+]?\s*(?:\}\}|$|\{%)")
 
 
-def detect_formats(template: str, *, thinking: bool = True, prompt: str = "") -> Formats:
-    """The formats that a chat template's text speaks of. `thinking` is the template argument that switches it, such as
-    `enable_thinking`. `prompt` is how a prompt ends that the template made with all arguments: behind an opened or a
-    closed tag, or neither. Without it the template's text has to tell."""
+def detect_formats(template: str, *, takes_tools: bool = True, thinking: bool = True, prompt: str = "") -> Formats:
+    """The formats that a chat template's text speaks of. To one that takes no tools they are described in Hermes'.
+    `thinking` is the template argument that switches it, such as `enable_thinking`. `prompt` is how a prompt ends that
+    the template made with all arguments: behind an opened or a closed tag, or neither. Without it the template's text
+    has to tell."""
     if speaks_harmony(template):
         return Formats(ToolFormat.HARMONY, Reasoning.CHANNEL)
     tools = None
-    if "[TOOL_CALLS]" in template:
+    if not takes_tools:
+        tools = ToolFormat.HERMES
+    elif "[TOOL_CALLS]" in template:
         tools = ToolFormat.MISTRAL
     elif "<tool_call>" in template:
         tools = ToolFormat.HERMES

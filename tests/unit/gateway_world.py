@@ -61,7 +61,8 @@ def answering(generate: Callable[[Generate], Iterable[Any]], info: Info = INFO) 
                 yield from generate(msg)
             case GetInfo():
                 template = ChatTemplate(info.chat_template, {}) if info.chat_template else None
-                yield replace(info, rid=msg.rid, prompt_end=prompt_end(template))
+                takes_tools = template is None or template.takes_tools
+                yield replace(info, rid=msg.rid, prompt_end=prompt_end(template), takes_tools=takes_tools)
             case GetStats():
                 yield Stats(msg.query, STATS)
             case Detokenize():

@@ -17,9 +17,11 @@ from gateway_proc.errors import ApiError
 from gateway_proc.schemas.chat import ChatRequest
 from tests.unit.frontend_world import INFO
 from tests.unit.gateway_world import World, answering, events, play, words
+from tokenizer_proc.chat_template import ChatTemplate
 
 HERMES = "{% if tools %}<tool_call>{% endif %}"
 THINKING = "{{ messages }}{% if again %}<think></think>{% endif %}{% if add_generation_prompt %}{% endif %}"
+PHI_4_MINI = "{% for m in messages %}{{ m.content }}{% if 'tools' in m %}{{ m['tools'] }}{% endif %}{% endfor %}"
 UNKNOWN = "{% if tools %}<function={% endif %}"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [
@@ -30,7 +32,8 @@ TOOLS = [
 
 def conversation(template: str = HERMES, **fields: Any) -> Conversation:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return conversation_of(ChatRequest.model_validate_json(json.dumps(body)), replace(INFO, chat_template=template))
+    info = replace(INFO, chat_template=template, takes_tools=ChatTemplate(template, {}).takes_tools)
+    return conversation_of(ChatRequest.model_validate_json(json.dumps(body)), info)
 
 
 def row(text: str, finish: Finish = Finish.NONE, tokens: int = 1) -> Row:
@@ -43,7 +46,8 @@ def test_tools_go_to_the_template() -> None:
     assert found.tool_format is ToolFormat.HERMES and found.offered.keys() == {"weather", "clock"} and not found.forced
     hidden = conversation(tools=TOOLS, tool_choice="none")
     assert hidden.template == {} and hidden.tool_format is None and not hidden.is_read
-    assert conversation("{{ messages }}", tools=TOOLS).tool_format is ToolFormat.HERMES  # the tokenizer describes them
+    for template in ("{{ messages }}", PHI_4_MINI, PHI_4_MINI + "{{ '[TOOL_CALLS]' }}"):
+        assert conversation(template, tools=TOOLS).tool_format is ToolFormat.HERMES, "the tokenizer describes them"
     assert conversation(UNKNOWN, tools=TOOLS).tool_format is None
 
 
