@@ -58,7 +58,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 def _field(name: str, value: Any, path: str) -> dict[str, Any]:
     """A field of SamplingParams as OpenAI's API has it, or as vLLM extends it."""
     match name:
-        case "stop" | "stop_token_ids":
+        case "stop" | "stop_token_ids" | "allowed_token_ids" | "bad_words":
             return {name: list(value)}
         case "logit_bias":
             return {name: {str(token): bias for token, bias in value.items()}}

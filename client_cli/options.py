@@ -65,6 +65,10 @@ SAMPLING = [
         callback=_logit_bias,
         help="Added to a token's logit, from -100 to 100 (repeatable).",
     ),
+    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Does not come (repeatable)."),
+    click.option(
+        "--allowed-token-id", "allowed_token_ids", type=int, multiple=True, help="Draw only such tokens (repeatable)."
+    ),
     click.option("--keep-special-tokens", is_flag=True, help="Show special tokens in the text."),
 ]
 GRAMMAR = [
@@ -164,6 +168,7 @@ def _packed(function: Callable[..., None], decorators: list[Callable[..., Any]])
         options["skip_special_tokens"] = not options.pop("keep_special_tokens")
         options["tools"] = _json("--tools", _read("--tools", options["tools"]))
         options["grammar"] = _grammar(**{name: options.pop(name) for name in GRAMMAR_FLAGS})
+        options["allowed_token_ids"] = options["allowed_token_ids"] or None
         listed = {name: list(value) for name, value in options.items() if isinstance(value, tuple)}
         function(*args, options={**options, **listed}, **given)
 

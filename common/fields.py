@@ -140,12 +140,14 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Ints:
-    """An `array` of signed integers, raw little-endian on the wire: typecode "i" (int32) or "q" (int64)."""
+    """An `array` of `least` to `most` signed integers, raw little-endian on the wire: typecode "i" (int32) or "q"
+    (int64)."""
 
     most: int
     lo: int = 0
     hi: int = 2**31 - 1
     typecode: str = "i"
+    least: int = 0
 
     def pack(self, value: IntArray) -> bytes:
         if value.typecode != self.typecode:  # would be silently misread by the receiver
@@ -160,7 +162,7 @@ class Ints:
         if type(wire) is not bytes:
             raise FieldError(field, f"must be raw bytes, not {type(wire).__name__}")
         values = array(self.typecode)
-        if not wire:  # most columns of most steps
+        if not wire and not self.least:  # most columns of most steps
             return values
         if len(wire) % values.itemsize:
             raise FieldError(field, f"must be whole {values.itemsize}-byte integers, got {len(wire)} bytes")
@@ -169,6 +171,8 @@ class Ints:
             values.byteswap()
         if len(values) > self.most:
             raise FieldError(field, f"must have at most {self.most} entries, got {len(values)}")
+        if len(values) < self.least:
+            raise FieldError(field, f"must have at least {self.least} entries, got {len(values)}")
         if not (self.lo <= min(values) and max(values) <= self.hi):
             raise FieldError(field, f"entries must be between {self.lo} and {self.hi}")
         return values

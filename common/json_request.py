@@ -68,7 +68,7 @@ def parse_request(values: dict[str, Any]) -> JsonRequest:
             value = values[name]
             if name == "stop" and isinstance(value, str):
                 value = [value]
-            if name == "stop_token_ids":
+            if name == "stop_token_ids" or (name == "allowed_token_ids" and value is not None):
                 value = _int_bytes(value, name)
             elif name == "logit_bias":
                 value = _int_map(value, name)

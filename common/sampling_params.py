@@ -13,6 +13,10 @@ MAX_STOP_CHARS = 512
 MAX_STOP_TOKEN_IDS = 256
 MAX_TOKEN_ID = 2**31 - 2
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 2**14
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 512
+MAX_BAD_WORD_TOKENS = 64
 MAX_LOGPROBS = 20  # alternatives of a token that a user may ask for
 MAX_DRAW_LOGPROBS = 2**9  # alternatives that beam search may ask for
 MAX_ENDS = 1024  # tokens that can end a request: the model's and the user's
@@ -22,6 +26,7 @@ GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf"
 LogitBias = Annotated[dict[int, float], IntMap(Ints(MAX_LOGIT_BIAS, 0, MAX_TOKEN_ID), Float(-100.0, 100.0))]
 RepetitionPenalty = Annotated[float, Float(0.0, 10.0, open_low=True)]
 TokenPenalty = Annotated[float, Float(-2.0, 2.0)]
+_BAD_WORD = Ints(MAX_BAD_WORD_TOKENS, 0, MAX_TOKEN_ID, least=1)
 
 
 def _no_ids() -> IntArray:
@@ -30,10 +35,13 @@ def _no_ids() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """What is done to a request's logits before a token is drawn from them, greedily or not, in the order of fields.
+    """What is done to a request's logits before a token is drawn from them, greedily or not, in the order of fields up
+    to the penalties.
 
     `logit_bias` is added. While the sequence is shorter than `min_len` tokens, prompt included, the tokens `ends` are
-    excluded. `repetition_penalty` divides a positive logit of each token that prompt or output contain and multiplies
+    excluded, and always the last token of each of `bad_words` that the output ends with but for that token, and all
+    but the tokens `allowed`, if there are some. Where that leaves none of them, the first two do not hold.
+    `repetition_penalty` divides a positive logit of each token that prompt or output contain and multiplies
     a negative one (Keskar et al., CTRL, 2019). `frequency_penalty` is subtracted once for each time that the output
     contains the token, `presence_penalty` once if it does. (The order is vLLM's and, but for penalties that it does
     not have, that of transformers.)
@@ -45,11 +53,18 @@ class LogitEdits:
     repetition_penalty: RepetitionPenalty = 1.0
     frequency_penalty: TokenPenalty = 0.0
     presence_penalty: TokenPenalty = 0.0
+    allowed: Annotated[IntArray, Ints(MAX_ALLOWED_TOKENS, 0, MAX_TOKEN_ID)] = field(default_factory=_no_ids)
+    bad_words: Annotated[tuple[IntArray, ...], ListOf(_BAD_WORD, 2 * MAX_BAD_WORDS)] = ()
 
     @property
     def counts_tokens(self) -> bool:
         """Whether a penalty depends on the tokens so far."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether any of it depends on the tokens so far."""
+        return self.counts_tokens or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +89,7 @@ class DrawParams:
     @property
     def needs_history(self) -> bool:
         """Whether the worker must know all tokens of the request."""
-        return self.edits is not None and self.edits.counts_tokens
+        return self.edits is not None and self.edits.needs_history
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +129,11 @@ class SamplingParams:
     end-of-sequence token (with `ignore_eos` neither) nor one of `stop_token_ids` is drawn, and stop strings that end
     there do not count.
 
+    Of all tokens only `allowed_token_ids` are drawn, where they are given: an end-of-sequence token must be among them
+    to be one. `bad_words` never come in the output (though their tokens may end the prompt): each is tokenized as it is
+    and with a space before it, as it begins a text and as it stands inside one, and the token that would complete it
+    is excluded.
+
     `logprobs` asks for the log probability of every output token and of that many most likely alternatives (0: only
     its own; None: nothing), `prompt_logprobs` for the same of every prompt token but the first. They are those of the
     model's own distribution in float32, before temperature, penalties and masks. A request with `prompt_logprobs`
@@ -150,9 +170,18 @@ class SamplingParams:
     early_stopping: Annotated[bool, Bool()] = False
     grammar: Annotated[Grammar | None, Maybe(Struct(Grammar))] = None
     include_stop_str_in_output: Annotated[bool, Bool()] = False
+    allowed_token_ids: Annotated[IntArray | None, Maybe(Ints(MAX_ALLOWED_TOKENS, 0, MAX_TOKEN_ID, least=1))] = None
+    bad_words: Annotated[tuple[str, ...], ListOf(Str(MAX_BAD_WORD_CHARS, 1), MAX_BAD_WORDS)] = ()
 
-    def draw(self, seed: int, prompt_len: int = 0, ends: IntArray | None = None) -> DrawParams:
-        """The worker's part, with the seed settled. `ends` are the tokens that `min_tokens` excludes at first."""
+    def draw(
+        self,
+        seed: int,
+        prompt_len: int = 0,
+        ends: IntArray | None = None,
+        bad_words: tuple[IntArray, ...] = (),
+    ) -> DrawParams:
+        """The worker's part, with the seed settled. `ends` are the tokens that `min_tokens` excludes at first,
+        `bad_words` those of the field of this name as tokens."""
         edits = LogitEdits(
             self.logit_bias,
             prompt_len + self.min_tokens if self.min_tokens else 0,
@@ -160,8 +189,10 @@ class SamplingParams:
             self.repetition_penalty,
             self.frequency_penalty,
             self.presence_penalty,
+            _no_ids() if self.allowed_token_ids is None else self.allowed_token_ids,
+            bad_words,
         )
-        changes = bool(edits.logit_bias or edits.min_len or edits.counts_tokens)
+        changes = bool(edits.logit_bias or edits.min_len or edits.counts_tokens or edits.allowed or bad_words)
         return DrawParams(
             self.temperature,
             self.top_k,

@@ -103,6 +103,10 @@ def sampling_params(
         max_tokens=max_tokens,
         stop=tuple(stop),
         stop_token_ids=_token_ids(request.stop_token_ids or [], names.get("stop_token_ids", "stop_token_ids")),
+        allowed_token_ids=_token_ids(request.allowed_token_ids, "allowed_token_ids")
+        if request.allowed_token_ids
+        else None,
+        bad_words=tuple(dict.fromkeys(request.bad_words or ())),
         logit_bias=_logit_bias(request.logit_bias or {}, names.get("logit_bias", "logit_bias")),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

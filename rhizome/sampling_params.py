@@ -16,7 +16,7 @@ from common.json_request import parse_request
 class SamplingParams:
     """How to generate. The fields mean what they mean in `common.sampling_params.SamplingParams`; `n` is how many
     answers each prompt gets (with `use_beam_search` the beams), `stop` may be one text. As in vLLM, a `top_k` of -1 is
-    0, and None for `stop`, `stop_token_ids` and `logit_bias` is nothing.
+    0, and None for `stop`, `stop_token_ids`, `logit_bias` and `bad_words` is nothing.
 
     At most one of `json_schema` (a schema, or True for any JSON object), `regex`, `choice`, `lark` and `ebnf` says what
     the answer must be. Raises ValueError, which names the field, for a value outside its range.
@@ -43,6 +43,8 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool = False
     include_stop_str_in_output: bool = False
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     n: int = 1
     json_schema: Mapping[str, Any] | str | bool | None = None
     regex: str | None = None
@@ -61,6 +63,9 @@ class SamplingParams:
         stop, stop_ids, biases = self.stop, self.stop_token_ids, self.logit_bias
         values["stop"] = stop if isinstance(stop, str) else [] if stop is None else listed("stop", stop)
         values["stop_token_ids"] = [] if stop_ids is None else integers("stop_token_ids", stop_ids)
+        values["bad_words"] = [] if self.bad_words is None else listed("bad_words", self.bad_words)
+        if self.allowed_token_ids is not None:
+            values["allowed_token_ids"] = integers("allowed_token_ids", self.allowed_token_ids)
         try:
             values["logit_bias"] = {} if biases is None else {_token_id(key): bias for key, bias in biases.items()}
         except (AttributeError, TypeError):

@@ -1,6 +1,7 @@
 """From a message to a request, or to the reason why it can never be served."""
 
 from array import array
+from itertools import chain
 
 from common.fields import IntArray
 from common.messages import AddRequest, ErrorCode, RequestError, ints
@@ -29,7 +30,13 @@ def _tokens_of(msg: AddRequest) -> dict[str, IntArray]:
     edits = msg.draw.edits
     if edits is None:
         return {"prompt": msg.prompt}
-    return {"prompt": msg.prompt, "logit_bias": ints(*edits.logit_bias), "stop_token_ids": edits.ends}
+    return {
+        "prompt": msg.prompt,
+        "logit_bias": ints(*edits.logit_bias),
+        "stop_token_ids": edits.ends,
+        "allowed_token_ids": edits.allowed,
+        "bad_words": ints(*chain.from_iterable(edits.bad_words)),
+    }
 
 
 def request_of(msg: AddRequest, seq: int, most: int, now: int) -> Request:

@@ -51,6 +51,7 @@ OVERDUE_NS = 500_000_000  # after a deadline, when the scheduler should have ans
 _FROM_CLIENTS = frozenset({Generate, Abort, GetStats, Tokenize, Detokenize, GetInfo})
 
 Send = Callable[[Message], None]
+_Asked = TypeVar("_Asked")
 _Result = TypeVar("_Result")
 
 
@@ -158,14 +159,20 @@ class Frontend:
             raise Refused(ErrorCode.OVERLOADED, problem, field, MAX_PENDING_CHARS, RETRY_AFTER_S)
 
     async def _prepare(self, entry: Entry, msg: Generate) -> None:
-        """Tokenize and check the grammar, then hand over to detokenizer and scheduler, unless the request has ended in
-        the meantime."""
+        """Tokenize prompt and bad words and check the grammar, then hand over to detokenizer and scheduler, unless the
+        request has ended in the meantime."""
         try:
             if msg.params.grammar is not None:
                 checking = asyncio.ensure_future(self._grammars.check(msg.params.grammar))
                 grammar = await self._in_time(entry, checking)
                 entry.params = replace(entry.params, grammar=grammar)
-            prompt = self._encoder.encode(msg) if msg.token_ids is not None else await self._encode(entry, msg)
+            if msg.params.bad_words:
+                entry.bad_words = await self._in_pool(entry, self._encoder.bad_words, msg.params.bad_words)
+            prompt = (
+                self._encoder.encode(msg)
+                if msg.token_ids is not None
+                else await self._in_pool(entry, self._encoder.encode, msg)
+            )
             if self._ledger.holds(entry):
                 self._handover.admit(entry, prompt)
         except Refused as refusal:
@@ -177,10 +184,9 @@ class Frontend:
         finally:
             self._pending_chars -= chars_of(msg)
 
-    async def _encode(self, entry: Entry, msg: Generate) -> IntArray:
+    async def _in_pool(self, entry: Entry, encode: Callable[[_Asked], _Result], asked: _Asked) -> _Result:
         """Tokenize in the pool."""
-        encoding = asyncio.get_running_loop().run_in_executor(self._pool, self._encoder.encode, msg)
-        return await self._in_time(entry, encoding)
+        return await self._in_time(entry, asyncio.get_running_loop().run_in_executor(self._pool, encode, asked))
 
     async def _in_time(self, entry: Entry, work: "asyncio.Future[_Result]") -> _Result:
         """The result of some work. A request whose deadline passes meanwhile is answered at once."""

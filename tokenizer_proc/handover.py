@@ -80,7 +80,7 @@ class Handover:
         entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
         if params.use_beam_search:
             params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
-        draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos))
+        draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos), entry.bad_words)
         self._send_detokenizer(
             OpenStream(
                 choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted,

@@ -33,6 +33,7 @@ class Entry:
     choices: list["Choice"] = field(default_factory=list)  # those that have not ended
     over: list["Choice"] = field(default_factory=list)  # those that have
     failure: tuple[str, str] | None = None  # code and problem of the error that ended it
+    bad_words: tuple[IntArray, ...] = ()  # those of `params` as tokens
     prompt: IntArray | None = None
     max_tokens: int = 0
     aborting: bool = False  # the scheduler has been told to end it

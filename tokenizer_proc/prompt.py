@@ -1,6 +1,7 @@
 """From a Generate message to prompt tokens."""
 
 from array import array
+from collections.abc import Iterable
 from typing import assert_never
 
 from tokenizers import Tokenizer
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer
 from common.fields import FieldError, IntArray
 from common.harmony import speaks_harmony
 from common.messages import MAX_PROMPT_END, Detokenize, ErrorCode, Generate, Text, Tokenize, Tokens
+from common.sampling_params import MAX_BAD_WORD_TOKENS
 from tokenizer_proc.chat_request import parse_messages, parse_template_args, parse_tools
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.harmony_prompt import harmony_messages, harmony_tools
@@ -40,6 +42,23 @@ class PromptEncoder:
         if msg.text is not None:
             return self._tokenize(msg.text, "text", add_special_tokens=True)
         return self._tokenize(self._render(msg), "chat", add_special_tokens=False)
+
+    def bad_words(self, words: Iterable[str]) -> tuple[IntArray, ...]:
+        """The tokens of each word without the space that it may begin with, and those with one, where these are as many
+        and begin with another token: the words of vLLM. Raises Refused with the field and the limit."""
+        found = []
+        for i, word in enumerate(words):
+            field, text = f"params.bad_words[{i}]", word.lstrip()
+            alone, inside = (self._ids(start + text, add_special_tokens=False) for start in ("", " "))
+            if not alone:
+                raise Refused(ErrorCode.INVALID, f"{field}: has no tokens", field, 1)
+            if len(alone) > MAX_BAD_WORD_TOKENS:
+                problem = f"{field}: has {len(alone)} tokens, at most {MAX_BAD_WORD_TOKENS} are allowed"
+                raise Refused(ErrorCode.INVALID, problem, field, MAX_BAD_WORD_TOKENS)
+            found += [alone, inside] if len(inside) == len(alone) and inside[0] != alone[0] else [alone]
+        for tokens in found:
+            self._limits.check_token_ids(tokens, "params.bad_words")
+        return tuple(found)
 
     def tokenize(self, msg: Tokenize) -> Tokens:
         """Answer a question about tokens, of any number. Raises Refused with the field and the limit."""

@@ -11,6 +11,7 @@ _DEFAULTS = SamplingParams()
 _NOT_WITH_BEAMS = (
     "top_k", "top_p", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar", "include_stop_str_in_output",
+    "allowed_token_ids", "bad_words",
 )  # fmt: skip
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
 
@@ -25,6 +26,7 @@ def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
             raise _refused(name, "goes only with use_beam_search")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
     limits.check_token_ids(ints(*params.logit_bias), "params.logit_bias")
+    limits.check_token_ids(params.allowed_token_ids or ints(), "params.allowed_token_ids")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         problem = f"{params.min_tokens} is more than max_tokens, which is {params.max_tokens}"
         raise _refused("min_tokens", problem, params.max_tokens)

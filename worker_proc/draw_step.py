@@ -97,10 +97,10 @@ class DrawStep:
             self._grammars.enter(plan.enter_grammars)
 
     def _check_drafts(self, plan: StepPlan) -> None:
-        """Penalties and grammars know the tokens of a slot up to its last one, not the guesses after it."""
+        """Penalties, bad words and grammars know the tokens of a slot up to its last one, not the guesses after it."""
         for slot, drafts in zip(plan.chunk_slots, plan.chunk_drafts or (0,) * len(plan.chunk_slots), strict=True):
-            if drafts and (slot in self._with_grammar or self._editor.counts_tokens(slot)):
-                raise PlanError(f"chunk_drafts: slot {slot} has a grammar or penalties")
+            if drafts and (slot in self._with_grammar or self._editor.follows_tokens(slot)):
+                raise PlanError(f"chunk_drafts: slot {slot} has a grammar, penalties or bad words")
 
     def is_greedy(self, sampled: SampledRows) -> bool:
         """Whether all these rows want is the likeliest token, as the model sees it."""
@@ -146,7 +146,7 @@ class DrawStep:
         if prepared.edits is not None:
             self._editor.apply(logits, prepared.edits)
         if masks is not None and self._grammars is not None:
-            self._grammars.apply(masks, logits)
+            self._grammars.apply(masks, logits, self._editor.allows_few(sampled.slots))
         tokens = self._sampler.sample(logits, prepared.drawing)
         if prepared.edits is not None:
             self._editor.append(prepared.edits, sampled.staged_slots.tensor, tokens)

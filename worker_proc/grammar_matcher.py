@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.grammars import LIMITS, GrammarError, to_llguidance
 from common.messages import EnterGrammar
-from common.sampling_params import MAX_ENDS, Grammar
+from common.sampling_params import MAX_BAD_WORDS, MAX_ENDS, Grammar
 from worker_proc.cpu.machine import num_cpus
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MAX_COMPILED = 64  # grammars kept for requests to come
 _MAX_THREADS = 8
 _MAX_PROBLEM_CHARS = 1000
+_MOST_EXCLUDED = MAX_ENDS + 2 * MAX_BAD_WORDS  # tokens of a row, together, where it may get all others
 
 
 class GrammarFailure(Exception):
@@ -186,11 +187,12 @@ class GrammarMatchers:
         masks.computed = self._thread.submit(self._compute, masks)
         return masks
 
-    def apply(self, masks: Masks, logits: Tensor) -> None:
+    def apply(self, masks: Masks, logits: Tensor, restricted: Sequence[int] = ()) -> None:
         """Exclude all other tokens in `logits` (float32 `[S, vocab]`, device): to be done last before the draw.
+        `restricted` are the rows in which any number of tokens may have been excluded before.
 
-        A row in which everything that may come was excluded before (by `min_tokens`) gets one of those tokens all the
-        same: the grammar has the last word.
+        A row in which everything that may come was excluded before (by `min_tokens`, for instance) gets one of those
+        tokens all the same: the grammar has the last word.
         """
         masks.computed.result()
         vocab = logits.shape[1]
@@ -201,6 +203,10 @@ class GrammarMatchers:
         for i, tokens in masks.narrow.items():
             allowed = logits[masks.rows[i], tokens]
             logits[masks.rows[i], tokens] = allowed.masked_fill((allowed == -torch.inf).all(), 0.0)
+        for i, row in enumerate(masks.rows):
+            if row in restricted and i not in masks.narrow:
+                allowed = logits[row].masked_fill(forbidden[i, :vocab], -torch.inf)
+                logits[row].masked_fill_((allowed == -torch.inf).all(), 0.0)
         for first, begin, end in _runs(masks.rows):
             logits[first : first + end - begin].masked_fill_(forbidden[begin:end, :vocab], -torch.inf)
 
@@ -275,7 +281,7 @@ class GrammarMatchers:
                 self._without_eos(mask)
         forbidden = np.unpackbits(~masks.bits.numpy().view(np.uint8), axis=1, bitorder="little").view(np.bool_)
         for i, row in enumerate(forbidden):
-            if len(row) - np.count_nonzero(row) <= MAX_ENDS:  # more tokens than that cannot be excluded together
+            if len(row) - np.count_nonzero(row) <= _MOST_EXCLUDED:
                 tokens = torch.from_numpy(np.flatnonzero(~row[: self._vocab_size]))
                 masks.narrow[i] = tokens.to(self._device)
         if self._device.type == "cpu":

@@ -10,16 +10,30 @@ from torch import Tensor
 from common.messages import History
 from common.sampling_params import DrawParams, LogitEdits
 from worker_proc.errors import PlanError
+from worker_proc.exclusions import Excluded, lay_out
+from worker_proc.known_tokens import KnownRows, KnownTokens
 from worker_proc.penalties import Penalties, PenaltyStep
 from worker_proc.staging import Staged, Staging
 
 
 @dataclass(frozen=True, slots=True)
-class EditStep:
-    """The edits of a step, beside the biases, which stay while its rows do."""
+class _Fixed:
+    """The edits of a batch that stay while its rows do."""
 
+    slots: list[int]  # row by row
+    bias: tuple[Staged, Staged] | None  # int64 [2, N]: row, token; float64 [N]
+    excluded: Excluded
+
+
+@dataclass(frozen=True, slots=True)
+class EditStep:
+    """The edits of a step."""
+
+    fixed: _Fixed
     ends: Staged | None  # int64 [2, N]: row, excluded token
+    word_lengths: Staged | None  # of the bad words of several tokens
     penalties: PenaltyStep | None
+    known: KnownRows | None  # rows whose drawn tokens are to be kept
 
 
 class LogitEditor:
@@ -29,9 +43,10 @@ class LogitEditor:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._edits: dict[int, LogitEdits] = {}
-        self._penalties = Penalties(max_slots, vocab_size, self._device)
-        self._bias_of: list[int] = []  # the slots that `_bias` was made for, row by row, while their edits stay
-        self._bias: tuple[Staged, Staged] | None = None  # int64 [2, N]: row, token; float64 [N]
+        self._known = KnownTokens(max_slots, self._device)
+        self._prompts: dict[int, int] = {}  # tokens of the prompt, of slots in `_known`
+        self._penalties = Penalties(max_slots, vocab_size, self._known, self._device)
+        self._fixed: _Fixed | None = None  # of the last step with edits, while they stay
 
     def enter(
         self,
@@ -48,56 +63,80 @@ class LogitEditor:
                 continue
             ends = array("i", (token for token in draw.edits.ends if token < self._vocab_size))
             self._edits[slot] = replace(draw.edits, ends=ends)
-            self._bias_of = []
-            if draw.edits.counts_tokens:
+            self._fixed = None
+            if draw.edits.needs_history:
                 if slot not in histories or not histories[slot].tokens:
-                    raise PlanError(f"histories: slot {slot} has penalties and no history")
-                self._penalties.enter(draw.edits, histories[slot], staging)
+                    raise PlanError(f"histories: slot {slot} has penalties or bad words and no history")
+                self._prompts[slot] = histories[slot].prompt_len
+                tokens = self._known.enter(histories[slot], staging)
+                if draw.edits.counts_tokens:
+                    self._penalties.enter(draw.edits, histories[slot], tokens, staging)
 
     def leave(self, slots: Sequence[int]) -> None:
         for slot in slots:
             if self._edits.pop(slot, None) is not None:
+                self._known.leave(slot)
+                self._prompts.pop(slot, None)
                 self._penalties.leave(slot)
-                self._bias_of = []
+                self._fixed = None
 
     def touches(self, slots: Tensor) -> bool:
         """Whether any of these slots (int64, host) has edits."""
         return bool(self._edits) and not self._edits.keys().isdisjoint(slots.tolist())
 
-    def counts_tokens(self, slot: int) -> bool:
-        """Whether a slot has penalties that depend on its tokens."""
-        edits = self._edits.get(slot)
-        return edits is not None and edits.counts_tokens
+    def follows_tokens(self, slot: int) -> bool:
+        """Whether a slot has edits that depend on its tokens."""
+        return slot in self._prompts
+
+    def allows_few(self, slots: Tensor) -> list[int]:
+        """The rows of `slots` (int64, host) in which some tokens alone are allowed."""
+        allowed = {slot for slot, edits in self._edits.items() if edits.allowed}
+        return [row for row, slot in enumerate(slots.tolist()) if slot in allowed] if allowed else []
 
     def prepare(self, slots: Tensor, lengths: Tensor, staging: Staging) -> EditStep | None:
         """What a step needs whose rows are of `slots` (int64 `[S]`, host) and have `lengths` (int64 `[S]`, host) tokens
         before the one to be drawn; None if no row is edited."""
         if not self.touches(slots):
             return None
-        self._prepare_bias(slots.tolist(), staging)
-        ends = self._excluded(slots.tolist(), lengths.tolist(), staging)
-        return EditStep(ends, self._penalties.prepare(slots, lengths, staging))
+        fixed = self._prepare_fixed(slots.tolist(), staging)
+        return EditStep(
+            fixed,
+            self._excluded(slots.tolist(), lengths.tolist(), staging),
+            fixed.excluded.lengths(lengths, staging),
+            self._penalties.prepare(slots, lengths, staging),
+            self._known.prepare(slots, lengths, staging),
+        )
 
     def apply(self, logits: Tensor, step: EditStep) -> None:
         """Change `logits` (float32 `[S, vocab]`, device) in place. `step` is from `prepare`, and sent."""
-        if self._bias is not None:
-            pairs, values = self._bias
+        bias, excluded = step.fixed.bias, step.fixed.excluded
+        if bias is not None:
+            pairs, values = bias
             rows, tokens = pairs.tensor
             logits[rows, tokens] += values.tensor.float()  # no pair is named twice
+        before = excluded.allowed.read(logits) if excluded.allowed is not None else None
         if step.ends is not None:
             rows, tokens = step.ends.tensor
             logits[rows, tokens] = -torch.inf
+        excluded.apply(logits, self._known, step.word_lengths)
+        if excluded.allowed is not None and before is not None:
+            excluded.allowed.restrict(logits, before)
         if step.penalties is not None:
             self._penalties.apply(logits, step.penalties)
 
     def append(self, step: EditStep, slots: Tensor, tokens: Tensor) -> None:
         """The step's `slots` got `tokens` (int64 `[S]`, device)."""
-        if step.penalties is not None:
-            self._penalties.append(step.penalties, slots, tokens)
+        if step.known is not None:
+            own, new = self._known.append(step.known, slots, tokens)
+            self._penalties.append(own, new)
 
-    def _prepare_bias(self, slots: list[int], staging: Staging) -> None:
-        if self._bias_of == slots:  # a steady batch needs no new index
-            return
+    def _prepare_fixed(self, slots: list[int], staging: Staging) -> _Fixed:
+        if self._fixed is None or self._fixed.slots != slots:  # a steady batch needs no new index
+            excluded = lay_out(slots, self._edits, self._prompts, staging)
+            self._fixed = _Fixed(slots, self._bias(slots, staging), excluded)
+        return self._fixed
+
+    def _bias(self, slots: list[int], staging: Staging) -> tuple[Staged, Staged] | None:
         rows: list[int] = []
         tokens: list[int] = []
         values: list[float] = []
@@ -107,10 +146,10 @@ class LogitEditor:
                 rows += [row] * len(edits.logit_bias)
                 tokens += edits.logit_bias
                 values += edits.logit_bias.values()
-        self._bias_of, self._bias = slots, None
-        if rows:
-            pairs = staging.put(torch.tensor([rows, tokens], dtype=torch.int64))
-            self._bias = (pairs, staging.put(torch.tensor(values, dtype=torch.float64)))
+        if not rows:
+            return None
+        pairs = staging.put(torch.tensor([rows, tokens], dtype=torch.int64))
+        return pairs, staging.put(torch.tensor(values, dtype=torch.float64))
 
     def _excluded(self, slots: list[int], lengths: list[int], staging: Staging) -> Staged | None:
         rows: list[int] = []

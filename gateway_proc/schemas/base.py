@@ -26,8 +26,8 @@ def within(name: str, of: type = SamplingParams) -> Any:
             return Field(ge=lo, le=hi)
         case Float(lo, hi, open_low):
             return Field(gt=lo, le=hi) if open_low else Field(ge=lo, le=hi)
-        case Ints(most) | ListOf(_, most) | IntMap(Ints(most), _):
-            return Field(max_length=most)
+        case Ints(most, least=least) | ListOf(_, most, least) | IntMap(Ints(most, least=least), _):
+            return Field(min_length=least or None, max_length=most)
     raise TypeError(f"{name} has no bounds")
 
 

@@ -4,12 +4,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from common.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from common.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from common.story import SANE_ID
 from gateway_proc.schemas.base import ApiModel, Items, within, within_generate
 from gateway_proc.schemas.others import OTHERS
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 RequestId = Annotated[str, Field(pattern=f"^(?:{SANE_ID})$")]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -71,6 +72,8 @@ class SamplingFields(ApiModel):
     presence_penalty: Annotated[float | None, within("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, within("frequency_penalty")] = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, within("logit_bias")] = None
+    allowed_token_ids: Annotated[Items[int] | None, within("allowed_token_ids")] = None
+    bad_words: Annotated[Items[BadWord] | None, within("bad_words")] = None
     min_tokens: Annotated[int | None, within("min_tokens")] = None
     stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[Items[int] | None, within("stop_token_ids")] = None
@@ -108,8 +111,6 @@ class SamplingFields(ApiModel):
         "spaces_between_special_tokens": (True, False),
         "truncate_prompt_tokens": (),
         "truncation_side": (),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
         "logprob_token_ids": (),
         "guided_whitespace_pattern": (),
         "structural_tag": (),

@@ -39,6 +39,7 @@ VARIANTS: list[dict[str, Any]] = [  # what depends on more than the last tokens,
     {"prompt_logprobs": 1},
     {"min_tokens": TOKENS // 2, "stop_token_ids": ints(7, 31, 101)},
     {"stop": ("never comes",)},
+    {"allowed_token_ids": ints(*range(60, 80)), "bad_words": ("a", "bc", "def", "gg", "hih")},
 ]
 PARAMS = [
     SamplingParams(temperature=i % 2 * 0.9, seed=i, max_tokens=TOKENS, ignore_eos=True, **VARIANTS[i % len(VARIANTS)])

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from common.messages import Finish, RequestError, ints
-from common.sampling_params import SamplingParams
+from common.sampling_params import Grammar, SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.integration.cluster import running
 
@@ -125,6 +126,45 @@ def test_prompt_logprobs_in_chunks_beside_others_and_of_one_token(llama):
         assert answers[0][0].token_ids == answers[1][0].token_ids
 
 
+def test_allowed_tokens_and_bad_words_are_those_of_a_search_by_hand(llama, connection):
+    """Greedy, from transformers' logits: words of one token and of several, with and without a space, of the output."""
+    tokenizer = Tokenizer.from_file(str(llama / "tokenizer.json"))
+    plain = ask(connection, PROMPT, params(max_tokens=24))
+    single = (tokenizer.decode([token]) for token in plain.token_ids)
+    words = (next(text for text in single if text.isascii() and text.isalnum()), plain.text[2:4], plain.text[5:8])
+    forms = []
+    for word in words:
+        alone, inside = (tokenizer.encode(start + word.lstrip(), add_special_tokens=False).ids for start in ("", " "))
+        forms += [alone, inside] if len(inside) == len(alone) and inside[0] != alone[0] else [alone]
+    assert {len(form) > 1 for form in forms} == {True, False}
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32, attn_implementation="eager")
+    few = list(range(20, 60))
+    for allowed in (None, few):
+        wanted = params(max_tokens=24, bad_words=words, allowed_token_ids=None if allowed is None else ints(*allowed))
+        output: list[int] = []
+        with torch.inference_mode():
+            for _ in range(24):
+                row = model(torch.tensor([PROMPT + output])).logits[0, -1].float()
+                for *beginning, last in forms:
+                    if output[len(output) - len(beginning) :] == beginning:
+                        row[last] = -torch.inf
+                best = row if allowed is None else row[allowed]
+                output.append(int(best.argmax()) if allowed is None else allowed[int(best.argmax())])
+        got = ask(connection, PROMPT, wanted)
+        assert got.token_ids == output != plain.token_ids
+    for grammar, found in ((Grammar("choice", '["5", "x"]'), "5"), (Grammar("choice", '["xyz"]'), "xyz")):
+        digits = ints(*tokenizer.encode("0123456789", add_special_tokens=False).ids)
+        got = ask(connection, PROMPT, params(ignore_eos=False, allowed_token_ids=digits, grammar=grammar))
+        assert got.text == found, "the grammar has the last word"
+    for field, values in (
+        ("allowed_token_ids", {"allowed_token_ids": ints(VOCAB_SIZE)}),
+        ("bad_words[1]", {"bad_words": ("a", " ")}),
+        ("bad_words", {"bad_words": ("a",), "use_beam_search": True}),
+    ):
+        answer = ask(connection, PROMPT, SamplingParams(**values))
+        assert isinstance(answer, RequestError) and answer.field.startswith(f"params.{field}"), answer
+
+
 def test_penalties_under_pressure_are_those_of_a_solo_run(llama, connection):
     wanted = [
         params(max_tokens=40, repetition_penalty=1.2),
@@ -133,6 +173,8 @@ def test_penalties_under_pressure_are_those_of_a_solo_run(llama, connection):
         params(max_tokens=40, logit_bias={7: 6.0, 9: -50.0}, frequency_penalty=1.0, logprobs=1),
         params(max_tokens=40, min_tokens=40, stop_token_ids=ints(7), logit_bias={7: 30.0}, logprobs=0),
         params(max_tokens=40),
+        params(max_tokens=40, allowed_token_ids=ints(*range(50, 60)), bad_words=("e", "we", "the")),
+        params(max_tokens=40, temperature=1.5, seed=9, allowed_token_ids=ints(5, 6), bad_words=('"##', "#")),
     ]
     prompts = [PROMPT[i : i + 20] for i in range(len(wanted))]
     alone = [ask(connection, prompt, p) for prompt, p in zip(prompts, wanted, strict=True)]
@@ -141,8 +183,8 @@ def test_penalties_under_pressure_are_those_of_a_solo_run(llama, connection):
         crowd = ask_all(there, [(prompt, p, {"n": 1}) for prompt, p in zip(prompts, wanted, strict=True)] * 3)
         assert there.stats()["scheduler.preempted"] > 0
     for i, (got,) in enumerate(crowd):
-        assert got.token_ids == alone[i % 6].token_ids
-        assert [e.token_id for e in got.logprobs] == [e.token_id for e in alone[i % 6].logprobs]
+        assert got.token_ids == alone[i % 8].token_ids
+        assert [e.token_id for e in got.logprobs] == [e.token_id for e in alone[i % 8].logprobs]
     assert len({tuple(a.token_ids) for a in alone}) == len(alone)
     assert 7 not in alone[4].token_ids[:40] and alone[4].end == (Finish.LENGTH, None)
     assert 9 not in alone[3].token_ids

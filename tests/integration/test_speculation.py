@@ -23,7 +23,9 @@ def requests() -> list[tuple[list[int], SamplingParams, dict[str, int]]]:
             {"temperature": 0.8, "seed": i, "top_p": 0.9},
             {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 0},
             {"temperature": 0.0, "logit_bias": {25: 50.0, 26: 49.9}, "stop_token_ids": ints(26)},
-        ][i % 6]
+            {"temperature": 0.0, "allowed_token_ids": ints(40, 41)},
+            {"temperature": 0.0, "bad_words": ("e", "in the")},
+        ][i % 8]
         params = SamplingParams(**({"max_tokens": 60 + i, "ignore_eos": True} | values))
         asked.append((PASSAGE * 2 + PASSAGE[: 1 + i], params, {"n": 1 + i % 2}))
     return asked

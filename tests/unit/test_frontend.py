@@ -134,6 +134,13 @@ ANY = Grammar("regex", "a+")
         (request(params=SamplingParams(stop_token_ids=ints(1000))), ErrorCode.INVALID, "params.stop_token_ids[0]"),
         (request(chat=(ChatMessage("user", ""),)), ErrorCode.INVALID, "chat"),
         (request(params=SamplingParams(grammar=ANY, use_beam_search=True)), ErrorCode.INVALID, "params.grammar"),
+        (
+            request(params=SamplingParams(allowed_token_ids=ints(5, 1000))),
+            ErrorCode.INVALID,
+            "params.allowed_token_ids[1]",
+        ),
+        (request(params=SamplingParams(bad_words=("x", " "))), ErrorCode.INVALID, "params.bad_words[1]"),
+        (request(params=SamplingParams(bad_words=("1é" * 60,))), ErrorCode.INVALID, "params.bad_words[0]"),
     ],
 )
 def test_refusals_before_anything_is_forwarded(msg: Generate, code: ErrorCode, field: str) -> None:

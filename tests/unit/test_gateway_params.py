@@ -48,6 +48,9 @@ def test_every_field_arrives() -> None:
     assert {name: getattr(made, name) for name in given} == given
     assert made.stop == ("end",) and made.stop_token_ids == array("i", [3, 4]) and made.max_tokens == 9
     assert made.logit_bias == {5: -100.0, 17: 2.5}
+    made = params(allowed_token_ids=[7, 3, 7], bad_words=["a", "b", "a"])
+    assert made.allowed_token_ids == array("i", [7, 3, 7]) and made.bad_words == ("a", "b")
+    assert params().allowed_token_ids is None and params().bad_words == ()
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,7 @@ def test_what_ended_the_answer_is_shown_by_two_names() -> None:
         ({"logit_bias": {"²": 1}}, "logit_bias"),
         ({"stop_token_ids": [1, -5]}, "stop_token_ids[1]"),
         ({"stop_token_ids": [2**40]}, "stop_token_ids[0]"),
+        ({"allowed_token_ids": [1, -5]}, "allowed_token_ids[1]"),
         ({"min_tokens": 9}, "min_tokens"),
     ],
 )

@@ -303,17 +303,19 @@ def test_json_requests_take_every_field() -> None:
     values = {
         "repetition_penalty": 1.5, "presence_penalty": -2, "frequency_penalty": 0.5, "logit_bias": {"7": -100, "0": 5},
         "min_tokens": 3, "logprobs": 20, "prompt_logprobs": 0, "use_beam_search": True, "length_penalty": 0.5,
-        "early_stopping": True,
+        "early_stopping": True, "allowed_token_ids": [5, 6], "bad_words": ["x", "yz"],
     }  # fmt: skip
     params = parse_request({"prompt": "x", **values}).params
     assert params == SamplingParams(
         repetition_penalty=1.5, presence_penalty=-2.0, frequency_penalty=0.5, logit_bias={7: -100.0, 0: 5.0},
         min_tokens=3, logprobs=20, prompt_logprobs=0, use_beam_search=True, length_penalty=0.5, early_stopping=True,
+        allowed_token_ids=ints(5, 6), bad_words=("x", "yz"),
     )  # fmt: skip
     for name, wrong in (
         ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", [7]), ("logit_bias", {"7": 101}),
         ("logit_bias", {"7": 1, "07": 2}), ("logprobs", 21), ("min_tokens", -1), ("repetition_penalty", 0),
-        ("presence_penalty", 2.5), ("use_beam_search", 1), ("length_penalty", 11),
+        ("presence_penalty", 2.5), ("use_beam_search", 1), ("length_penalty", 11), ("allowed_token_ids", []),
+        ("allowed_token_ids", [1.5]), ("bad_words", "x"), ("bad_words", [1]), ("bad_words", ["x"] * 129),
     ):  # fmt: skip
         with pytest.raises(FieldError) as caught:
             parse_request({"prompt": "x", name: wrong})

@@ -38,6 +38,9 @@ def test_python_values_become_those_of_the_wire() -> None:
         temperature=0.0, stop=("x",), stop_token_ids=ints(5), logit_bias={7: -100.0}, grammar=Grammar("regex", "a+")
     )
     assert SamplingParams(stop=["a", "b"]).to_wire().stop == ("a", "b")
+    made = SamplingParams(allowed_token_ids=[3], bad_words=["x"]).to_wire()
+    assert made == wire.SamplingParams(allowed_token_ids=ints(3), bad_words=("x",))
+    assert SamplingParams(allowed_token_ids=None, bad_words=None).to_wire() == wire.SamplingParams()
     assert SamplingParams(json_schema=True).to_wire().grammar == Grammar("json_object")
     assert SamplingParams(json_schema={"type": "object"}).to_wire().grammar == Grammar(
         "json_schema", '{"type": "object"}'
@@ -147,6 +150,10 @@ def test_the_clusters_names_of_fields_are_those_of_the_call() -> None:
         ({"n": 0}, "n: must be between 1 and 64"),
         ({"stop": [""]}, "stop\\[0\\]: must have 1 to 512"),
         ({"stop_token_ids": [-1]}, "stop_token_ids: entries"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: must have at least 1 entries"),
+        ({"allowed_token_ids": range(2**14 + 1)}, "allowed_token_ids: must have at most 16384 entries, got 16385"),
+        ({"bad_words": [""]}, "bad_words\\[0\\]: must have 1 to 512"),
+        ({"bad_words": "x"}, "bad_words: must be a list, got 'x'"),
         ({"logit_bias": {5: 1000}}, "logit_bias"),
         ({"regex": "a", "choice": ["a"]}, "choice: excludes regex"),
         ({"choice": "yes"}, "choice: must be a list, got 'yes'"),

@@ -123,7 +123,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline=st.sampled_from([0, 0, 0, 5, 500]),
         draw=st.builds(
             DrawParams,
-            edits=st.sampled_from([None, LogitEdits(repetition_penalty=2.0), LogitEdits(logit_bias={1: 2.0})]),
+            edits=st.sampled_from(
+                [
+                    None,
+                    LogitEdits(repetition_penalty=2.0),
+                    LogitEdits(logit_bias={1: 2.0}),
+                    LogitEdits(bad_words=(ints(1, 2),)),
+                ]
+            ),
             logprobs=st.sampled_from([None, 0, 3]),
             prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         ),

@@ -67,7 +67,7 @@ def values_of(checker: Checker, size: int | None = None) -> st.SearchStrategy[An
             return st.binary(min_size=least, max_size=min(checker.most, max(most, 0)))
         case Ints():
             items = st.integers(checker.lo, checker.hi)
-            columns = st.lists(items, min_size=least, max_size=min(checker.most, most))
+            columns = st.lists(items, min_size=max(least, checker.least), max_size=min(checker.most, most))
             return columns.map(lambda values: array(checker.typecode, values))
         case Floats():
             items = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -150,5 +150,5 @@ def test_guesses_of_slots_that_follow_single_tokens_are_refused(model: LanguageM
         plan = replace(plan, histories=(History(2, 3, ints(1, 2, 3)),))
     else:
         plan = replace(plan, enter_grammars=(EnterGrammar(2, Grammar("regex", "a"), False, ints()),))
-    with pytest.raises(PlanError, match="chunk_drafts: slot 2 has a grammar or penalties"):
+    with pytest.raises(PlanError, match="chunk_drafts: slot 2 has a grammar, penalties or bad words"):
         runner.execute(plan)

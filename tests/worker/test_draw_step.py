@@ -65,6 +65,8 @@ DRAWS = st.builds(
             LogitEdits(frequency_penalty=1.1),
             LogitEdits(presence_penalty=1.5, repetition_penalty=0.8),
             LogitEdits(logit_bias={5: 8.0, 6: 7.5}, frequency_penalty=2.0),
+            LogitEdits(allowed=ints(5, 6, 7), bad_words=(ints(5, 6), ints(7, 7, 7), ints(6, 5)), presence_penalty=0.1),
+            LogitEdits(allowed=ints(*range(40)), bad_words=(ints(3),)),
         ]
     ),
     logprobs=st.sampled_from([None, 0, 2]),

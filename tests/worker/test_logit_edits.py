@@ -30,11 +30,28 @@ EDITS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.2, 10.0]),
     frequency_penalty=st.sampled_from([0.0, -2.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, -0.3, 2.0]),
+    allowed=st.lists(TOKENS, max_size=4).map(lambda ids: array("i", ids)),
+    bad_words=st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=3).map(lambda ids: array("i", ids)), max_size=4
+    ).map(tuple),
 )
 
 
 def random_logits(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def excluded_row(row: Tensor, biased: Tensor, edits: LogitEdits, output: list[int]) -> Tensor:
+    """Bad words as vLLM excludes them, then all but the allowed tokens, as `biased` where none of these is left."""
+    for *beginning, last in edits.bad_words:
+        if not beginning or output[-len(beginning) :] == beginning:
+            row[last] = -torch.inf
+    if edits.allowed:
+        allowed = sorted(set(edits.allowed))
+        left = row if not row[allowed].isinf().all() else biased
+        row = torch.full_like(row, -torch.inf)
+        row[allowed] = left[allowed]
+    return row
 
 
 def expected_row(row: Tensor, edits: LogitEdits, prompt: list[int], output: list[int]) -> Tensor:
@@ -43,11 +60,13 @@ def expected_row(row: Tensor, edits: LogitEdits, prompt: list[int], output: list
     if edits.logit_bias:
         bias = [[[token], value] for token, value in edits.logit_bias.items()]
         processors.append(SequenceBiasLogitsProcessor(bias))
+    biased = processors(torch.tensor([prompt + output]), row[None].clone())[0]
     if edits.ends:
         processors.append(MinLengthLogitsProcessor(edits.min_len, list(edits.ends), device="cpu"))
-    if edits.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(edits.repetition_penalty))
     row = processors(torch.tensor([prompt + output]), row[None].clone())[0]
+    row = excluded_row(row, biased, edits, output)
+    if edits.repetition_penalty != 1:
+        row = RepetitionPenaltyLogitsProcessor(edits.repetition_penalty)(torch.tensor([prompt + output]), row[None])[0]
     for token in set(output):
         row[token] -= edits.frequency_penalty * output.count(token)
         row[token] -= edits.presence_penalty
@@ -88,7 +107,7 @@ def test_every_step_of_a_batch_is_edited_as_its_requests_say(data: st.DataObject
                     requests[free] = (edits, prompt, output)
                     enter(editor, free, edits, prompt, output)
             elif slot not in requests:
-                prompt = data.draw(st.lists(TOKENS, min_size=1, max_size=12))
+                prompt = data.draw(st.lists(TOKENS, min_size=1, max_size=12))  # may end as a bad word begins
                 requests[slot] = (data.draw(st.none() | EDITS), prompt, [])
                 enter(editor, slot, *requests[slot])
         slots = data.draw(st.permutations(sorted(requests)))
@@ -103,7 +122,8 @@ def test_every_step_of_a_batch_is_edited_as_its_requests_say(data: st.DataObject
             edits, prompt, output = requests[slot]
             wanted = logits[row] if edits is None else expected_row(logits[row], edits, prompt, output)
             torch.testing.assert_close(edited[row], wanted, rtol=1e-6, atol=1e-5)
-        tokens = data.draw(st.lists(TOKENS, min_size=len(slots), max_size=len(slots)))
+        few = data.draw(st.sampled_from([TOKENS, st.integers(0, 3)]))  # those of bad words
+        tokens = data.draw(st.lists(few, min_size=len(slots), max_size=len(slots)))
         if edit_step is not None:
             editor.append(edit_step, index, torch.tensor(tokens))
         for slot, token in zip(slots, tokens, strict=True):
@@ -136,13 +156,28 @@ def test_rows_without_edits_are_not_touched() -> None:
     assert torch.equal(edited, logits)
 
 
+def test_a_bad_word_is_found_in_the_output_alone_and_where_a_step_in_flight_has_drawn_its_beginning() -> None:
+    editor = LogitEditor(2, VOCAB)
+    words = (array("i", [5, 6, 7]), array("i", [9]), array("i", [6, 7]), array("i", [8, 7]))
+    enter(editor, 1, LogitEdits(bad_words=words), [5, 6], [])
+    slots = torch.tensor([1])
+    steps = []
+    for length, drawn in ((2, 5), (3, 6), (4, 0)):
+        logits = torch.zeros(1, VOCAB)
+        step = apply(editor, logits, slots, torch.tensor([length]))
+        assert step is not None
+        editor.append(step, slots, torch.tensor([drawn]))
+        steps.append(logits[0].isinf().nonzero().squeeze(1).tolist())
+    assert steps == [[9], [9], [7, 9]]
+
+
 def test_an_end_outside_the_vocabulary_is_harmless_and_a_missing_history_is_not() -> None:
     editor = LogitEditor(2, VOCAB)
     enter(editor, 0, LogitEdits(min_len=9, ends=array("i", [VOCAB + 7, 2])), [1], [])
     logits = random_logits(1, 0)
     apply(editor, logits, torch.tensor([0]), torch.tensor([8]))
     assert logits[0].isinf().nonzero().tolist() == [[2]]
-    with pytest.raises(PlanError, match="slot 1 has penalties and no history"):
+    with pytest.raises(PlanError, match="slot 1 has penalties or bad words and no history"):
         editor.enter([1], [DrawParams(edits=LogitEdits(repetition_penalty=2.0))], {}, Staging("cpu"))
 
 

@@ -33,6 +33,8 @@ DRAWS = [
     DrawParams(1.0, seed=3, edits=LogitEdits(logit_bias={5: 60.0, 9: 60.0}), logprobs=2),
     DrawParams(0.7, seed=4, logprobs=0, prompt_logprobs=1),
     DrawParams(0.0, edits=LogitEdits(repetition_penalty=1.3)),
+    DrawParams(0.0, edits=LogitEdits(allowed=ints(5, 6), bad_words=(ints(6),))),  # a loop
+    DrawParams(1.0, seed=2, edits=LogitEdits(allowed=ints(5, 9), bad_words=(ints(5, 5), ints(9, 5, 9)))),
     DrawParams(0.9, top_k=2, seed=6, edits=LogitEdits(logit_bias={8: 60.0, 4: 60.0}, min_len=40, ends=ints(8))),
 ]
 
