@@ -14,7 +14,7 @@ that looks like a call and turns out not to be one is content, so nothing that t
 and the white space around calls and reasoning. `parser.called` says whether there was a call: the finish reason is
 then "tool_calls" instead of "stop". One parser reads one choice.
 
-With tools in MISTRAL or LLAMA3_JSON format, and always with a model that speaks HARMONY, ask for the answer with
+With tools in any format but HERMES, and always with a model that speaks HARMONY, ask for the answer with
 `skip_special_tokens=False` (`needs_special_tokens`): their markers are special tokens.
 
 `tool_choice` "required" or a function's name: `force_call([(name, schema), ...], format)` gives the Grammar to

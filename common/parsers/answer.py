@@ -10,7 +10,7 @@ from common.parsers.formats import Reasoning, ToolFormat
 from common.parsers.harmony import HarmonyParser
 from common.parsers.hermes import HermesParser
 from common.parsers.llama3 import Llama3Parser
-from common.parsers.mistral import MistralParser
+from common.parsers.mistral import GRANITE, MistralParser
 from common.parsers.reasoning import ReasoningPasser, ReasoningSplitter, Split
 from common.parsers.tagged_call import Schemas
 
@@ -84,12 +84,14 @@ def make_parser(
             parser = Llama3Parser(new_id or _call_id, offered)
         case ToolFormat.MISTRAL:
             parser = MistralParser(new_id or _short_id, forced=forced)
+        case ToolFormat.GRANITE:
+            parser = MistralParser(new_id or _call_id, GRANITE, forced=forced)
     return AnswerParser(splitter, parser, most)
 
 
 def needs_special_tokens(tools: ToolFormat | None, reasoning: Reasoning) -> bool:
     """Whether the markers are special tokens, which the answer must then show (`skip_special_tokens=False`)."""
-    return reasoning is Reasoning.CHANNEL or tools in (ToolFormat.MISTRAL, ToolFormat.LLAMA3_JSON, ToolFormat.HARMONY)
+    return reasoning is Reasoning.CHANNEL or tools not in (None, ToolFormat.HERMES)
 
 
 def _call_id() -> str:

@@ -12,6 +12,7 @@ class ToolFormat(Enum):
     HERMES = "hermes"  # between <tool_call> tags: Hermes, Qwen, GLM
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
+    GRANITE = "granite"  # 3; 4 writes as Hermes
     HARMONY = "harmony"  # gpt-oss
 
 
@@ -45,6 +46,8 @@ def detect_formats(template: str, *, takes_tools: bool = True, thinking: bool = 
         tools = ToolFormat.HERMES
     elif "[TOOL_CALLS]" in template:
         tools = ToolFormat.MISTRAL
+    elif "<|tool_call|>" in template:
+        tools = ToolFormat.GRANITE
     elif "<tool_call>" in template:
         tools = ToolFormat.HERMES
     elif "<|python_tag|>" in template or ('"parameters":' in template and "<|start_header_id|>" in template):

@@ -35,7 +35,7 @@ def force_call(
         return _force_harmony(tools)
     call, definitions = _call(tools, "parameters" if tool_format is ToolFormat.LLAMA3_JSON else "arguments")
     match tool_format:
-        case ToolFormat.MISTRAL:
+        case ToolFormat.MISTRAL | ToolFormat.GRANITE:
             most = {} if parallel else {"maxItems": 1}
             schema = {"type": "array", "items": call, "minItems": 1, **most, "$defs": definitions}
             return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))

@@ -1,5 +1,6 @@
 """Calls as Mistral's models write them. Older: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer:
-`[TOOL_CALLS]name[ARGS]{...}` for each call, some with `[CALL_ID]id` before the arguments, some without `[ARGS]`."""
+`[TOOL_CALLS]name[ARGS]{...}` for each call, some with `[CALL_ID]id` before the arguments, some without `[ARGS]`.
+Granite 3 writes the older form behind a marker of its own."""
 
 import re
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from common.parsers.call_object import CallObject
 from common.parsers.driver import CallParser
 from common.parsers.scanning import JsonValue
 
-_OPEN = "[TOOL_CALLS]"
+MISTRAL = ("[TOOL_CALLS]",)
+GRANITE = ("<|tool_call|>", "<tool_call>")
 _MAX_HEADER = 256  # characters between the marker and the arguments
-_HEADER = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_HEADER = re.compile(r"([^\s\[\]{}\"\\]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
 class _State(Enum):
@@ -23,10 +25,12 @@ class _State(Enum):
 
 
 class MistralParser(CallParser):
-    """`forced` reads the list alone, without the marker, as a grammar for forced calls allows it."""
+    """Calls come behind one of the `markers`. `forced` reads the list alone, without a marker, as a grammar for forced
+    calls allows it."""
 
-    def __init__(self, new_id: Callable[[], str], *, forced: bool = False) -> None:
+    def __init__(self, new_id: Callable[[], str], markers: tuple[str, ...] = MISTRAL, *, forced: bool = False) -> None:
         super().__init__(new_id)
+        self._markers = markers
         self._state = _State.MARKED if forced else _State.CONTENT
         self._raw = ""  # behind content and before what can be a call: content again if it is none
         self._value = JsonValue()
@@ -39,7 +43,7 @@ class MistralParser(CallParser):
     def _step(self, *, final: bool) -> bool:
         match self._state:
             case _State.CONTENT:
-                self._text, self._raw = self._content.scan(self._text, (_OPEN,), final=final)
+                self._text, self._raw = self._content.scan(self._text, self._markers, final=final)
                 if self._raw:
                     self._state = _State.MARKED
                 return bool(self._raw)
@@ -64,9 +68,9 @@ class MistralParser(CallParser):
             self._text = text[header.end() :]
             self._value = JsonValue()
             self._state = _State.ARGUMENTS
-        elif text.startswith("["):
-            self._raw += self._text[: len(self._text) - len(text) + 1]
-            self._text = text[1:]
+        elif text.startswith(("[", "{")):  # a single call may stand there without its list
+            begun = len(self._text) - len(text) + text.startswith("[")
+            self._raw, self._text = self._raw + self._text[:begun], self._text[begun:]
             self._begin_object()
         elif final or brace >= 0 or len(text) >= _MAX_HEADER:
             self._content.restore(self._raw)

@@ -18,11 +18,13 @@ from common.parsers import (
 )
 from tests.helpers_parsers import parse, shown, split
 
-HERMES, LLAMA, MISTRAL, HARMONY = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.HARMONY
+HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
+GRANITE, HARMONY = ToolFormat.GRANITE, ToolFormat.HARMONY
 CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}}'
 ARGUMENTS = '{"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}'
 PIECES = (
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>",
+    "</think>",
     CALL, '{"name": "g"}', '{"parameters": {}, "name": "f"}', '{"name": "f", "arguments": "{}"}', "[", "]", "{", "}",
     ",", ";", ":", '"', '"name"', '"arguments"', '"f"', "\\", "f", "g", "null", "1.5", " ", "\n", "é🙂", "<", "text",
     '"\\ud800"',
@@ -110,6 +112,10 @@ def test_llama3(text, expected):
         ('[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g-2{}', [("f", '{"x": 1}'), ("g-2", "{}")]),
         ('[TOOL_CALLS]f[CALL_ID]abc123[ARGS]{"x": 1}', [("f", '{"x": 1}')]),
         ('[TOOL_CALLS]f{"x": 1} bye', [("f", '{"x": 1}'), "bye"]),
+        ('[TOOL_CALLS]mcp:f/x[ARGS]{"x": 1}', [("mcp:f/x", '{"x": 1}')]),
+        ('[TOOL_CALLS]wetter_für{"x": 1}', [("wetter_für", '{"x": 1}')]),
+        (f"[TOOL_CALLS]{CALL} bye", [("f", ARGUMENTS), "bye"]),
+        ('[TOOL_CALLS] {"x": 1}', ['[TOOL_CALLS] {"x": 1}']),
         ("[TOOL_CALLS]f", ["[TOOL_CALLS]f"]),
         ("[TOOL_CALLS]two words{}", ["[TOOL_CALLS]two words{}"]),
         ("[TOOL_CALLS][1]", ["[TOOL_CALLS][1]"]),
@@ -121,8 +127,24 @@ def test_mistral(text, expected):
     assert shown(parse([text], MISTRAL)) == expected
 
 
-def test_mistral_forced():
-    assert shown(parse([f"[{CALL}, {CALL}]"], MISTRAL, forced=True)) == [("f", ARGUMENTS), ("f", ARGUMENTS)]
+@pytest.mark.parametrize("tools", [MISTRAL, GRANITE])
+def test_lists_that_are_forced(tools):
+    assert shown(parse([f"[{CALL}, {CALL}]"], tools, forced=True)) == [("f", ARGUMENTS), ("f", ARGUMENTS)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"<|tool_call|>[{CALL}]", [("f", ARGUMENTS)]),
+        (f"I look.\n<|tool_call|> [{CALL}, {CALL}]\nDone.", ["I look.", ("f", ARGUMENTS), ("f", ARGUMENTS), "Done."]),
+        (f"<tool_call>[{CALL}]", [("f", ARGUMENTS)]),
+        ('<|tool_call|>[{"name": "f", "arguments": {"x": 1', [("f", '{"x": 1')]),
+        ("<|tool_call|>[]", ["<|tool_call|>[]"]),
+        ("a <|tool_call|> b", ["a <|tool_call|> b"]),
+    ],
+)
+def test_granite(text, expected):
+    assert shown(parse([text], GRANITE)) == expected
 
 
 @pytest.mark.parametrize(
@@ -235,6 +257,7 @@ LLAMA3 = """{{ '<|start_header_id|>' }}{{ '{"name": "' + call.name + '", "parame
         (LLAMA3, LLAMA, Reasoning.NONE),
         ("{{ '<|python_tag|>' }}", LLAMA, Reasoning.NONE),
         ("{{ '[TOOL_CALLS][' }}", MISTRAL, Reasoning.NONE),
+        ("respond only with <|tool_call|> followed by a JSON list of tools used", GRANITE, Reasoning.NONE),
         ("<tool_call><function=f>", HERMES, Reasoning.NONE),
         ("<|start|>user<|message|>x<|start|>assistant<|channel|>final<|message|>", HARMONY, Reasoning.CHANNEL),
     ],

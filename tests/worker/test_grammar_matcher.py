@@ -268,7 +268,7 @@ TOOLS = [
 
 
 # of the harmony format in test_harmony_grammars.py
-@pytest.mark.parametrize("tool_format", [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL])
+@pytest.mark.parametrize("tool_format", [f for f in ToolFormat if f is not ToolFormat.HARMONY])
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("reasoning", [Reasoning.NONE, Reasoning.TAGS, Reasoning.OPENED])
 def test_forced_calls_are_read_back(
