@@ -56,6 +56,8 @@ class HttpLink:
         template_args: str = "",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "",
     ) -> int:
         if tools:
             raise ClientError("tools: do not work over HTTP, where servers take the calls out of the answer")
@@ -64,7 +66,8 @@ class HttpLink:
         path, body = to_body(
             prompt, params, self.model, stream=stream, n=n, cache_salt=cache_salt, priority=priority,
             deadline_ms=deadline_ms, template_args=template_args, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            continue_final_message=continue_final_message, truncate_prompt_tokens=truncate_prompt_tokens,
+            truncation_side=truncation_side,
         )  # fmt: skip
         answer = _Answer(rid, n, params.logprobs, params.prompt_logprobs)
         task = self._live[rid] = self._http.start(self._run(answer, path, body))

@@ -31,6 +31,8 @@ class Link(Protocol):
         template_args: str = "",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "",
     ) -> int: ...
 
     def abort(self, rid: int) -> None: ...

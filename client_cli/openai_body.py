@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 _DEFAULTS = SamplingParams()
 _EMPTY = {
     "n": 1, "cache_salt": "", "priority": 0, "deadline_ms": 0, "template_args": "", "add_generation_prompt": True,
-    "continue_final_message": False,
+    "continue_final_message": False, "truncate_prompt_tokens": None, "truncation_side": "",
 }  # fmt: skip
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 _CODES = {408: ErrorCode.DEADLINE, 413: ErrorCode.TOO_LONG, 429: ErrorCode.OVERLOADED, 504: ErrorCode.DEADLINE}

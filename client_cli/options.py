@@ -90,6 +90,8 @@ REQUEST = [
     click.option("--length-penalty", type=float, default=1.0, help="Of beam search: the power of the length that "
                  "scores are divided by."),
     click.option("--early-stopping", is_flag=True, help="Of beam search: end as soon as --n answers have ended."),
+    click.option("--truncate-prompt-tokens", type=int, metavar="N", help="Keep the last N tokens of the prompt; -1: as "
+                 "many as fit."),
     click.option("--n", type=int, default=1, help="Answers to the prompt; their seeds are seed, seed + 1, and so on."),
 ]  # fmt: skip
 TOOLS = [

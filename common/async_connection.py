@@ -155,6 +155,8 @@ class AsyncConnection:
         template_args: str = "",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "",
     ) -> Stream:
         """Send a request and return its stream. The prompt is text, token ids (used as they are) or chat messages;
         the rest is as in `Generate`.
@@ -164,8 +166,10 @@ class AsyncConnection:
         """
         rid = self._number()
         text, token_ids, chat = prompt_fields(prompt)
-        options = (tools, template_args, add_generation_prompt, continue_final_message)
-        msg = Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, *options)
+        msg = Generate(
+            rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, tools, template_args,
+            add_generation_prompt, continue_final_message, truncate_prompt_tokens, truncation_side,
+        )  # fmt: skip
         self._send(msg)
         opened = Stream(rid, min(n, MAX_CHOICES), self._abort)
         self._streams[rid] = opened

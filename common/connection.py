@@ -128,6 +128,8 @@ class Connection:
         template_args: str = "",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "",
     ) -> int:
         """Send a request and return its id. The prompt is text, token ids (used as they are) or chat messages.
 
@@ -138,8 +140,10 @@ class Connection:
         """
         rid = next(self._numbers) & MAX_RID
         text, token_ids, chat = prompt_fields(prompt)
-        options = (tools, template_args, add_generation_prompt, continue_final_message)
-        msg = Generate(rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, *options)
+        msg = Generate(
+            rid, text, token_ids, chat, params, stream, n, cache_salt, priority, deadline_ms, tools, template_args,
+            add_generation_prompt, continue_final_message, truncate_prompt_tokens, truncation_side,
+        )  # fmt: skip
         self._outbox.send(msg)
         if not self._live:
             self._silent_s = 0.0

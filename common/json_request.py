@@ -14,7 +14,8 @@ from common.sampling_params import MAX_TOKEN_ID, SamplingParams
 
 PROMPT_FIELDS = ("prompt", "token_ids", "messages")
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms", *CHAT_FIELDS)
+CUT_FIELDS = ("truncate_prompt_tokens", "truncation_side")
+REQUEST_FIELDS = ("n", "cache_salt", "priority", "deadline_ms", *CHAT_FIELDS, *CUT_FIELDS)
 _NAMES = {"text": "prompt", "chat": "messages", "template_args": "chat_template_kwargs"}  # of Generate: here
 
 
@@ -32,6 +33,8 @@ class JsonRequest:
     template_args: str = ""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -91,8 +94,11 @@ def named_here(error: RequestError) -> RequestError:
 
 
 def _chat_fields(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """The fields of REQUEST_FIELDS as the wire has them; None leaves one of CHAT_FIELDS out."""
+    """The fields of REQUEST_FIELDS as the wire has them; None leaves one of CHAT_FIELDS and CUT_FIELDS out."""
     found = {name: values[name] for name in REQUEST_FIELDS if name in values}
+    for name in CUT_FIELDS:
+        if found.get(name, 0) is None:
+            del found[name]
     for name in CHAT_FIELDS:
         if found.get(name, 0) is None:
             del found[name]

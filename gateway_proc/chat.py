@@ -69,7 +69,9 @@ async def create(service: Service, request: Request) -> Any:
         "model": body.model or info.names[0],
     }
     generation = service.answers(connection, story, body, conversation, params, names)
-    ids = await service.prompt_ids(request, connection, conversation, names) if body.return_token_ids else None
+    ids = None
+    if body.return_token_ids:
+        ids = await service.prompt_ids(request, connection, conversation, names, body.truncation())
     plan = Plan(body, head, conversation, ids)
     if body.stream:
         return EventStream(_stream(plan, generation), story)

@@ -73,6 +73,7 @@ async def create(service: Service, request: Request) -> Any:
         asked = echoes_of(
             connection, prompts, NAMES,
             with_texts=bool(body.echo), with_ids=with_ids, add_special_tokens=not as_they_are,
+            truncation=body.truncation(info.max_prompt),
         )  # fmt: skip
         echoes = await while_connected(request.receive, asked)
     if as_they_are:

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
 
 from common.async_connection import AsyncConnection
 from common.logprobs import TokenLogprobs
@@ -45,25 +46,43 @@ async def echoes_of(
     with_texts: bool,
     with_ids: bool,
     add_special_tokens: bool = True,
+    truncation: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Echo]:
-    """All prompts; `add_special_tokens` lets the tokenizer add its own to texts. Raises ApiError."""
+    """All prompts; `add_special_tokens` lets the tokenizer add its own to texts. `truncation` says how prompts are cut:
+    then their tokens are found, and their texts are those of the tokens that are left. Raises ApiError."""
     found: list[Echo] = []
     with told_by_cluster(names):
         for at in range(0, len(prompts), AT_ONCE):
             some = prompts[at : at + AT_ONCE]
             found += await asyncio.gather(
-                *(_echo(connection, p, with_texts, with_ids, add_special_tokens) for p in some)
+                *(_echo(connection, p, with_texts, with_ids, add_special_tokens, truncation) for p in some)
             )
     return found
 
 
 async def _echo(
-    connection: AsyncConnection, prompt: Prompt, with_text: bool, with_ids: bool, add_special_tokens: bool
+    connection: AsyncConnection,
+    prompt: Prompt,
+    with_text: bool,
+    with_ids: bool,
+    add_special_tokens: bool,
+    truncation: Mapping[str, Any],
 ) -> Echo:
     if isinstance(prompt, str):
         ids: Sequence[int] = ()
-        if with_ids:
-            ids = list((await connection.tokenize(prompt, add_special_tokens=add_special_tokens)).token_ids)
-        return Echo(prompt if with_text else "", ids)
-    given = cast(list[int], prompt)
-    return Echo(await connection.detokenize(given) if with_text else "", given)
+        if with_ids or truncation:
+            found = await connection.tokenize(prompt, add_special_tokens=add_special_tokens, **truncation)
+            ids = list(found.token_ids)
+        if not truncation:
+            return Echo(prompt if with_text else "", ids)
+    else:
+        ids = _kept(cast(list[int], prompt), truncation)
+    return Echo(await connection.detokenize(ids) if with_text else "", ids)
+
+
+def _kept(tokens: list[int], truncation: Mapping[str, Any]) -> list[int]:
+    """What the cluster keeps of a prompt of token ids."""
+    most = truncation.get("truncate_prompt_tokens")
+    if most is None or len(tokens) <= most:
+        return tokens
+    return tokens[:most] if truncation["truncation_side"] == "right" else tokens[len(tokens) - most :]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request
@@ -65,7 +66,7 @@ class Service:
         **options: Any,
     ) -> Generation:
         """The requests to the cluster, not yet sent."""
-        options |= {
+        options |= fields.truncation() | {
             "cache_salt": namespace(story.key, fields.cache_salt),
             "priority": fields.priority or 0,
             "deadline_ms": fields.deadline_ms or 0,
@@ -104,11 +105,16 @@ class Service:
 
     @staticmethod
     async def prompt_ids(
-        request: Request, connection: AsyncConnection, conversation: Conversation, names: Mapping[str, str]
+        request: Request,
+        connection: AsyncConnection,
+        conversation: Conversation,
+        names: Mapping[str, str],
+        truncation: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The tokens that the cluster makes of a chat. Raises ApiError, and ClientGone."""
+        options = {**conversation.template, **truncation}
         with told_by_cluster(names):
-            asked = connection.tokenize(conversation.messages, add_special_tokens=False, **conversation.template)
+            asked = connection.tokenize(conversation.messages, add_special_tokens=False, **options)
             return list((await while_connected(request.receive, asked)).token_ids)
 
     def answers(

@@ -26,6 +26,8 @@ class Options(TypedDict, total=False):
     cache_salt: str | None
     priority: int | None
     deadline_ms: int | None
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
 
 
 class ChatOptions(Options, total=False):

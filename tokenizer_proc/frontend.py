@@ -153,7 +153,8 @@ class Frontend:
         self._limits.check_live(self._ledger.choices, msg.n)
         check_sampling(msg, self._limits, self._eos)
         field = "text" if msg.text is not None else "chat"
-        self._limits.check_chars(chars_of(msg), field)
+        if msg.truncate_prompt_tokens is None:
+            self._limits.check_chars(chars_of(msg), field)
         if self._pending_chars and self._pending_chars + chars_of(msg) > MAX_PENDING_CHARS:
             problem = "too much text waits for tokenization; try again later"
             raise Refused(ErrorCode.OVERLOADED, problem, field, MAX_PENDING_CHARS, RETRY_AFTER_S)

@@ -15,6 +15,7 @@ from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.harmony_prompt import harmony_messages, harmony_tools
 from tokenizer_proc.limits import Limits, Refused
 from tokenizer_proc.tool_prompt import describe_tools
+from tokenizer_proc.truncation import Truncation
 
 SHORT = 4096  # characters of a text that may keep other threads waiting: some milliseconds
 MAX_RENDERED = 2**20  # characters of the prompt whose end is looked at
@@ -36,12 +37,15 @@ class PromptEncoder:
 
     def encode(self, msg: Generate) -> IntArray:
         """Raises Refused with the field and the limit."""
+        cut = Truncation.of(msg, self._limits)
         if msg.token_ids is not None:
-            self._limits.check_prompt(msg.token_ids, "token_ids")
-            return msg.token_ids
-        if msg.text is not None:
-            return self._tokenize(msg.text, "text", add_special_tokens=True)
-        return self._tokenize(self._render(msg), "chat", add_special_tokens=False)
+            field, tokens = "token_ids", msg.token_ids if cut is None else cut.of_tokens(msg.token_ids)
+        elif msg.text is not None:
+            field, tokens = "text", self._tokens_of(msg.text, "text", cut, add_special_tokens=True)
+        else:
+            field, tokens = "chat", self._tokens_of(self._render(msg), "chat", cut, add_special_tokens=False)
+        self._limits.check_prompt(tokens, field)
+        return tokens
 
     def bad_words(self, words: Iterable[str]) -> tuple[IntArray, ...]:
         """The tokens of each word without the space that it may begin with, and those with one, where these are as many
@@ -66,8 +70,7 @@ class PromptEncoder:
             field, text, special = "text", msg.text, msg.add_special_tokens
         else:
             field, text, special = "chat", self._render(msg), False
-        self._limits.check_chars(len(text), field)
-        tokens = self._ids(text, add_special_tokens=special)
+        tokens = self._tokens_of(text, field, Truncation.of(msg, self._limits), add_special_tokens=special)
         return Tokens(msg.rid, tokens, self._pieces(tokens) if msg.with_pieces else ())
 
     def detokenize(self, msg: Detokenize) -> Text:
@@ -115,18 +118,19 @@ class PromptEncoder:
         if speaks_harmony(template.source):
             messages, tools = harmony_messages(messages), harmony_tools(tools)
         arguments = parse_template_args(msg.template_args, template.variables)
-        most = self._limits.max_chars
+        most = self._limits.max_chars if msg.truncate_prompt_tokens is None else self._limits.max_frame
         if msg.continue_final_message:
             return template.render_open(messages, most, tools=tools, arguments=arguments)
         return template.render(
             messages, most, tools=tools, arguments=arguments, add_generation_prompt=msg.add_generation_prompt
         )
 
-    def _tokenize(self, text: str, field: str, *, add_special_tokens: bool) -> IntArray:
+    def _tokens_of(self, text: str, field: str, cut: Truncation | None, *, add_special_tokens: bool) -> IntArray:
+        if cut is not None:
+            text = cut.of_text(text, self._limits.max_chars)
+            return cut.encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
         self._limits.check_chars(len(text), field)
-        tokens = self._ids(text, add_special_tokens=add_special_tokens)
-        self._limits.check_prompt(tokens, field)
-        return tokens
+        return self._ids(text, add_special_tokens=add_special_tokens)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> IntArray:
         if len(text) <= SHORT:  # handing the turn over and back takes longer, where the event loop is busy

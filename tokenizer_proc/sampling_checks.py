@@ -26,7 +26,10 @@ def check_sampling(msg: Generate, limits: Limits, eos: IntArray) -> None:
             raise _refused(name, "goes only with use_beam_search")
     limits.check_token_ids(params.stop_token_ids, "params.stop_token_ids")
     limits.check_token_ids(ints(*params.logit_bias), "params.logit_bias")
-    limits.check_token_ids(params.allowed_token_ids or ints(), "params.allowed_token_ids")
+    allowed = params.allowed_token_ids
+    limits.check_token_ids(allowed or ints(), "params.allowed_token_ids")
+    if params.min_tokens and allowed is not None and set(allowed) <= set(excluded_at_first(params, eos)):
+        raise _refused("min_tokens", "excludes at first all of allowed_token_ids, which only end the answer")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         problem = f"{params.min_tokens} is more than max_tokens, which is {params.max_tokens}"
         raise _refused("min_tokens", problem, params.max_tokens)

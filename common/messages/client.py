@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from common.codec import MAX_FRAME_BYTES, Struct, message
-from common.fields import Bool, FieldError, Int, IntArray, Ints, ListOf, Maybe, Str
+from common.fields import Bool, FieldError, Int, IntArray, Ints, ListOf, Maybe, OneOf, Str
 from common.messages.types import (
     MAX_BATCH_TOKENS,
     MAX_CHAT_MESSAGES,
@@ -21,7 +21,10 @@ from common.messages.types import (
     Rid,
     TokenIds,
 )
-from common.sampling_params import MAX_TOKEN_ID, SAMPLING_PARAMS, SamplingParams
+from common.sampling_params import MAX_TOKEN_ID, MAX_TOKENS, SAMPLING_PARAMS, SamplingParams
+
+Truncated = Annotated[int | None, Maybe(Int(-1, MAX_TOKENS))]
+Side = Annotated[str, OneOf(("", "left", "right"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,14 @@ class Generate:
     Requests with different `cache_salt` never share cached prefixes. Higher `priority` goes first. What has not ended
     `deadline_ms` after its arrival ends with RequestError(DEADLINE); 0 is no deadline.
 
-    From `tools` on it is for chats. `tools` (a JSON list in OpenAI's form) and `template_args` (a JSON object, such as
-    {"enable_thinking": false}) go to the chat template, or are empty. `add_generation_prompt` ends the prompt where the
-    assistant begins to speak, `continue_final_message` in the middle of the last message, so that the answer goes on
-    with it.
+    From `tools` to `continue_final_message` it is for chats. `tools` (a JSON list in OpenAI's form) and `template_args`
+    (a JSON object, such as {"enable_thinking": false}) go to the chat template, or are empty. `add_generation_prompt`
+    ends the prompt where the assistant begins to speak, `continue_final_message` in the middle of the last message, so
+    that the answer goes on with it.
+
+    A prompt of more than `truncate_prompt_tokens` tokens (-1: as many as fit with one for the answer) loses its first
+    ones, the tokenizer's own at the beginning of a text excepted; with a `truncation_side` left these too, and with
+    right its last ones.
     """
 
     TAG: ClassVar[int] = 1
@@ -67,6 +74,8 @@ class Generate:
     template_args: Annotated[str, Str(MAX_TEMPLATE_ARGS_CHARS)] = ""
     add_generation_prompt: Annotated[bool, Bool()] = True
     continue_final_message: Annotated[bool, Bool()] = False
+    truncate_prompt_tokens: Truncated = None
+    truncation_side: Side = ""
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.text, self.token_ids, self.chat)) != 1:
@@ -113,6 +122,8 @@ class Tokenize:
     template_args: Annotated[str, Str(MAX_TEMPLATE_ARGS_CHARS)] = ""
     add_generation_prompt: Annotated[bool, Bool()] = True
     continue_final_message: Annotated[bool, Bool()] = False
+    truncate_prompt_tokens: Truncated = None
+    truncation_side: Side = ""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.chat is None):

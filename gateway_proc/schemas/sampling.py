@@ -88,6 +88,8 @@ class SamplingFields(ApiModel):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
 
+    truncate_prompt_tokens: Annotated[int | None, within_generate("truncate_prompt_tokens")] = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int | None, within_generate("priority")] = None
     cache_salt: CacheSalt | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
@@ -106,11 +108,16 @@ class SamplingFields(ApiModel):
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
 
+    def truncation(self, most: int = -1) -> dict[str, Any]:
+        """How the prompt is cut, with the names of Generate and Tokenize; `most` stands for -1."""
+        if self.truncate_prompt_tokens is None:
+            return {}
+        kept = most if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
+        return {"truncate_prompt_tokens": kept, "truncation_side": self.truncation_side or ""}
+
     UNSUPPORTED: ClassVar = {
         **OTHERS,
         "spaces_between_special_tokens": (True, False),
-        "truncate_prompt_tokens": (),
-        "truncation_side": (),
         "logprob_token_ids": (),
         "guided_whitespace_pattern": (),
         "structural_tag": (),

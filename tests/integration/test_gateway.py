@@ -208,6 +208,31 @@ def test_prompt_log_probabilities_as_lm_eval_asks_for_them(cluster: Cluster, sdk
     assert best.usage is not None and best.usage.completion_tokens > 5 and len(best.choices) == 1
 
 
+def test_a_prompt_that_is_cut(url: str) -> None:
+    text = "Return a copy of the string with leading whitespace removed. " * 120
+    whole = httpx.post(f"{url}/tokenize", json={"prompt": text}).json()["tokens"]
+    body = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    refused = httpx.post(f"{url}/v1/completions", json={**body, "prompt": text})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    for prompt in (text, whole):
+        for more, kept in (
+            ({"truncate_prompt_tokens": 9}, whole[-9:]),
+            ({"truncate_prompt_tokens": -1}, whole[-1023:]),
+            ({"truncate_prompt_tokens": 9, "truncation_side": "right"}, whole[:9]),
+        ):
+            asked = {**body, **more, "prompt": prompt, "echo": True, "logprobs": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+            (choice,) = answer["choices"]
+            assert choice["prompt_token_ids"] == kept and answer["usage"]["prompt_tokens"] == len(kept)
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+            assert len(choice["logprobs"]["tokens"]) == len(kept) + len(choice["token_ids"])
+    chat = {**body, "messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 12}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()
+    assert answer["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"]) == 12
+    refused = httpx.post(f"{url}/v1/completions", json={**body, "prompt": text, "truncate_prompt_tokens": 1025})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
 def test_tokens_there_and_back(url: str) -> None:
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": "hello wörld", "return_token_strs": True}).json()
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"]) and tokens["max_model_len"] == 1024

@@ -139,6 +139,11 @@ ANY = Grammar("regex", "a+")
             ErrorCode.INVALID,
             "params.allowed_token_ids[1]",
         ),
+        (
+            request(params=SamplingParams(allowed_token_ids=ints(0, 7), stop_token_ids=ints(7), min_tokens=1)),
+            ErrorCode.INVALID,
+            "params.min_tokens",
+        ),
         (request(params=SamplingParams(bad_words=("x", " "))), ErrorCode.INVALID, "params.bad_words[1]"),
         (request(params=SamplingParams(bad_words=("1é" * 60,))), ErrorCode.INVALID, "params.bad_words[0]"),
     ],

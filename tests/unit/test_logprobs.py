@@ -322,6 +322,15 @@ def test_json_requests_take_every_field() -> None:
         assert caught.value.field.startswith(name)
 
 
+def test_json_requests_say_how_a_prompt_is_cut() -> None:
+    made = parse_request({"prompt": "x", "truncate_prompt_tokens": -1, "truncation_side": "right"})
+    assert made.options["truncate_prompt_tokens"] == -1 and made.options["truncation_side"] == "right"
+    assert parse_request({"prompt": "x", "truncate_prompt_tokens": None}).options["truncate_prompt_tokens"] is None
+    for name, wrong in (("truncate_prompt_tokens", -2), ("truncation_side", "middle")):
+        with pytest.raises(FieldError, match=name):
+            parse_request({"prompt": "x", name: wrong})
+
+
 def test_plain_requests_carry_nothing_of_all_this() -> None:
     assert SamplingParams(temperature=0.5).draw(3) == DrawParams(0.5, seed=3)
     before = len(encode(AddRequest(1, ints(1), 1, ints(), DrawParams())))
