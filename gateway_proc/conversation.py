@@ -128,7 +128,10 @@ def conversation_of(
             )
             grammar_field = "tools"
     before = Reasoning.NONE if goes_on else reasoning
-    if tool_format is ToolFormat.HERMES and _offers(tools, grammar, grammar_field) and not forced:
+    enforceable = tool_format is ToolFormat.HERMES or (
+        tool_format is ToolFormat.HARMONY and not goes_on and not built_in  # whose calls have other forms
+    )
+    if enforceable and _offers(tools, grammar, grammar_field) and not forced:
         grammar_field = "tools" if grammar is None else grammar_field
         grammar = offer_calls(_with_schemas(tools), before, _schema_of(grammar))
     elif grammar is not None and not forced:

@@ -50,11 +50,14 @@ def force_call(
 def offer_calls(
     tools: Sequence[tuple[str, Mapping[str, Any] | None]], reasoning: Reasoning, answer: Mapping[str, Any] | None = None
 ) -> Grammar:
-    """An answer in which calls in the Hermes format are of the `tools` (as for `force_call`) and the rest is text; with
-    `answer`, a JSON schema, it is calls or JSON that this accepts. The model's reasoning may precede it.
+    """An answer in which calls in the Hermes format, or harmony's where the model reasons in a channel, are of the
+    `tools` (as for `force_call`) and the rest is text; with `answer`, a JSON schema, it is calls or JSON that this
+    accepts. The model's reasoning may precede it.
 
-    Read the answer with `make_parser(tools=ToolFormat.HERMES)`.
+    Read the answer with `make_parser(tools=ToolFormat.HERMES)`, or HARMONY.
     """
+    if reasoning is Reasoning.CHANNEL:
+        return _offer_harmony(tools, answer)
     call, definitions = _call(tools, "arguments")
     rules = f'call: SPACE object SPACE "</tool_call>"\nSPACE: /[ \\n]{{0,8}}/\n{_rule("object", call, definitions)}'
     if answer is not None:
@@ -91,20 +94,32 @@ def _rule(name: str, schema: Mapping[str, Any], definitions: Mapping[str, Any] |
 
 
 def _force_harmony(tools: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Grammar:
-    """One message to a function, with its header in one of the two forms that gpt-oss writes; more calls than one are
-    none of its habits."""
-    rules = []
+    """One message to a function; more calls than one are none of gpt-oss' habits."""
+    return Grammar("lark", f"start: call\n{_harmony_calls(tools)}")
+
+
+def _offer_harmony(tools: Sequence[tuple[str, Mapping[str, Any] | None]], answer: Mapping[str, Any] | None) -> Grammar:
+    """Messages that end with one in the final channel or with a call. No text is a special token, so texts are free."""
+    text = "answer: TEXT\n" if answer is None else _rule("answer", answer)
+    final = f'{CHANNEL} ("final" | "final " {CONSTRAIN} "json") {MESSAGE} answer\n{text}'
+    said = f'{CHANNEL} ("analysis" | "commentary") {MESSAGE} TEXT {END} {START} "assistant"'
+    rules = f"start: said* (final | call)\nsaid: {said}\nfinal: {final}TEXT: /(?s:.*)/\n"
+    return Grammar("lark", rules + _harmony_calls(tools))
+
+
+def _harmony_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]]) -> str:
+    """Rules for a message to a function, with its header in one of the forms that gpt-oss writes."""
+    rules = [f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}", f'json: "json" | {CONSTRAIN} "json"']
     for i, (name, parameters) in enumerate(tools):
         to = f"{_TO_FUNCTION}{name}"
         schema = {**_arguments(parameters), "x-guidance": JSON_OPTIONS}
         rules += [
-            f"call{i}: header{i} {MESSAGE} arguments{i}",
-            f"header{i}: {_quoted(' ' + to)} {CHANNEL} {_quoted('commentary json')}",
-            f"    | {CHANNEL} {_quoted(f'commentary {to} ')} {CONSTRAIN} {_quoted('json')}",
+            f"call{i}: header{i} json {MESSAGE} arguments{i}",
+            f"header{i}: {_quoted(f' {to}')} {CHANNEL} {_quoted('commentary ')}",
+            f"    | {CHANNEL} {_quoted(f'commentary {to} ')}",
             f"arguments{i}: %json {json.dumps(schema, ensure_ascii=False)}",
         ]
-    start = " | ".join(f"call{i}" for i in range(len(tools)))
-    return Grammar("lark", "\n".join([f"start: {start}", *rules, ""]))
+    return "\n".join([*rules, ""])
 
 
 def after_reasoning(grammar: Grammar, reasoning: Reasoning, *, forced: bool = False) -> Grammar:

@@ -9,7 +9,7 @@ import pytest
 
 from common.harmony import CHANNEL, END, MESSAGE, START
 from common.messages import Finish
-from common.parsers import Reasoning, ToolFormat
+from common.parsers import Reasoning, ToolFormat, offer_calls
 from common.sampling_params import Grammar
 from tests.helpers_templates import HARMONY
 from tests.unit.frontend_world import INFO
@@ -131,6 +131,21 @@ def test_formats_and_grammars() -> None:
     forced = conversation(HARMONY, tools=TOOLS, tool_choice="required").grammar
     assert forced is not None and forced.heading == "" and forced.closing == "<|end|><|start|>assistant"
     assert "to=functions.weather" in forced.text and "to=functions.clock" in forced.text
+
+
+def test_calls_that_may_be_made_are_right_where_a_tool_is_strict() -> None:
+    strict = [TOOLS[0], {"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}]
+    assert conversation(HARMONY, tools=TOOLS).grammar is None
+    found = conversation(HARMONY, tools=strict)
+    assert found.grammar == offer_calls([("weather", {}), ("clock", None)], Reasoning.CHANNEL)
+    assert (found.grammar_field, found.forced) == ("tools", False)
+    form = {"response_format": {"type": "json_object"}}
+    offered = offer_calls([("weather", {}), ("clock", {})], Reasoning.CHANNEL, {"type": "object"})
+    assert conversation(HARMONY, tools=TOOLS, **form).grammar == offered
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So"}]
+    assert conversation(HARMONY, tools=strict, messages=messages, continue_final_message=True).grammar is None
+    built_in = {"builtin_tools": ["python"]}
+    assert conversation(HARMONY, tools=strict, chat_template_kwargs=built_in).grammar is None, "calls of another form"
 
 
 def test_an_answer_that_goes_on_is_in_its_channel_already() -> None:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 
 from common.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
-from common.parsers import ContentDelta, Reasoning, ToolFormat, after_reasoning, force_call
+from common.parsers import ContentDelta, Reasoning, ToolFormat, after_reasoning, force_call, offer_calls
 from common.sampling_params import Grammar
 from tests.helpers_grammars import draw_answers, draw_step, enter, straddling
 from tests.helpers_parsers import parse, shown
@@ -105,6 +105,40 @@ def test_forced_calls_have_both_headers(matchers: GrammarMatchers) -> None:
         assert next_tokens(matchers, open_grammar, header + '{"any": [1, {"x": null}]}') == {RETURN, CALL}
         assert next_tokens(matchers, open_grammar, header + "[") is None
     assert next_tokens(matchers, grammar, "<|channel|>final") is None
+
+
+CALLED = "<|channel|>commentary to=functions.math.add <|constrain|>json<|message|>"
+ON = "<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("answer", "may", "with_format"),
+    [
+        ("<|channel|>final<|message|>No tool <b> is of use.", True, False),
+        ("<|channel|>final<|message|>", True, False),
+        ('<|channel|>final<|message|>{"city": "Ulm"}', True, True),
+        ('<|channel|>final <|constrain|>json<|message|>{"city": "Ulm"}', True, True),
+        (CALLED + '{"n": 5}', True, True),
+        (CALLED + '{"n": 100}', False, False),
+        (" to=functions.math.add<|channel|>commentary <|constrain|>json<|message|>" + '{"n": 5}', True, True),
+        (" to=functions.free<|channel|>commentary json<|message|>" + '{"any": [1]}', True, True),
+        (f"<|channel|>commentary<|message|>I look.{ON}" + CALLED + '{"n": 5, "deep": {"n": 7}}', True, True),
+        (f"<|channel|>commentary<|message|>I look.{ON}{THOUGHT}<|channel|>final<|message|>Well", True, False),
+        (CALLED.replace("math.add", "other") + "{}", False, False),
+        ("<|channel|>commentary to=python code<|message|>print(1)", False, False),
+        ("<|channel|>commentary<|message|>I look.", False, False),
+    ],
+)
+def test_calls_that_may_be_made(matchers: GrammarMatchers, answer: str, may: bool, with_format: bool) -> None:
+    """`with_format`: what may come beside a response_format."""
+    tools = [("math.add", NUMBERS), ("free", {})]
+    for grammar, expected in (
+        (offer_calls(tools, Reasoning.CHANNEL), may),
+        (offer_calls(tools, Reasoning.CHANNEL, SCHEMA), with_format),
+    ):
+        for thought in ("", THOUGHT):
+            following = next_tokens(matchers, grammar, thought + answer)
+            assert (following is not None and {RETURN, CALL} <= following) == expected
 
 
 @pytest.mark.parametrize("tokenizer", [harmony_tokenizer(), straddling()], ids=["harmony", "other"])
