@@ -25,6 +25,7 @@ class Answer:
         self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
         self._blocks: list[Event] = []
         self._texts: list[str] = []  # of the last block
+        self._cut = False  # the last call was cut off: it must not run
         self._stop: Event = {"stop_reason": None, "stop_sequence": None}
 
     def begin(self, usage: Usage) -> list[Event]:
@@ -47,11 +48,10 @@ class Answer:
         if last is None or last.finish not in (Finish.STOP, Finish.LENGTH):
             raise ApiError(503, "the answer was cut off", code="shutting_down")
         called = reader.finish_reason(last.finish) == "tool_calls"
-        whole = _object("".join(self._texts)) is not None  # of the last call
         events = self._close()
         if last.finish is Finish.LENGTH:
             self._stop["stop_reason"] = "max_tokens"
-        elif isinstance(last.stop_reason, str) and not (called and whole):  # a call that it cut short must not run
+        elif isinstance(last.stop_reason, str) and (self._cut or not called):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
         else:
             self._stop["stop_reason"] = "tool_use" if called else "end_turn"
@@ -91,7 +91,9 @@ class Answer:
         self._texts.clear()
         match block["type"]:
             case "tool_use":
-                block["input"] = _object(text) or {}
+                arguments = _object(text)
+                self._cut = arguments is None
+                block["input"] = arguments or {}
             case "thinking":
                 block |= {"thinking": text, "signature": self._head["id"]}
                 events.append(self._delta("signature_delta", "signature", block["signature"]))

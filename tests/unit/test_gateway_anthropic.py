@@ -213,7 +213,9 @@ def read(
         ("a", Finish.LENGTH, None, ("max_tokens", None)),
         (CALL, Finish.STOP, None, ("tool_use", None)),
         (CALL, Finish.STOP, "END", ("tool_use", None)),
+        (CALL + " Well", Finish.STOP, "END", ("tool_use", None)),
         (CALL[:50], Finish.STOP, "END", ("stop_sequence", "END")),
+        (CALL.replace('"Rome"', "") + '{"a": 1}', Finish.STOP, "END", ("stop_sequence", "END")),
         (CALL[:50], Finish.LENGTH, None, ("max_tokens", None)),
     ],
 )
