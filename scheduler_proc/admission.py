@@ -21,7 +21,7 @@ class Admission(Protocol):
         ...
 
     def fits(self, kv: KVManager, request: Request) -> bool:
-        """Whether `request` may start beside them."""
+        """Whether `request` may start beside them: there must be pages for its known tokens at least."""
         ...
 
     def started(self, kv: KVManager, request: Request) -> None:

@@ -90,14 +90,18 @@ def _check_host(scheduler: Scheduler, nodes: list[Node]) -> None:
 
 
 def _check_tree(scheduler: Scheduler, live: list[Request], nodes: list[Node]) -> None:
-    """Edges are whole pages under the right key, locks are what the running requests hold, leaves can be evicted."""
+    """Edges are whole pages under the right key, requests have locked what they share, leaves can be evicted."""
     tree, page_bytes = scheduler.kv.tree, scheduler.kv.page_size * 4
     locks: Counter[int] = Counter()
     for request in live:
-        node = request.node
+        node, path = request.node, []
         while node is not None and node.parent is not None:
             locks[id(node)] += 1
+            path.append(node)
             node = node.parent
+        shared = [page for node in reversed(path) for page in node.pages]
+        same = shared == request.pages[: request.shared_pages]
+        _require(same, "request {}: its shared pages are not those that it has locked", request.rid)
     leaves = {on_host: tree.leaves(on_host=on_host) for on_host in (False, True)}
     for node in nodes:
         _require(bool(node.pages), "a node without pages")
@@ -125,11 +129,10 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
         _require(holder is None or holder.slot == slot, "slot {} is held by a request that says otherwise", slot)
     in_steps = Counter(id(r) for step in scheduler.in_flight for r in step.rows)
     sampled: Counter[int] = Counter()
-    guesses: Counter[int] = Counter()
-    for step in scheduler.in_flight:
+    for number, step in enumerate(scheduler.in_flight, 1):
+        _require(not step.guesses or number == len(scheduler.in_flight), "a step was planned after guesses")
         for request, count in zip(step.sampled, step.sampled_guesses, strict=True):
             sampled[id(request)] += 1 + count
-            guesses[id(request)] += count
     for request in live:
         rid = request.rid
         _require(request.status is not Status.WAITING, "request {} waits and holds a slot", rid)
@@ -137,7 +140,6 @@ def _check_requests(scheduler: Scheduler, live: list[Request]) -> None:
         _require(going or request.steps_in_flight > 0, "request {} is {} but holds a slot", rid, request.status.name)
         _require(request.steps_in_flight == in_steps[id(request)], "request {}: steps in flight", rid)
         _require(request.pending == sampled[id(request)], "request {}: pending tokens", rid)
-        _require(request.guesses == guesses[id(request)], "request {}: guesses in flight", rid)
         _require(0 <= request.cached_len <= request.device_len, "request {}: cached_len out of range", rid)
         _require(request.cached_len <= len(request.pages) * size, "request {}: pages do not hold what is computed", rid)
         _require(request.shared_pages <= len(request.pages), "request {}: shared pages", rid)

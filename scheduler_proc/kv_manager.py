@@ -125,8 +125,6 @@ class KVManager:
         Raises PoolExhausted, and takes nothing, when there are not enough.
         """
         missing = self.pages_for(tokens) - len(request.pages)
-        if missing <= 0:
-            return []
         self._make_room(request, missing)
         pages = self.pool.allocate(missing)
         request.pages += pages
@@ -146,7 +144,7 @@ class KVManager:
         When another request was faster with the same tokens, this one keeps its duplicates to itself until it ends:
         locking the other's pages as well would take room that admission has promised to someone.
         """
-        whole = min(request.cached_len, len(request.tokens)) // self.page_size
+        whole = request.cached_len // self.page_size
         if not self.prefix_cache or whole <= request.shared_pages:
             return
         tokens = request.tokens[: whole * self.page_size].tobytes()
@@ -165,7 +163,7 @@ class KVManager:
         """Pages that can be had once `request` lets go: its own, and those of the tree that nobody else has locked."""
         pages, node = len(request.pages) - request.shared_pages, request.node
         while node is not None and node.locks == 1:
-            pages += 0 if node.on_host else len(node.pages)
+            pages += len(node.pages)
             node = node.parent
         return pages
 

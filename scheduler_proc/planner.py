@@ -83,11 +83,9 @@ class Planner:
         whole = order[0].extend_len if order and not self._waiting.concurrent_prefills else 0
         budget = _least(room, self.chunks.tokens(decodes, left, len(self._waiting), whole, guesses))
         for request in order:
-            if budget <= 0:
-                break
-            room = SCORED_TOKENS - step.num_scored_tokens if request.unscored else budget
+            room = min(budget, SCORED_TOKENS - step.num_scored_tokens) if request.unscored else budget
             if room > 0:
-                budget -= self._plan_chunk(step, request, min(budget, room))
+                budget -= self._plan_chunk(step, request, room)
 
     def _holds_answers(self, ready: list[Request], now: int) -> bool:
         """Whether `ready`, those that could decode, wait for prompts."""
@@ -126,7 +124,6 @@ class Planner:
                 step.decode(request)
             request.cached_len += length
             request.pending += length
-            request.guesses = len(own)
         return spare < 0
 
     def _preempt(self, victim: Request) -> None:
@@ -203,8 +200,7 @@ class Planner:
 
     def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
         match = self._kv.lock_prefix(request)
-        room = self._kv.pages_for(len(request.tokens)) - len(request.pages)
-        if room > self._kv.available or not self.admission.fits(self._kv, request):
+        if not self.admission.fits(self._kv, request):
             self._kv.unlock_prefix(request, match)
             return False
         if self._kv.take_room(request, match):

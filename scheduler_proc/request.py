@@ -86,7 +86,6 @@ class Request:
     cached_prompt: int = -1  # prompt tokens found in the cache at first admission; -1 before it
     cached_len: int = 0
     pending: int = 0  # sampled by plans in flight, not yet known; all guesses of one count as right until then
-    guesses: int = 0  # in a plan in flight: what comes after them cannot be planned
     guesser: "Guesser | None" = None
     steps_in_flight: int = 0
     preemptions: int = 0

@@ -43,13 +43,9 @@ class Residents:
 
     def decoding(self) -> list[Request]:
         """Requests that get a token in the next step, if there is room. The length limit never lags behind steps in
-        flight, but that of guesses, some of which may be wrong."""
+        flight."""
         decoding = Status.DECODING
-        return [
-            r
-            for r in self.slots
-            if r is not None and r.status is decoding and r.generated < r.max_tokens and not r.guesses
-        ]
+        return [r for r in self.slots if r is not None and r.status is decoding and r.generated < r.max_tokens]
 
     def enter(self, request: Request) -> None:
         """Give an admitted request the lowest free slot."""
@@ -61,8 +57,8 @@ class Residents:
         self.prefilling.append(request)
 
     def settle(self, request: Request) -> None:
-        """Once no step in flight touches an ended or preempted request, take slot and pages back."""
-        if request.is_running or request.steps_in_flight or request.slot < 0:
+        """Take slot and pages back from an ended or preempted request, once no step in flight touches it."""
+        if request.steps_in_flight or request.slot < 0:
             return
         preempted = request.status is Status.PREEMPTED
         self._kv.release(request)
@@ -91,7 +87,6 @@ class Residents:
         for request in holders:
             request.pages, request.node, request.shared_pages = [], None, 0
             request.slot, request.cached_len, request.pending, request.steps_in_flight = -1, 0, 0, 0
-            request.guesses = 0
             if request.ended:
                 continue
             if request.status is not Status.PREEMPTED:

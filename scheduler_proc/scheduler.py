@@ -234,7 +234,6 @@ class Scheduler:
             request.pending -= 1 + guesses
             if guesses:
                 request.cached_len -= guesses + 1 - len(tokens)  # after a wrong guess keys and values are wrong, too
-                request.guesses = 0
                 self.measures.accepted(len(tokens) - 1)
             if request.ended:
                 self.measures.counts["discarded_tokens"] += len(tokens)

@@ -140,6 +140,7 @@ class PaperWorker:
         for source, target in zip(plan.copies[::2], plan.copies[1::2], strict=True):
             if self.num_pages is not None:
                 assert min(source, target) < self.num_pages, "a copy from host to host"
+            assert source != target, "a page is copied to itself"
             for offset in range(self.page_size):
                 self.cells[target, offset] = self.cells.get((source, offset), -1)
 
