@@ -77,6 +77,15 @@ def peak(kv: KVManager, everyone: list[Request]) -> int:
     return max(sum(pages(one, t) for one in everyone if one.remaining > t) for t in range(last))
 
 
+@given(moments())
+def test_what_a_request_gives_back_is_known_before(moment: Moment) -> None:
+    kv, running, _ = moment
+    for one in running:
+        before, returned = kv.available, kv.returned_by(one)
+        kv.release(one)
+        assert kv.available == before + returned
+
+
 @given(moments(), st.integers(0, 5))
 def test_the_exact_peak_is_enough_and_hardly_more(moment: Moment, already: int) -> None:
     kv, running, waiting = moment

@@ -197,8 +197,13 @@ def prefilled(rig: Rig) -> int:
     return sum(plan.chunk_lens)
 
 
-def test_a_burst_before_no_answers_gets_its_first_tokens_one_prompt_after_the_other():
-    rig = Rig(chunk_slowdown=1.5, max_batch_tokens=2048, pages=2000, context=2000, steps_in_flight=1)
+ONE_BY_ONE = [[150, 30], [70, 110], [590], [10]]  # 180 tokens, or the next prompt's whole rest
+IN_TURNS = [[150, 30], [70, 110], [180], [10, 170], [180], [60]]  # no more than 180 tokens, whose-ever they are
+
+
+@pytest.mark.parametrize("policy, expected", [("fcfs", ONE_BY_ONE), ("round-robin", IN_TURNS)])
+def test_a_burst_before_no_answers_gets_its_first_tokens_one_prompt_after_the_other(policy, expected):
+    rig = Rig(policy=policy, chunk_slowdown=1.5, max_batch_tokens=2048, pages=2000, context=2000, steps_in_flight=1)
     for i in range(60):  # the fixed time is that of 20 tokens: 180 make it a tenth
         tokens = 8 + 40 * (i % 7)
         rig.scheduler.step_time.learn(StepShape(tokens, 0, plain=i % 7 == 0), PER_TOKEN * (20 + tokens))
@@ -210,7 +215,7 @@ def test_a_burst_before_no_answers_gets_its_first_tokens_one_prompt_after_the_ot
         result = rig.worker.execute(plan)
         del result.times[:]
         rig.take(rig.scheduler.commit(result, rig.now))
-    assert chunks == [[150, 30], [70, 110], [590], [10]], "180 tokens, or the next prompt's whole rest"
+    assert chunks == expected
 
 
 def test_guesses_are_not_counted_as_answers():

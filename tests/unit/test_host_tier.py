@@ -81,11 +81,25 @@ def test_pages_that_are_computed_again_take_the_place_of_those_on_the_host():
     assert rig.scheduler.stats()["host_used_pages"] == 4
     msg = AddRequest(1, ints(*prompt), 4, ints(), DrawParams(prompt_logprobs=0))
     rig.take(rig.scheduler.handle(msg, rig.now))
+    rig.step()
+    assert rig.scheduler.stats()["host_used_pages"] == 1, "whole pages are on the device at once, for others to share"
     rig.run()
     assert rig.out[1] == rig.out[0] and rig.cached[1] == 0
     stats = rig.scheduler.stats()
     assert stats["loaded_pages"] == 0 and stats["host_used_pages"] <= 1, "a page that is filled in part may stay"
     check(rig.scheduler)
+
+
+def test_a_plan_that_moves_many_pages_admits_nobody_else(monkeypatch):
+    monkeypatch.setattr("scheduler_proc.planner.MOVED_PAGES", 3)
+    rig = Rig(pages=20, host_pages=40)
+    for rid in range(4):
+        talk(rig, rid, [rid] * 9)
+    rig.scheduler.kv.tree.evict(20)
+    rig.scheduler.kv.take_copies()
+    for rid in range(4):
+        rig.add(4 + rid, [rid] * 9, 1)
+    assert [len(plan.copies) // 2 for plan in rig.run()] == [4, 4], "two pages for each that starts"
 
 
 def test_lost_workers_take_the_host_tier_with_them():

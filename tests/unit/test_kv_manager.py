@@ -1,5 +1,7 @@
 """What it costs to hold cached pages, and to give them up."""
 
+from itertools import product
+
 from common.messages import ints
 from common.sampling_params import DrawParams
 from scheduler_proc.kv_manager import KVManager
@@ -54,6 +56,16 @@ def test_few_pages_are_given_up_one_by_one():
     for length in range(2, 10):
         kv.grow(other, length)
         assert kv.tree.evicted == length - 1
+
+
+def test_what_guesses_would_take_is_what_they_take():
+    for size, held, tokens, more in product((1, 3), range(4), range(9), range(6)):
+        kv = KVManager(60, size)
+        one = request(1, range(1))
+        one.pages = kv.pool.allocate(held)
+        ahead = kv.pages_ahead(one, tokens, more)
+        kv.grow(one, tokens)
+        assert ahead == len(kv.grow(one, tokens + more))
 
 
 def test_a_request_that_cannot_start_takes_no_references():

@@ -180,3 +180,10 @@ def test_answers_go_on_where_there_is_no_slot():
     rig = timed_rig(max_running=2)
     burst(rig, 3)
     assert shapes(rig)[:3] == [(0, 64), (0, 64), (2, 0)]
+
+
+def test_those_that_find_no_slot_are_not_waited_for():
+    """All sixty would take longer than an answer, the first eight do not."""
+    rig = timed_rig(max_running=8, pages=1000)
+    burst(rig, 60)
+    assert shapes(rig)[:9] == [(0, 64)] * 8 + [(8, 0)]

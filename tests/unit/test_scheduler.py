@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from common.messages import Abort, ErrorCode, Finish, GetStats, StepResult, ints
+from common.messages import Abort, AddRequest, ErrorCode, Finish, GetStats, StepResult, ints
 from common.sampling_params import DrawParams
 from scheduler_proc.invariants import InvariantViolation, check
 from scheduler_proc.request import TRANSITIONS, Event, IllegalTransition, Request, Status
@@ -46,16 +46,27 @@ def test_without_decodes_a_prompt_is_cut_only_at_the_budget():
     assert list(rig.step().chunk_lens) == [36]
 
 
-def test_the_budget_bounds_every_step():
-    rig = Rig(max_batch_tokens=16, chunk_tokens=4)
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_the_budget_bounds_every_step(chunk):
+    rig = Rig(max_batch_tokens=16, chunk_tokens=chunk)
     for rid in range(6):
-        rig.add(rid, range(rid * 20, rid * 20 + 15), 6)
+        draw = DrawParams(prompt_logprobs=0 if rid % 2 else None)
+        prompt = ints(*range(rid * 20, rid * 20 + 15))
+        rig.take(rig.scheduler.handle(AddRequest(rid, prompt, 6, ints(), draw), rig.now))
     for plan in rig.run():
         tokens = len(plan.chunk_tokens) + sum(byte.bit_count() for byte in plan.decode)
-        assert tokens <= 16
+        assert tokens <= 16 and all(plan.chunk_lens)
         if any(plan.decode):
-            assert len(plan.chunk_tokens) <= 4
+            assert len(plan.chunk_tokens) <= chunk
     assert sorted(rig.finish) == list(range(6))
+
+
+def test_no_more_prompts_start_than_fill_a_step():
+    rig = Rig(max_batch_tokens=64)
+    for rid in range(6):
+        rig.add(rid, [rid] * 32)
+    rig.step()
+    assert sorted(rig.out) == [0, 1] and len(rig.scheduler.holders()) == 2
 
 
 def test_a_running_prompt_is_shared_before_its_request_ends():
@@ -134,6 +145,10 @@ def test_abort_in_every_state_answers_once_and_frees_everything():
     assert rig.scheduler.handle(Abort(3), 1) == []
     check(rig.scheduler)
     assert rig.finish == {1: Finish.ABORT, 2: Finish.ABORT, 3: Finish.ABORT}
+    rig.add(4, [7, 8, 9, 0, 1], 30)
+    rig.step()
+    rig.abort(4)
+    assert rig.cached == {1: 0, 2: 0, 3: 0, 4: 3}
     stats = rig.scheduler.stats()
     assert stats["free_pages"] + stats["evictable_pages"] == 20 and stats["running"] == 0
 

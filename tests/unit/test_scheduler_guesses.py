@@ -6,6 +6,8 @@ import pytest
 
 from common.messages import AddRequest, Finish, StepResult, ints
 from common.sampling_params import DrawParams, Grammar, LogitEdits
+from scheduler_proc.admission import NewTokenRatio
+from scheduler_proc.residents import Residents
 from scheduler_proc.scheduler import ProtocolError
 from tests.paper_worker import solo_output
 from tests.random_guesses import RandomGuesses, speculate
@@ -13,12 +15,15 @@ from tests.rig import Rig
 
 
 class Oracle(RandomGuesses):
-    """Guesses that are all right."""
+    """Guesses that are all right, and that nobody waits for beforehand."""
 
     def __init__(self, count: int):
         super().__init__(0, count)
         self._random.random = lambda: 0.5  # type: ignore[method-assign]  # neither skips a request nor spoils a token
         self._random.randint = lambda least, most: most  # type: ignore[method-assign]
+
+    def better_wait(self, residents: Residents) -> bool:
+        return False
 
 
 def rig_with(count: int, **config) -> Rig:
@@ -48,6 +53,8 @@ def test_right_guesses_save_steps():
     plans = rig.run()
     assert rig.out[1] == solo_output(list(range(5)), 21)
     assert len(plans) == 5  # the prompt with its first token, then five at a time
+    counts = rig.scheduler.stats()
+    assert (counts["drafts"], counts["draft_tokens"], counts["accepted_tokens"]) == (4, 16, 16)
     assert list(plans[1].chunk_drafts) == [4] and list(plans[1].chunk_lens) == [5] and not any(plans[1].decode)
 
 
@@ -86,12 +93,16 @@ def test_an_abort_while_guesses_are_in_flight_gives_everything_back():
 
 
 def test_guesses_take_no_page_from_a_decode():
-    """Ten pages of one token: two requests decode to their ends without anybody being preempted for a guess."""
-    rig = rig_with(4, pages=14, page_size=1, context=14, admission="reserve")
-    rig.add(1, [1, 2, 3], 5)
-    rig.add(2, [4, 5, 6], 5)
+    """Pages of one token, which are not reserved: four are free, of which each of two decodes needs one."""
+    rig = rig_with(4, pages=10, page_size=1, context=10)
+    rig.scheduler.planner.admission = NewTokenRatio(initial=0.0, least=0.0)
+    rig.add(1, [1, 2, 3], 7)
+    rig.add(2, [4, 5, 6], 3)
+    rig.step()
+    plan = rig.step()
+    assert list(plan.chunk_slots) == [1] and list(plan.chunk_drafts) == [1], "four find no room, one does"
     rig.run()
-    assert rig.out == {1: solo_output([1, 2, 3], 5), 2: solo_output([4, 5, 6], 5)}
+    assert rig.out == {1: solo_output([1, 2, 3], 7), 2: solo_output([4, 5, 6], 3)}
     assert rig.scheduler.stats()["preempted"] == 0
 
 
@@ -158,9 +169,12 @@ def test_guesses_leave_prompts_their_part_of_a_step():
         rig.add(rid, range(rid, rid + 5), 900)
     while len(rig.out) < 4:
         rig.step()
+    plan = rig.step()
+    assert sum(plan.chunk_drafts) == 32 - 4, "without prompts, all of it"
     rig.add(4, range(200, 240), 1)
     steps = 0
     while 4 not in rig.out:
-        rig.step()
+        plan = rig.step()
         steps += 1
+        assert sum(plan.chunk_drafts) == (32 - 4) // 2 and len(plan.chunk_tokens) <= 32
     assert steps <= 4 and rig.out[4] == solo_output(list(range(200, 240)), 1)

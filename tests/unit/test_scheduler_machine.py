@@ -18,6 +18,7 @@ from common.codec import decode, encode
 from common.config import ADMISSIONS, POLICIES, SchedulerConfig
 from common.messages import Abort, AddRequest, ErrorCode, Finish, RequestError, StepPlan, TokenBatch, ints
 from common.sampling_params import DrawParams, LogitEdits
+from scheduler_proc import planner
 from scheduler_proc.admission import NewTokenRatio
 from scheduler_proc.invariants import check
 from scheduler_proc.kv_manager import KVManager
@@ -142,8 +143,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived[self.rid] = self.now
         full = len(self.scheduler.waiting) >= 6
         self.rid += 1
+        before = self.scheduler.stats()
         self.take(self.scheduler.handle(msg, self.now))
+        after = self.scheduler.stats()
         refused = msg.rid in self.ended
+        counted = "refused" if refused else "requests"
+        assert after == before | {counted: before[counted] + 1, "waiting": before["waiting"] + (not refused)}
         culprits = {tuple(self.asked[r].prompt) for r, e in self.ended.items() if condemned(e)}
         assert refused == (not prompt or len(prompt) + 1 > self.limit or full) or tuple(prompt) in culprits
 
@@ -227,8 +232,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self):
         plan = self.scheduler.plan(self.now)
-        if plan is not None:
-            self.plans.append(plan)
+        if plan is None:
+            return
+        self.plans.append(plan)
+        if len(plan.enter_slots) > 1:
+            pages = dict(zip(plan.page_slots, plan.page_counts, strict=True))
+            size = sum(pages[slot] for slot in plan.enter_slots) + sum(len(h.tokens) for h in plan.histories)
+            assert size <= planner.MOST_ENTERING
 
     @precondition(lambda self: self.plans)
     @rule()
@@ -261,6 +271,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = self.scheduler.stats()
         assert stats["held_pages"] == stats["locked_pages"] == stats["running"] == stats["waiting"] == 0
         assert stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"]
+        assert self.scheduler.kv.prefix_cache or not stats["evictable_pages"]
+        ends = ("finished", "aborted", "expired", "failed", "condemned")
+        assert stats["requests"] == sum(stats[name] for name in ends)
         moved = stats["offloaded_pages"] - stats["loaded_pages"] - stats["host_used_pages"]
         assert moved >= 0 and (stats["host_total_pages"] or not stats["offloaded_pages"])
         for rid, msg in self.asked.items():

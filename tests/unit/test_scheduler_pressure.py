@@ -25,14 +25,73 @@ def pressed(policy="fcfs", **more):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_preempted_requests_emit_exactly_what_they_would_have(in_flight):
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted_requests_emit_exactly_what_they_would_have(in_flight, prefix_cache):
     rig = pressed(steps_in_flight=in_flight)
+    rig.scheduler.kv.prefix_cache = prefix_cache
     prompts = {rid: [rid, rid + 1, 3] for rid in range(5)}
     for rid, prompt in prompts.items():
         rig.add(rid, prompt, 12)
     rig.run()
-    assert rig.scheduler.stats()["preempted"] > 0
+    stats = rig.scheduler.stats()
+    assert stats["preempted"] > 0 and stats["prompt_tokens"] == 5 * 3, "counted once"
     assert rig.out == {rid: solo_output(prompt, 12) for rid, prompt in prompts.items()}
+
+
+def test_the_ratio_falls_with_each_step_unless_somebody_is_preempted_for_it():
+    rig = pressed()
+    rule = rig.scheduler.planner.admission = NewTokenRatio(initial=0.2, least=0.0, steps_to_least=20)
+    for rid in range(4):
+        rig.add(rid, [rid, 1, 2], 12)
+    while rig.scheduler.has_work:
+        before, preempted = rule.ratio, rig.scheduler.stats()["preempted"]
+        rig.step()
+        gave_way = rig.scheduler.stats()["preempted"] > preempted
+        assert rule.ratio == pytest.approx(1.0 if gave_way else max(0.0, before - 0.01))
+    before = rule.ratio
+    assert rig.scheduler.stats()["preempted"] > 0 and rig.step() is None and rule.ratio == before
+
+
+def test_a_prompt_that_is_half_computed_gives_way_and_starts_again():
+    rig = pressed(chunk_tokens=1, chunk_slowdown=0)
+    prompts = {0: [1, 2, 3], 1: [*range(10, 19)]}
+    rig.add(0, prompts[0], 12)
+    rig.step()
+    rig.add(1, prompts[1], 3)
+    victim = rig.scheduler.requests[1]
+    while not victim.preemptions:
+        assert victim.generated == 0
+        rig.step()
+    rig.run()
+    assert rig.out == {rid: solo_output(prompts[rid], 12 if rid == 0 else 3) for rid in prompts}
+
+
+class Unteachable(NewTokenRatio):
+    """Hopes for the best whatever happens."""
+
+    def after_preemption(self, running):
+        pass
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    rig = pressed()
+    rig.scheduler.planner.admission = Unteachable(initial=0.0, least=0.0)
+    for rid in range(6):
+        rig.add(rid, [rid, 1, 2], 12)
+    while rig.scheduler.has_work:
+        before = rig.scheduler.stats()["preempted"]
+        plan = rig.step()
+        assert rig.scheduler.stats()["preempted"] == before or not plan.enter_slots
+    assert before > 0
+
+
+def test_nothing_is_reserved_for_who_has_ended_though_a_step_has_it_still():
+    rig = Rig(pages=20, page_size=1, context=20, admission="reserve", steps_in_flight=2)
+    rig.add(1, [1, 2], 15)
+    rig.add(2, [3, 4], 10)
+    assert list(rig.scheduler.plan(rig.now).enter_lens) == [0], "not both"
+    rig.abort(1)
+    assert list(rig.scheduler.plan(rig.now).enter_slots) == [1]
 
 
 def test_the_newest_is_preempted_first_and_the_oldest_never():
@@ -69,6 +128,7 @@ def test_32_pages_and_64_requests_that_fit_one_by_one_all_finish_as_if_alone(adm
 
 def test_a_deadline_ends_a_request_wherever_it_is():
     rig = Rig(max_running=1)
+    rig.now = 7 * 10**9
     rig.add(1, range(20), 30, deadline_ms=10)
     rig.add(2, [5, 6], 3, deadline_ms=10)
     rig.add(3, [7, 8], 3, deadline_ms=10**6)
@@ -82,15 +142,29 @@ def test_a_deadline_ends_a_request_wherever_it_is():
     assert rig.out[3] == solo_output([7, 8], 3) and 2 not in rig.out
 
 
+def test_a_request_that_comes_again_has_the_deadline_that_it_comes_with():
+    rig = Rig()
+    rig.add(1, [1, 2], 3, deadline_ms=10)
+    rig.abort(1)
+    rig.add(1, [1, 2], 3, deadline_ms=1000)
+    rig.now += 20 * 10**6
+    assert rig.scheduler.expire(rig.now) == [] and 1 in rig.scheduler.requests
+
+
 def test_a_full_queue_learns_when_to_ask_again():
-    rig = Rig(max_waiting=1, max_running=1)
-    for rid in range(60):
+    rig = Rig(max_waiting=2, max_running=1)
+    for rid in range(0, 60, 2):
         rig.now += 8 * 3600 * 10**9  # with nothing to do, which is not what a request takes
         rig.add(rid, [rid, 2], 2)
-        rig.now += 2 * 10**9
-        rig.run()
+        while rig.scheduler.has_work:
+            rig.now += 10**9
+            rig.step()
+            if rid in rig.scheduler.requests:
+                rig.add(rid + 1, [rid, 3], 2)
     rig.add(100, [5], 2)
-    assert 1.5 < rig.add(101, [5], 2)[0].retry_after_s < 2.5
+    rig.add(101, [5], 2)
+    assert rig.add(102, [5], 2)[0].retry_after_s == pytest.approx(4.0, rel=0.05), "each of the two takes two steps"
+    assert rig.add(103, range(300), 2)[0].code == ErrorCode.TOO_LONG, "to ask again would not help"
 
 
 def test_no_more_are_preempted_than_pages_are_missing():

@@ -4,6 +4,7 @@ import pytest
 
 from common.messages import AddRequest, Finish, ints
 from common.sampling_params import DrawParams
+from scheduler_proc.planner import LOOK_AHEAD
 from tests.paper_worker import solo_output
 from tests.rig import Rig
 
@@ -15,6 +16,7 @@ def test_a_match_inside_a_page_is_copied_and_goes_on_in_the_copy():
     rig.add(2, range(16), 5)
     plans = rig.run()
     assert rig.cached == {1: 0, 2: 15}, "to the token: only the last prompt token is computed again"
+    assert rig.scheduler.stats()["copied_pages"] == 1
     assert list(plans[0].enter_lens) == [15] and list(plans[0].chunk_lens) == [1] and len(plans[0].copies) == 2
     turn = [*range(16), *rig.out[1][:4], 7]  # the next turn of a conversation: the answer is in the tree too
     rig.add(3, turn, 5)
@@ -22,6 +24,16 @@ def test_a_match_inside_a_page_is_copied_and_goes_on_in_the_copy():
     assert rig.cached[3] == 20
     assert rig.out[1] == rig.out[2] == solo_output(list(range(16)), 5)
     assert rig.out[3] == solo_output(turn, 5)
+
+
+def test_what_is_cached_of_its_answer_is_not_counted_as_cached_of_its_prompt():
+    rig = Rig()
+    rig.add(1, range(10), 5)
+    rig.run()
+    rig.add(2, [*range(10), *rig.out[1][:3]], 5, generated=3, waited_ms=1)
+    assert list(rig.step().enter_lens) == [12]
+    rig.run()
+    assert rig.cached[2] == 9
 
 
 def test_namespaces_share_nothing():
@@ -66,6 +78,17 @@ def test_waiting_for_a_prefix_is_never_longer_than_computing_it():
     assert steps["shared"] <= steps["own"]
 
 
+@pytest.mark.parametrize("followers, starts", [(LOOK_AHEAD, True), (LOOK_AHEAD + 1, False)])
+def test_so_many_may_be_passed_over_in_one_step(followers, starts):
+    rig = Rig(max_batch_tokens=64, max_running=64, pages=300)
+    rig.add(1, range(50), 3)
+    for rid in range(2, 2 + followers):
+        rig.add(rid, [*range(50), rid], 3)
+    rig.add(100, range(100, 110), 3)
+    rig.step()
+    assert sorted(rig.out) == ([1, 100] if starts else [1])
+
+
 def test_equal_prompts_are_computed_once_with_two_steps_in_flight():
     """As the choices of one request are: the second step shares what the first one computes, before its result."""
     for page_size, shared in ((1, 99), (4, 99), (16, 96)):
@@ -94,6 +117,13 @@ def test_prompts_that_are_scored_leave_the_rest_of_the_step_to_others(policy, mo
     assert tokens == [64, 64, 8 + 3 * 41 - 2 * 56] and sorted(rig.finish) == [3, 4, 5]
     rig.run()
     assert rig.out[2] == solo_output(list(range(100, 110)), 2)
+
+
+def test_a_prompt_that_is_scored_gets_on_one_token_at_a_time(monkeypatch):
+    monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 1)
+    rig = Rig()
+    scored(rig, 1, range(6))
+    assert [len(plan.chunk_tokens) for plan in rig.run()][:6] == [1] * 6 and 1 in rig.finish
 
 
 def test_nobody_waits_for_a_prefix_that_is_scored(monkeypatch):
