@@ -15,21 +15,29 @@ _LATENCY = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+_PER_TOKEN = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
 _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 BOUNDS: Mapping[str, tuple[float, ...]] = {
     "tokenizer.ttft": (
         0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
         160.0, 640.0, 2560.0,
     ),
-    "tokenizer.itl": (
-        0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    ),
+    "tokenizer.itl": _PER_TOKEN,
+    "tokenizer.token_time": _PER_TOKEN,
     "tokenizer.e2e": _LATENCY,
     "tokenizer.prefill": _LATENCY,
     "tokenizer.decode": _LATENCY,
+    "tokenizer.inference": _LATENCY,
     "tokenizer.prompt_tokens": _TOKENS,
     "tokenizer.output_tokens": _TOKENS,
+    "tokenizer.longest_answer": _TOKENS,
+    "tokenizer.max_tokens": _TOKENS,
+    "tokenizer.computed_tokens": _TOKENS,
+    "tokenizer.choices": (1.0, 2.0, 5.0, 10.0, 20.0),
     "scheduler.queue": _LATENCY,
+    "scheduler.preemptions": (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
     "scheduler.step": (
         0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
     ),

@@ -53,6 +53,22 @@ async def health_generate(service: Service, request: Request) -> Json:
     return Json({"status": "ready"})
 
 
+async def load(service: Service, request: Request) -> Json:
+    """vLLM's /load: HTTP requests that generate and have not ended."""
+    return Json({"server_load": service.load})
+
+
+async def loads(service: Service, request: Request) -> Json:
+    """SGLang's /get_load: the same as the scheduler sees it, over every socket, and tokens in the KV cache that are in
+    use."""
+    _, info = service.backend.use()
+    stats = await service.backend.stats()
+    pages = stats["scheduler.total_pages"] - stats["scheduler.free_pages"] - stats["scheduler.evictable_pages"]
+    waiting = stats["scheduler.waiting"]
+    numbers = {"num_reqs": stats["scheduler.running"] + waiting, "num_waiting_reqs": waiting}
+    return Json([{"dp_rank": 0, **numbers, "num_tokens": pages * info.page_size}])
+
+
 async def models(service: Service, request: Request) -> Json:
     """OpenAI's list of models, with vLLM's `root` and `max_model_len`."""
     _, info = service.backend.use()

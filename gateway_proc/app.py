@@ -38,13 +38,15 @@ REF = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An endpoint; one with a `body` is a POST. `answers` are the media types of what it answers with."""
+    """An endpoint; one with a `body` is a POST. `answers` are the media types of what it answers with. With `post` it
+    takes a POST, too, whatever that holds."""
 
     path: str
     handler: Handler
     summary: str
     body: type[ApiModel] | None = None
     answers: tuple[str, ...] = ("application/json",)
+    post: bool = False
 
 
 ROUTES = (
@@ -62,6 +64,9 @@ ROUTES = (
     Route("/health/live", admin.live, "Whether this process answers"),
     Route("/health/ready", admin.ready, "Whether requests can be served, and why not"),
     Route("/health_generate", admin.health_generate, "Whether the model generates a token"),
+    Route("/ping", admin.ready, "Whether requests can be served, as SageMaker asks", post=True),
+    Route("/load", admin.load, "Requests in work, as vLLM says it"),
+    Route("/get_load", admin.loads, "Requests in work, as SGLang says it"),
     Route("/version", admin.version, "The version"),
     Route("/server_info", admin.server_info, "What is served, settings and counters"),
     Route("/get_server_info", admin.server_info, "SGLang's name for /server_info"),
@@ -89,6 +94,7 @@ def build(
     def told(story: Story, seconds: float) -> None:
         alive()
         metrics.told(story, seconds)
+        service.load -= story.generates
         if traces is not None:
             traces.told(story)
 
@@ -153,7 +159,8 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
         openapi_extra=extra,
     )
     if route.body is None:  # load balancers probe with HEAD; a server leaves the body out
-        app.add_api_route(route.path, serve, methods=["HEAD"], include_in_schema=False, response_class=Response)
+        more = ["HEAD", "POST"] if route.post else ["HEAD"]
+        app.add_api_route(route.path, serve, methods=more, include_in_schema=False, response_class=Response)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from common.child import Child, child_options, run_child
-from common.config import ConfigError, HttpConfig
+from common.config import CacheConfig, ConfigError, HttpConfig
 from common.messages import Info, Joined
 from common.run_dir import CLUSTER_FILE
 from common.tracing import to_collector
@@ -117,8 +117,12 @@ async def _serve(child: Child, keys: Keys, listener: socket.socket) -> None:
         stats = None
         with contextlib.suppress(ApiError):
             stats = await backend.stats()
-        model = backend.info.names[0] if backend.info else ""
-        return Scrape(stats, model, await loop.run_in_executor(None, _pids, Path(child.config.run_dir)))
+        info = backend.info
+        pids = await loop.run_in_executor(None, _pids, Path(child.config.run_dir))
+        cache = (
+            {} if info is None else _cache(child.config.cache, info, (stats or {}).get("scheduler.host_total_pages", 0))
+        )
+        return Scrape(stats, info.names[0] if info else "", pids, cache)
 
     def on_info(info: Info) -> None:
         child.tell(Joined(child.name, 0, 0))
@@ -165,6 +169,19 @@ async def _pulse(child: Child, go: "asyncio.Future[bool]", backend: Backend) -> 
         if news is not None:
             backend.draining = news.draining
         await asyncio.sleep(child.pulse())
+
+
+def _cache(config: CacheConfig, info: Info, host_pages: int) -> dict[str, str]:
+    """The KV cache's settings under the names of vLLM's cache_config_info, as far as they mean something here."""
+    return {
+        "block_size": str(info.page_size),
+        "cache_dtype": config.kv_dtype,
+        "enable_prefix_caching": str(config.prefix_cache),
+        "kv_cache_max_concurrency": f"{info.kv_tokens / info.context_len:g}",
+        "kv_cache_size_tokens": str(info.kv_tokens),
+        "num_cpu_blocks": str(host_pages or None),
+        "num_gpu_blocks": str(info.kv_tokens // info.page_size),
+    }
 
 
 def _pids(run_dir: Path) -> dict[str, int]:

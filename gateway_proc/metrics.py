@@ -4,7 +4,7 @@ the gateway's own."""
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -28,11 +28,24 @@ _VLLM_HISTOGRAMS = {
     "tokenizer.e2e": ("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end."),
     "tokenizer.prefill": ("vllm:request_prefill_time_seconds", "Time from the first step to the first token."),
     "tokenizer.decode": ("vllm:request_decode_time_seconds", "Time from the first token to the last."),
+    "tokenizer.inference": ("vllm:request_inference_time_seconds", "Time from the first step to the last token."),
+    "tokenizer.token_time": (
+        "vllm:request_time_per_output_token_seconds", "Mean time of an answer's tokens but the first.",
+    ),
     "tokenizer.prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens per request."),
     "tokenizer.output_tokens": ("vllm:request_generation_tokens", "Generated tokens per answer."),
+    "tokenizer.longest_answer": (
+        "vllm:request_max_num_generation_tokens", "Generated tokens of the longest answer to a request.",
+    ),
+    "tokenizer.max_tokens": ("vllm:request_params_max_tokens", "Tokens that an answer might have had."),
+    "tokenizer.computed_tokens": (
+        "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that did not come from the prefix cache.",
+    ),
+    "tokenizer.choices": ("vllm:request_params_n", "Answers per request."),
+    "scheduler.preemptions": ("vllm:request_num_preemptions", "How often a request was preempted."),
     "scheduler.queue": ("vllm:request_queue_time_seconds", "Time from arrival at the scheduler to the first step."),
     "scheduler.step_tokens": ("vllm:iteration_tokens_total", "Tokens per step."),
-}
+}  # fmt: skip
 _VLLM_COUNTERS = {
     "scheduler.prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of admitted requests."),
     "scheduler.output_tokens": ("vllm:generation_tokens", "Generated tokens."),
@@ -69,12 +82,13 @@ _FINISHED = {"stop": "finished_stop", "length": "finished_length", "abort": "fin
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What one scrape shows of the cluster: its counters (None while it does not answer), the model's name, and the
-    processes by name with their ids."""
+    """What one scrape shows of the cluster: its counters (None while it does not answer), the model's name, the
+    processes by name with their ids, and the KV cache's settings under vLLM's names."""
 
     stats: Mapping[str, int] | None
     model: str
     pids: Mapping[str, int]
+    cache: Mapping[str, str] = field(default_factory=dict)
 
 
 class ClusterCollector(Collector):
@@ -89,6 +103,11 @@ class ClusterCollector(Collector):
         yield up
         if self.scrape.stats is not None:
             yield from _cluster(self.scrape.stats, self.scrape.model)
+        if self.scrape.cache:
+            labels = {"engine": "0", **self.scrape.cache}
+            family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings.", labels=list(labels))
+            family.add_metric(list(labels.values()), 1)
+            yield family
 
 
 def _cluster(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
@@ -153,11 +172,37 @@ def _as_vllm(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
     rate = found / asked if asked else 0.0
     yield _gauge("rhizome_prefix_cache_hit_rate", "Part of all prompt tokens that were cached (0 to 1).", rate, model)
     yield _accepted_at(stats, model)
+    host = stats.get("scheduler.host_cached_tokens", 0)
+    yield _counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", found, model, engine=True)
+    yield from _by(
+        "vllm:prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source", model,
+        {"local_compute": asked - found, "local_cache_hit": found, "external_kv_transfer": 0},
+    )  # fmt: skip
+    yield from _by(
+        "vllm:prompt_tokens_cached_by_source", "Prompt tokens found in the prefix cache by where.", "source", model,
+        {"device": found - host, "host": host},
+    )  # fmt: skip
+    waiting = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason",
+        "Requests that wait by what for.",
+        labels=["model_name", "engine", "reason"],
+    )
+    waiting.add_metric([model, "0", "capacity"], stats.get("scheduler.waiting", 0))
+    waiting.add_metric([model, "0", "deferred"], 0)
+    yield waiting
     # In tokens: how many of the prompts' tokens were looked up, and how many found.
     yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
                    stats.get("scheduler.prompt_tokens", 0), model, engine=True)  # fmt: skip
     yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.",
                    stats.get("scheduler.cached_tokens", 0), model, engine=True)  # fmt: skip
+
+
+def _by(name: str, text: str, label: str, model: str, values: Mapping[str, int]) -> Iterable[Metric]:
+    """A counter for each value of a label."""
+    family = CounterMetricFamily(name, text, labels=["model_name", "engine", label])
+    for value, count in values.items():
+        family.add_metric([model, "0", value], count)
+    yield family
 
 
 def _accepted_at(stats: Mapping[str, int], model: str) -> Metric:
@@ -256,4 +301,4 @@ class Metrics:
         return generate_latest(self._registry) + (generate_latest(self._private) if private else b"")
 
 
-assert set(_OWN_HISTOGRAMS) == set(BOUNDS)
+assert {*_OWN_HISTOGRAMS, *_VLLM_HISTOGRAMS} == set(BOUNDS)

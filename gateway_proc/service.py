@@ -34,11 +34,13 @@ class Service:
     http: HttpConfig
     defaults: Defaults = field(default_factory=Defaults)
     prompt_ends: PromptEnds = field(default_factory=PromptEnds)
+    load: int = 0  # requests that generate, and have not ended
 
     def begin(self, request: Request, fields: SamplingFields) -> tuple[AsyncConnection, Info, Story]:
         """A request that generates: the cluster must be there and serve the model. Raises ApiError."""
         connection, info = self.backend.use()
         story = story_of(request)
+        self.load += not story.generates
         story.generates = True
         story.id = fields.request_id or story.id
         story.stream = bool(fields.stream)

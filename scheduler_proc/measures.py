@@ -20,12 +20,17 @@ class Measures:
         self.counts = dict.fromkeys(COUNTERS, 0)
         self._accepted_at: list[int] = []  # how often a guess was right, by how many came before it in its draft
         self._queue = histogram("scheduler.queue")
+        self._preemptions = histogram("scheduler.preemptions")
         self._step = histogram("scheduler.step")
         self._step_tokens = histogram("scheduler.step_tokens")
 
     def started(self, request: Request, now: int) -> None:
         """A request starts for the first time: its wait in the queue is over."""
         self._queue.observe((now - request.arrival) / 1e9)
+
+    def ended(self, request: Request) -> None:
+        """A request is over, however it ended."""
+        self._preemptions.observe(request.preemptions)
 
     def step(self, tokens: int, seconds: float) -> None:
         """The workers have done a step."""
@@ -49,6 +54,7 @@ class Measures:
         accepted = {f"scheduler.accepted_at/{depth}": count for depth, count in enumerate(self._accepted_at)}
         return accepted | (
             self._queue.flat("scheduler.queue")
+            | self._preemptions.flat("scheduler.preemptions")
             | self._step.flat("scheduler.step")
             | self._step_tokens.flat("scheduler.step_tokens")
         )

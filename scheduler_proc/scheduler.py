@@ -296,6 +296,7 @@ class Scheduler:
         request.on(event)
         self.quarantine.acquit(request)
         del self.requests[request.rid]
+        self.measures.ended(request)
         self.residents.settle(request)
         if len(self._deadlines) > 2 * len(self.requests) + _FEW_DEADLINES:  # most are of requests that have ended
             self._deadlines = [(r.deadline, r.rid) for r in self.requests.values() if r.deadline]

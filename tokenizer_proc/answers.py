@@ -66,6 +66,7 @@ class Answers:
         for choice in entry.choices:
             choice.finish = Finish.ABORT
             self._measures.ended(choice, Finish.ABORT, now)
+        self._measures.over(entry)
         self._ledger.close(entry)
         self.abort_running(entry)
         rows = Rows()
@@ -92,6 +93,7 @@ class Answers:
         for entry in self._ledger.close_all_of(owner, ("client_closed", "the client closed the connection")):
             for choice in entry.choices:
                 self._measures.ended(choice, Finish.ABORT, now)
+            self._measures.over(entry)
             self.abort_running(entry)
 
     def _cut_off(self, owner: Owner) -> None:

@@ -275,6 +275,8 @@ class Frontend:
             if row.finish != Finish.NONE:
                 self._end(choice, row.finish)
                 self.measures.ended(choice, row.finish, now)
+                if not entry.choices:
+                    self.measures.over(entry)
             tokens, text, scores, token_bytes = row.tokens, row.text, row.scores, batch.token_bytes
             if not entry.stream:
                 choice.hold(row, token_bytes)

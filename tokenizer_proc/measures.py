@@ -4,14 +4,17 @@ from collections import Counter
 
 from common.messages import ErrorCode, Finish
 from common.metrics import histogram
-from tokenizer_proc.ledger import Choice
+from tokenizer_proc.ledger import Choice, Entry
 
 
 class Measures:
     """Histograms and counters by name. Times are nanoseconds of one clock."""
 
     def __init__(self) -> None:
-        names = ("ttft", "itl", "e2e", "prefill", "decode", "prompt_tokens", "output_tokens")
+        names = (
+            "ttft", "itl", "e2e", "prefill", "decode", "inference", "token_time", "prompt_tokens", "output_tokens",
+            "longest_answer", "max_tokens", "computed_tokens", "choices",
+        )  # fmt: skip
         self._histograms = {name: histogram(f"tokenizer.{name}") for name in names}
         self._counters: Counter[str] = Counter(
             {f"finished_{f.name.lower()}": 0 for f in Finish if f is not Finish.NONE}
@@ -38,6 +41,21 @@ class Measures:
         self._histograms["output_tokens"].observe(len(choice.emitted))
         if choice.first_ns:
             self._histograms["decode"].observe((now - choice.first_ns) / 1e9)
+            self._histograms["token_time"].observe(
+                (choice.last_ns - choice.first_ns) / 1e9 / max(1, len(choice.emitted) - 1)
+            )
+            if choice.started_ns:
+                self._histograms["inference"].observe((choice.last_ns - choice.started_ns) / 1e9)
+        entry = choice.entry
+        if entry.prompt is not None:
+            self._histograms["max_tokens"].observe(entry.max_tokens)
+            self._histograms["computed_tokens"].observe(len(entry.prompt) - max(0, choice.cached))
+
+    def over(self, entry: Entry) -> None:
+        """All choices of a request have their terminal rows."""
+        choices = [*entry.over, *entry.choices]
+        self._histograms["choices"].observe(len(choices))
+        self._histograms["longest_answer"].observe(max(len(choice.emitted) for choice in choices))
 
     def admitted(self, prompt_tokens: int) -> None:
         """A prompt is tokenized and goes to the scheduler."""

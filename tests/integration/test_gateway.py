@@ -376,9 +376,14 @@ def test_metrics_add_up(url: str) -> None:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))
 
     names = ("vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count", "vllm:request_success_total",
-             "vllm:inter_token_latency_seconds_count", "vllm:time_to_first_token_seconds_count")  # fmt: skip
+             "vllm:inter_token_latency_seconds_count", "vllm:time_to_first_token_seconds_count",
+             "vllm:request_params_max_tokens_sum", "vllm:request_params_n_sum", "vllm:request_num_preemptions_count",
+             "vllm:request_max_num_generation_tokens_sum", "vllm:request_inference_time_seconds_count",
+             "vllm:request_time_per_output_token_seconds_count",
+             "vllm:request_prefill_kv_computed_tokens_count")  # fmt: skip
     before = [value(name) for name in names]
     for _ in range(3):
         httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 5, "ignore_eos": True})
-    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [15, 3, 3, 12, 3]
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [15, 3, 3, 12, 3, 15, 3, 3, 15, 3, 3, 3]
+    assert value("vllm:cache_config_info") == 1
     assert value("rhizome_process_up") == 6 and value("rhizome_up") == 1

@@ -26,7 +26,8 @@ def test_keys(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
             response = await world.post("/v1/completions", {"prompt": "x"}, headers=headers)
             assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
             assert response.headers["www-authenticate"] == "Bearer"
-        assert (await world.client.get("/health")).status_code == 200
+        for path in ("/health", "/ping", "/load", "/get_load"):
+            assert (await world.client.get(path)).status_code == 200
         salts = set()
         for key in KEYS.values():
             for salt in (None, "s"):

@@ -17,7 +17,8 @@ from tests.unit.gateway_world import CHAT, HELLO, World, answering, play
 def test_before_the_cluster_is_there(short_dir: Path) -> None:
     async def test(world: World) -> None:
         assert (await world.client.get("/health/live")).status_code == 200
-        for path in ("/health", "/health/ready"):
+        assert (await world.post("/ping")).status_code == 503
+        for path in ("/health", "/health/ready", "/ping"):
             response = await world.client.get(path)
             assert response.status_code == 503 and "starting" in response.json()["reason"]
             assert (await world.client.head(path)).status_code == 503
@@ -59,6 +60,34 @@ def test_a_cluster_that_dies_and_stopping(short_dir: Path) -> None:
         assert (await world.client.get("/health/ready")).status_code == 503
         world.service.backend.stop()
         assert "stopping" in (await world.client.get("/health/ready")).json()["reason"]
+
+    play(short_dir, answering(begin), test)
+
+
+def test_the_load_is_what_has_begun_and_not_ended(short_dir: Path) -> None:
+    def begin(msg: Generate) -> Iterable[Any]:
+        yield rows(msg.rid, "begun", 1)
+
+    async def load(world: World) -> int:
+        return int((await world.client.get("/load")).json()["server_load"])
+
+    async def test(world: World) -> None:
+        assert (await world.client.get("/ping")).status_code == (await world.post("/ping")).status_code == 200
+        assert (await world.post("/v1/completions", {"prompt": "x", "temperature": -1})).status_code == 400
+        assert (await world.post("/v1/completions", {"prompt": "x", "model": "other"})).status_code == 404
+        assert await load(world) == 0
+        asked = [asyncio.create_task(world.post(path, body)) for path, body in (
+            ("/v1/completions", {"prompt": ["x", "y"]}), ("/v1/chat/completions", CHAT),
+        )]  # fmt: skip
+        for _ in range(3):
+            await world.generated()
+        assert await load(world) == 2
+        (scheduler,) = (await world.client.get("/get_load")).json()
+        assert scheduler == {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 32}
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert await load(world) == 0
 
     play(short_dir, answering(begin), test)
 

@@ -63,6 +63,9 @@ def test_the_tokenizer_measures_latencies_and_ends() -> None:
         assert values["tokenizer.itl/sum"] == 40_000 and values["tokenizer.itl/1"] == 2  # two tokens, 20 ms each
         assert values["tokenizer.e2e/sum"] == 45_000 and values["tokenizer.decode/sum"] == 40_000
         assert values["tokenizer.output_tokens/sum"] == 3_000_000 and values["tokenizer.prompt_tokens/sum"] == 3_000_000
+        assert values["tokenizer.token_time/sum"] == 20_000 and values["tokenizer.max_tokens/sum"] == 29_000_000
+        assert values["tokenizer.computed_tokens/sum"] == 1_000_000  # text_batch says that two were cached
+        assert values["tokenizer.choices/sum"] == 1_000_000 and values["tokenizer.longest_answer/sum"] == 3_000_000
         assert values["tokenizer.finished_length"] == 1 and values["tokenizer.finished_stop"] == 0
         assert values["tokenizer.errors_too_long"] == 1 and values["tokenizer.errors_internal"] == 0
 
@@ -88,6 +91,7 @@ def test_every_end_that_the_tokenizer_makes_is_counted(monkeypatch: pytest.Monke
         world.state[b"c"] = Sent.FULL
         world.frontend.on_detokenizer(text_batch(rid, "t"))
         values = world.frontend.measures.flat()
+        assert values["tokenizer.choices/sum"] == 7_000_000 and values["tokenizer.choices/0"] == 0
         assert values["tokenizer.finished_abort"] == 7 and values["tokenizer.errors_overloaded"] == 1
 
     run(test)
@@ -103,6 +107,7 @@ def test_the_names_that_dashboards_expect() -> None:
         "scheduler.total_pages": 10, "scheduler.free_pages": 4, "scheduler.evictable_pages": 3, "scheduler.running": 2,
         "scheduler.waiting": 1, "scheduler.prompt_tokens": 50, "scheduler.cached_tokens": 20,
         "scheduler.output_tokens": 30, "scheduler.preempted": 1, "tokenizer.finished_stop": 4,
+        "scheduler.host_cached_tokens": 6,
         "scheduler.drafts": 8, "scheduler.draft_tokens": 20, "scheduler.accepted_tokens": 12,
         "scheduler.accepted_at/0": 7, "scheduler.accepted_at/1": 5,
         "tokenizer.finished_length": 5, "tokenizer.finished_abort": 6, "tokenizer.errors_deadline": 7,
@@ -132,14 +137,33 @@ def test_the_names_that_dashboards_expect() -> None:
     for name in (
         "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
         "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
-        "vllm:iteration_tokens_total", "rhizome_step_time_seconds",
+        "vllm:iteration_tokens_total", "rhizome_step_time_seconds", "vllm:request_inference_time_seconds",
+        "vllm:request_time_per_output_token_seconds", "vllm:request_max_num_generation_tokens",
+        "vllm:request_params_max_tokens", "vllm:request_params_n", "vllm:request_num_preemptions",
+        "vllm:request_prefill_kv_computed_tokens",
     ):  # fmt: skip
         samples = {s.name.removeprefix(name): s for s in found[name].samples}
         assert (
             samples["_count"].value == 1 and samples["_sum"].value == 0.5 and samples["_bucket"].labels["le"] == "+Inf"
         )
+    for name, label, values in (
+        (
+            "vllm:prompt_tokens_by_source",
+            "source",
+            {"local_compute": 30, "local_cache_hit": 20, "external_kv_transfer": 0},
+        ),
+        ("vllm:prompt_tokens_cached_by_source", "source", {"device": 14, "host": 6}),
+        ("vllm:num_requests_waiting_by_reason", "reason", {"capacity": 1, "deferred": 0}),
+    ):
+        assert {s.labels[label]: s.value for s in found[name].samples} == values
+    assert found["vllm:prompt_tokens_cached"].samples[0].value == 20
     assert found["rhizome_up"].samples[0].value == 1
     assert not any("/" in s.name for f in found.values() for s in f.samples)
+
+
+def test_the_settings_of_the_cache_are_labels() -> None:
+    text = Metrics().show(Scrape(None, "m", {}, {"block_size": "16", "num_gpu_blocks": "9"})).decode()
+    assert 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="9"} 1.0' in text
 
 
 def test_a_silent_cluster_is_shown_as_down() -> None:
