@@ -8,11 +8,11 @@
 
 A Delta is ContentDelta(text), ReasoningDelta(text), ToolCallDelta(index, id, name) or ArgumentsDelta(index, text).
 Every call begins with one ToolCallDelta and goes on with ArgumentsDeltas, whose texts together are the JSON text of
-its arguments, exactly as the model wrote it where it wrote JSON. Adjacent deltas of a kind are merged within one
-`feed`; however a text is split, the deltas of all feeds merged are the same (the property that the tests check). Text
-that looks like a call and turns out not to be one is content, so nothing that the model said is lost but the markers
-and the white space around calls and reasoning. `parser.called` says whether there was a call: the finish reason is
-then "tool_calls" instead of "stop". One parser reads one choice.
+its arguments, as the model wrote it where it wrote JSON, but for control characters in strings, which are escaped.
+Adjacent deltas of a kind are merged within one `feed`; however a text is split, the deltas of all feeds merged are
+the same (the property that the tests check). Text that looks like a call and turns out not to be one is content, so
+nothing that the model said is lost but the markers and the white space around calls and reasoning. `parser.called`
+says whether there was a call: the finish reason is then "tool_calls" instead of "stop". One parser reads one choice.
 
 With tools in any format but HERMES, and always with a model that speaks HARMONY, ask for the answer with
 `skip_special_tokens=False` (`needs_special_tokens`): their markers are special tokens.

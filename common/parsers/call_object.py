@@ -30,7 +30,6 @@ class CallObject(Call):
         self._accepts = accepts
         self._expects = _Expects.OBJECT
         self._value: JsonValue | None = None
-        self._text: list[str] = []  # of the value that is being read
         self._key = ""
         self._name: str | None = None
         self._arguments: list[str] = []  # read before the call began
@@ -75,14 +74,11 @@ class CallObject(Call):
         assert self._value is not None
         end = self._value.feed(text, at)
         if self._streaming:
-            self._pass_on(text[at:end])
-        else:
-            self._text.append(text[at:end])
+            self._pass_on(self._value.take())
         if self._value.broken:
             self.broken = True
         elif self._value.done:
-            whole = "".join(self._text)
-            self._text.clear()
+            whole = self._value.take()
             self._value = None
             if self._expects is _Expects.KEY:
                 self._key = _decoded(whole)

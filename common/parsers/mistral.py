@@ -53,7 +53,7 @@ class MistralParser(CallParser):
                 return self._read_separator(final)
             case _State.ARGUMENTS:
                 end = self._value.feed(self._text, 0)
-                self._writer.arguments(self._text[:end])
+                self._writer.arguments(self._value.take())
                 self._text = self._text[end:]
                 if self._value.done or self._value.broken:
                     self._to_content(after_call=True)

@@ -1,11 +1,13 @@
 """Finding markers and the ends of JSON values in text that comes in pieces."""
 
+import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 
 _IN_STRING = re.compile(r'["\\]')
 _IN_CONTAINER = re.compile(r'["{}\[\]]|[^\sA-Za-z0-9+\-.,:]')
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _NOT_SCALAR = re.compile(r"[^A-Za-z0-9+\-.]")
 
 
@@ -34,7 +36,9 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 class JsonValue:
     """Finds where a JSON value ends. Of its syntax it knows no more than that takes: brackets, strings, and which
-    characters can be outside of strings. `done` and `broken` end it; `first` is the value's first character."""
+    characters can be outside of strings. `done` and `broken` end it; `first` is the value's first character. What it
+    has read can be taken with control characters in strings as JSON has them: models write lines of code as they are.
+    """
 
     def __init__(self) -> None:
         self.first = ""
@@ -43,6 +47,13 @@ class JsonValue:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+        self._read: list[str] = []
+
+    def take(self) -> str:
+        """What was read since the last call."""
+        read = "".join(self._read)
+        self._read.clear()
+        return read
 
     def feed(self, text: str, at: int) -> int:
         """Read on from `at`; returns the index behind what belongs to the value. It must not begin with a space."""
@@ -50,19 +61,24 @@ class JsonValue:
             self.first = text[at]
             if self.first == '"':
                 self._in_string = True
+                self._read.append('"')
                 at += 1
             elif self.first not in "{[" and _NOT_SCALAR.match(self.first):
                 self.broken = True
         while at < len(text) and not (self.done or self.broken):
             if self._in_string:
-                at = self._string(text, at)
-            elif self.first in "{[":
-                at = self._container(text, at)
+                end = self._string(text, at)
+                self._read.append(_CONTROL.sub(_escape, text[at:end]))
             else:
-                end = _NOT_SCALAR.search(text, at)
-                self.done = end is not None
-                at = end.start() if end else len(text)
+                end = self._container(text, at) if self.first in "{[" else self._scalar(text, at)
+                self._read.append(text[at:end])
+            at = end
         return at
+
+    def _scalar(self, text: str, at: int) -> int:
+        end = _NOT_SCALAR.search(text, at)
+        self.done = end is not None
+        return end.start() if end else len(text)
 
     def _string(self, text: str, at: int) -> int:
         if self._escaped:
@@ -94,3 +110,7 @@ class JsonValue:
                 self.broken = True
                 return found.start()
         return found.end()
+
+
+def _escape(found: re.Match[str]) -> str:
+    return json.dumps(found.group())[1:-1]

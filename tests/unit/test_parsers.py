@@ -193,6 +193,22 @@ def test_a_call_is_read_behind_reasoning_that_is_content(reasoning):
         assert shown(found) == [thought, ("f", ARGUMENTS)]
 
 
+@given(st.text(st.sampled_from('\n\t\r\x00\x1fé"\\ {}'), max_size=12))
+def test_control_characters_in_strings_are_escaped(text):
+    """Models write lines of code into strings as they are, which is no JSON."""
+    inside = text.replace("\\", "\\\\").replace('"', '\\"')
+    arguments = '{\n"a":\t["' + inside + '"]}'
+    for tools, written in (
+        (HERMES, f'<tool_call>{{"name": "f", "arguments": {arguments}}}'),
+        (LLAMA, f'{{"name": "f", "parameters": {arguments}}}'),
+        (MISTRAL, f"[TOOL_CALLS]f[ARGS]{arguments}"),
+    ):
+        ((_, found),) = shown(parse(written, tools))
+        assert json.loads(found) == {"a": [text]} and shown(parse([written], tools)) == [("f", found)]
+    no_call = f'<tool_call>{{"other": "{inside}"}}'
+    assert shown(parse([no_call], HERMES)) == [no_call]
+
+
 def test_arguments_stream_while_they_come():
     parser = make_parser(tools=HERMES)
     assert parser.feed("Let me see. \n<tool") == [ContentDelta("Let me see.")]
