@@ -15,7 +15,8 @@ class Row:
 
     `times` is TextBatch.times (nanoseconds), `received_ns` the CLOCK_MONOTONIC time when the row arrived here.
     `logprobs` has an entry per token where the request asked for them. `prompt_logprobs` is in the first row of a
-    choice where it asked for them: an entry per prompt token, None for the first; fewer when it was aborted before.
+    choice where it asked for them: an entry per prompt token, None for the first, or for all before
+    `prompt_logprobs_start`; fewer when it was aborted before.
     `stop_reason` is the stop token or stop string that ended the choice, None in other rows and at the model's own
     end-of-sequence token.
     `timing` is in the rows with a choice's first tokens and with its end, where they come from a cluster.

@@ -137,7 +137,8 @@ class SamplingParams:
     `logprobs` asks for the log probability of every output token and of that many most likely alternatives (0: only
     its own; None: nothing), `prompt_logprobs` for the same of every prompt token but the first. They are those of the
     model's own distribution in float32, before temperature, penalties and masks. A request with `prompt_logprobs`
-    takes nothing from the prefix cache, because every prompt token must be computed.
+    takes nothing from the prefix cache, because every prompt token must be computed; `prompt_logprobs_start` leaves out
+    the tokens before that one, which may then come from there.
 
     `use_beam_search` finds the `n` (of Generate) sequences that transformers' beam search finds with `num_beams` and
     `num_return_sequences` n: `length_penalty` is the power of the length that a sequence's log probability is divided
@@ -172,6 +173,11 @@ class SamplingParams:
     include_stop_str_in_output: Annotated[bool, Bool()] = False
     allowed_token_ids: Annotated[IntArray | None, Maybe(Ints(MAX_ALLOWED_TOKENS, 0, MAX_TOKEN_ID, least=1))] = None
     bad_words: Annotated[tuple[str, ...], ListOf(Str(MAX_BAD_WORD_CHARS, 1), MAX_BAD_WORDS)] = ()
+    prompt_logprobs_start: Annotated[int, Int(0, MAX_TOKENS)] = 0
+
+    def unscored(self, prompt_len: int) -> int:
+        """How many tokens from the prompt's first one predict nothing that is asked for; `prompt_logprobs` asks."""
+        return min(max(0, self.prompt_logprobs_start - 1), prompt_len - 1)
 
     def draw(
         self,

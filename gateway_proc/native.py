@@ -31,6 +31,7 @@ NAMES = {
     **{name: WITHIN + name for name in SAME}, "max_tokens": f"{WITHIN}max_new_tokens",
     "min_tokens": f"{WITHIN}min_new_tokens", "seed": f"{WITHIN}sampling_seed", "text": "text", "token_ids": "input_ids",
     "logprobs": "return_logprob", "prompt_logprobs": "logprob_start_len",
+    "prompt_logprobs_start": "logprob_start_len",
 }  # fmt: skip
 # SGLang takes no `model` here; routers that need one (smg) fill in such a word when the client said none
 NO_MODEL = ("unknown", "default")
@@ -65,7 +66,7 @@ class Plan:
 
     def _logprobs(self, prompt: int, choice: Choice) -> dict[str, Any]:
         with_text, top = bool(self.body.return_text_in_logprobs), self.body.top_logprobs_num or 0
-        inputs = self.echoes[prompt].scored(choice.prompt_logprobs)[self.start :] if self.start >= 0 else []
+        inputs = self._inputs(prompt, choice)
         shown: dict[str, Any] = {
             "input_token_logprobs": [_entry(e, with_text) for e in inputs],
             "output_token_logprobs": [_entry(e, with_text) for e in choice.logprobs],
@@ -74,6 +75,12 @@ class Plan:
             shown["input_top_logprobs"] = [_tops(e, top, with_text) for e in inputs]
             shown["output_top_logprobs"] = [_tops(e, top, with_text) for e in choice.logprobs]
         return shown
+
+    def _inputs(self, prompt: int, choice: Choice) -> list[Scored]:
+        """Those of the prompt from `start` on."""
+        if self.start > 0:
+            return [entry for entry in choice.prompt_logprobs or () if entry is not None]
+        return self.echoes[prompt].scored(choice.prompt_logprobs) if self.start == 0 else []
 
 
 def _entry(entry: Scored | TopLogprob, with_text: bool) -> list[Any]:
@@ -118,6 +125,7 @@ async def create(service: Service, request: Request) -> Any:
         max_tokens=1 if max_tokens == 0 else max_tokens,
         logprobs=top if body.return_logprob else None,
         prompt_logprobs=top if start >= 0 else None,
+        prompt_logprobs_start=max(0, start),
         grammar=grammar,
         names=NAMES,
     )

@@ -70,6 +70,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    prompt_logprobs_start: int = 0,
     grammar: Grammar | None,
     skip_special_tokens: bool | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
@@ -110,6 +111,7 @@ def sampling_params(
         logit_bias=_logit_bias(request.logit_bias or {}, names.get("logit_bias", "logit_bias")),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_start=prompt_logprobs_start,
         grammar=grammar,
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -45,6 +45,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
+    prompt_logprobs_start: int = 0
     n: int = 1
     json_schema: Mapping[str, Any] | str | bool | None = None
     regex: str | None = None

@@ -37,10 +37,12 @@ from tokenizer_proc.handover import Handover
 from tokenizer_proc.ledger import Choice, Entry, Ledger, Owner
 from tokenizer_proc.limits import RETRY_AFTER_S, Limits, Refused
 from tokenizer_proc.measures import Measures
+from tokenizer_proc.outgoing import Outgoing
 from tokenizer_proc.prompt import PromptEncoder, chars_of
 from tokenizer_proc.questions import Questions
-from tokenizer_proc.rows import MAX_SCORED, Rows, TextRow, rows_of
+from tokenizer_proc.rows import MAX_SCORED, TextRow, rows_of
 from tokenizer_proc.sampling_checks import check_sampling, stop_token
+from tokenizer_proc.shared_scores import SharedScores
 from tokenizer_proc.stats_questions import StatsQuestions
 from tokenizer_proc.stories import Stories, cause
 
@@ -201,7 +203,7 @@ class Frontend:
         entry = self._ledger.find(owner, client_rid)
         if entry is None:
             return  # it has just ended
-        if entry.admitted and entry.beams is None:
+        if entry.admitted and entry.beams is None and entry.begun == entry.choices:
             if not entry.aborting:
                 entry.aborting = True
                 self._answers.abort_running(entry)  # the scheduler answers with the terminal rows
@@ -222,7 +224,7 @@ class Frontend:
             except Refused as refusal:
                 self._answers.refuse(entry, refusal)
                 continue
-            self._resubmitted += len(entry.choices)
+            self._resubmitted += len(entry.begun)
         self._stats.again()
 
     # ---- from the detokenizer -------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class Frontend:
     def _on_text(self, batch: TextBatch) -> None:
         times, now = batch.times[:], self._clock()
         times.append(now)
-        by_owner: dict[Owner, Rows] = {}
+        outgoing = Outgoing(self._ledger, self._answers, times)
         for row in rows_of(batch):
             choice = self._ledger.get(row.rid)
             if choice is None:
@@ -268,6 +270,8 @@ class Frontend:
                 continue
             if not choice.emitted:  # what is found later, after a loss, is its own
                 choice.cached = max(choice.cached, row.cached)
+            if entry.shared is not None and not self._share(entry.shared, choice, row, batch, outgoing):
+                continue
             choice.emitted.extend(row.tokens)
             choice.scored += len(row.scores.prompt or ())
             begins = not choice.first_ns
@@ -283,13 +287,9 @@ class Frontend:
                 if row.finish == Finish.NONE and len(choice.scores) < MAX_SCORED:
                     continue
                 tokens, text, scores, token_bytes = choice.release()
-            rows = by_owner.setdefault(entry.owner, Rows())
-            if rows.full:
-                live = self._ledger.holds(entry)
-                self._answers.send_rows(entry.owner, rows.batch(times))
-                rows = by_owner[entry.owner] = Rows()
-                if live and not self._ledger.holds(entry):
-                    continue  # what was sent could not be, and its request has ended with that
+            rows = outgoing.rows_for(entry)
+            if rows is None:
+                continue
             prompt_tokens = len(entry.prompt or ())
             rows.add(entry.client_rid, choice.index, tokens, text, row.finish, prompt_tokens, choice.cached)
             rows.add_scores(scores, token_bytes.__getitem__)
@@ -297,9 +297,22 @@ class Frontend:
                 rows.add_timing(entry.arrival, choice.started_ns, choice.first_ns)
             if row.finish == Finish.STOP:
                 rows.add_stop(row.string, stop_token(entry.params, self._eos, choice.emitted))
-        for owner, rows in by_owner.items():
-            if rows.rids:
-                self._answers.send_rows(owner, rows.batch(times))
+        outgoing.send()
+
+    def _share(self, shared: SharedScores, choice: Choice, row: TextRow, batch: TextBatch, outgoing: Outgoing) -> bool:
+        """Take what the prompt's tokens predict from a row of the first choice, and have the others begin when that is
+        all; put it before the first row of each of these. False where the request has ended meanwhile."""
+        if choice.index:
+            begins = not choice.scored and bool(row.tokens or row.finish)
+            return outgoing.add_shared(shared, choice) if begins else True
+        if row.scores.prompt is not None:
+            shared.add(row.scores.prompt, batch.token_bytes)
+            if shared.complete:
+                try:
+                    self._handover.begin_others(choice.entry)
+                except Refused as refusal:
+                    self._answers.refuse(choice.entry, refusal)
+        return self._ledger.holds(choice.entry)
 
     def _advance(self, beams: Beams, choice: Choice, row: TextRow, times: IntArray) -> None:
         if not beams.take(choice, row):

@@ -12,6 +12,7 @@ from tokenizer_proc.ledger import Choice, Entry
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.measures import Measures
 from tokenizer_proc.sampling_checks import check_prompt_logprobs, ends_of, excluded_at_first
+from tokenizer_proc.shared_scores import SharedScores
 
 Send = Callable[[Message], None]
 
@@ -48,8 +49,20 @@ class Handover:
             entry.beams = Beams(entry, ends_of(params, self._eos), self._send_scheduler, self._send_detokenizer)
             entry.beams.step(left_ms)
             return
-        for choice in entry.choices:
+        wanted = len(prompt) - 1 - params.unscored(len(prompt))
+        if params.prompt_logprobs is not None and len(entry.choices) > 1 and wanted:
+            entry.shared = SharedScores(wanted)
+        for choice in entry.begun:
             self._submit(choice, prompt, left_ms)
+
+    def begin_others(self, entry: Entry) -> None:
+        """Hand over all but the first choice of a request, whose shared scores are complete. Raises Refused when its
+        deadline has passed."""
+        assert entry.prompt is not None
+        left_ms = self.left_ms(entry)
+        for choice in entry.choices:
+            if choice.index:
+                self._submit(choice, entry.prompt, left_ms, self.waited_ms(entry))
 
     def again(self, entry: Entry) -> None:
         """Hand an admitted request over to processes that know nothing of it, each choice from the last token that its
@@ -59,7 +72,7 @@ class Handover:
         if entry.beams is not None:
             entry.beams.resume(left_ms, self.waited_ms(entry))
             return
-        for choice in entry.choices:
+        for choice in entry.begun:
             self._submit(choice, entry.prompt, left_ms, self.waited_ms(entry))
 
     def left_ms(self, entry: Entry) -> int:
@@ -81,6 +94,9 @@ class Handover:
         if params.use_beam_search:
             params = replace(params, temperature=0.0)  # one beam is a greedy search, as in transformers
         draw = params.draw(choice.seed, len(prompt), excluded_at_first(params, self._eos), entry.bad_words)
+        scored = params.unscored(len(prompt)) + choice.scored
+        if entry.shared is not None and choice.index:
+            draw, scored = replace(draw, prompt_logprobs=None), 0
         self._send_detokenizer(
             OpenStream(
                 choice.rid, params.stop, params.skip_special_tokens, params.min_tokens, emitted,
@@ -90,7 +106,7 @@ class Handover:
         self._send_scheduler(
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
-                entry.priority, left_ms, len(emitted), choice.scored, waited_ms, params.grammar,
+                entry.priority, left_ms, len(emitted), scored, waited_ms, params.grammar,
                 params.grammar is not None and params.ignore_eos,
             )
         )  # fmt: skip

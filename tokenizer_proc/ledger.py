@@ -9,6 +9,7 @@ from common.fields import IntArray
 from common.messages import MAX_RID, Generate
 from common.sampling_params import SamplingParams
 from tokenizer_proc.rows import Scores, TextRow
+from tokenizer_proc.shared_scores import SharedScores
 
 if TYPE_CHECKING:
     from tokenizer_proc.beams import Beams
@@ -38,6 +39,14 @@ class Entry:
     max_tokens: int = 0
     aborting: bool = False  # the scheduler has been told to end it
     beams: "Beams | None" = None  # its beam search, where it is one
+    shared: SharedScores | None = None  # the prompt's log probabilities, where several choices want them
+
+    @property
+    def begun(self) -> list["Choice"]:
+        """The live choices that detokenizer and scheduler know, of an admitted request."""
+        if self.shared is None or self.shared.complete:
+            return self.choices
+        return [choice for choice in self.choices if choice.index == 0]
 
     @property
     def admitted(self) -> bool:

@@ -56,10 +56,10 @@ def _given(params: SamplingParams, name: str) -> bool:
 def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
     """Raises Refused when the log probabilities of a prompt would be too many to hold."""
     if params.prompt_logprobs is not None:
-        named = prompt_tokens * (1 + params.prompt_logprobs)
-        if named > MAX_PROMPT_LOGPROBS:
-            problem = f"{params.prompt_logprobs} alternatives for {prompt_tokens} tokens are too many"
-            raise _refused("prompt_logprobs", problem, MAX_PROMPT_LOGPROBS // prompt_tokens)
+        scored = prompt_tokens - params.unscored(prompt_tokens)
+        if scored * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+            problem = f"{params.prompt_logprobs} alternatives for {scored} tokens are too many"
+            raise _refused("prompt_logprobs", problem, MAX_PROMPT_LOGPROBS // scored)
 
 
 def ends_of(params: SamplingParams, eos: IntArray) -> IntArray:

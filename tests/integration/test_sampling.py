@@ -165,6 +165,28 @@ def test_allowed_tokens_and_bad_words_are_those_of_a_search_by_hand(llama, conne
         assert isinstance(answer, RequestError) and answer.field.startswith(f"params.{field}"), answer
 
 
+def test_a_prompt_is_scored_once_for_all_choices_and_from_where_it_is_asked_for(llama, connection):
+    """Choices but the first compute what is left of the last page; tokens before `prompt_logprobs_start` are cached."""
+    prompt = PROMPT[::-1]
+    for stream in (True, False):
+        before = connection.stats()["scheduler.step_tokens/sum"]
+        wanted = params(prompt_logprobs=2, temperature=0.9, seed=5, max_tokens=3)
+        answers = ask(connection, prompt, wanted, n=4, stream=stream)
+        computed = (connection.stats()["scheduler.step_tokens/sum"] - before) / 1e6
+        assert computed <= len(prompt) + 4 * (4 + 2), "a prompt, and of each choice a page and what it generated"
+        expected = expected_logprobs(llama, prompt)
+        for choice in answers:
+            check_entries(choice.prompt_logprobs[1:], expected[:-1], prompt[1:], 2)
+        assert answers[0].cached == 0 and all(choice.cached >= len(prompt) - 4 for choice in answers[1:])
+        alone = [ask(connection, prompt, params(temperature=0.9, seed=5 + i, max_tokens=3)) for i in range(4)]
+        assert [choice.token_ids for choice in answers] == [one.token_ids for one in alone]
+    for start in (1, 2, 40, len(prompt) - 1):
+        got = ask(connection, prompt, params(prompt_logprobs=2, prompt_logprobs_start=start))
+        check_entries(got.prompt_logprobs[1:], expected[start - 1 : -1], prompt[start:], 2)
+        assert got.cached == start - 1
+    assert ask(connection, prompt, params(prompt_logprobs=0, prompt_logprobs_start=999)).prompt_logprobs is None
+
+
 def test_penalties_under_pressure_are_those_of_a_solo_run(llama, connection):
     wanted = [
         params(max_tokens=40, repetition_penalty=1.2),

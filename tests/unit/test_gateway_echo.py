@@ -162,6 +162,7 @@ def test_sglang_scores_prompts(short_dir: Path) -> None:
         assert (await world.generated()).params.max_tokens == 1
         later = await choice(world, "/generate", **body | {"logprob_start_len": 1, "input_ids": None, "text": "def x"})
         assert later["meta_info"]["input_token_logprobs"] == [[-0.5, 3, " x"]]
+        assert (await world.generated()).params.prompt_logprobs_start == 1
         silent = {"input_ids": None, "text": "def", "return_text_in_logprobs": False}
         told = await choice(world, "/generate", **body | silent)
         assert told["meta_info"]["input_token_logprobs"] == [[None, 4, None]]
