@@ -92,7 +92,7 @@ def main(level: Level, threads: int, cases: str, int8: bool) -> None:
         if not name.startswith(tuple(cases.split(","))):
             continue
         batch, pages = make_batch(rows, new, total, shared)
-        spec = KVSpec(1, _KV_HEADS, _HEAD_DIM, _HEAD_DIM, torch.bfloat16, int8)
+        spec = KVSpec.uniform(1, _KV_HEADS, _HEAD_DIM, _HEAD_DIM, torch.bfloat16, int8)
         bytes_per_token = spec.bytes_per_token
         layers = max(1, _MEMORY // (pages * _PAGE_SIZE * bytes_per_token)) if new == 1 else 4
         cache = KVCache(replace(spec, num_layers=layers), pages, _PAGE_SIZE)

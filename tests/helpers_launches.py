@@ -104,7 +104,7 @@ def compute(rows: int, odd: bool, weights: list[PackedWeight]) -> None:
 
 
 def kernels(step: list[str]) -> None:
-    caches = [KVCache(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16, int8), 2, PAGE) for int8 in (False, True)]
+    caches = [KVCache(KVSpec.uniform(1, KV_HEADS, DIM, DIM, torch.bfloat16, int8), 2, PAGE) for int8 in (False, True)]
     device = torch.device("cpu")
     weights = [PackedWeight.empty(700, INPUTS, Scheme(bits), torch.bfloat16, device) for bits in (4, 8)]
     weights.append(PackedWeight.empty(700, INPUTS, MXFP4, torch.bfloat16, device))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,30 +13,66 @@ from worker_proc.quantization.kv import dequantize_heads, quantize_heads
 from worker_proc.staging import Staging
 
 
+class KVHeads(NamedTuple):
+    """The heads of one layer's keys and values, local to the rank."""
+
+    num: int
+    k_dim: int
+    v_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """What one token costs in the cache of one rank."""
 
-    num_layers: int
-    num_kv_heads: int  # local to the rank
-    k_head_dim: int
-    v_head_dim: int
+    layers: tuple[KVHeads, ...]
     dtype: torch.dtype  # in which attention computes
     int8: bool = False  # held as one byte a number and one float32 scale per token and head
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        k_head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        int8: bool = False,
+    ) -> "KVSpec":
+        """Of layers that are all alike, as those of most models are."""
+        return cls((KVHeads(num_kv_heads, k_head_dim, v_head_dim),) * num_layers, dtype, int8)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that hold keys and values."""
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the layer that has most."""
+        return max(heads.num for heads in self.layers)
+
+    @property
+    def k_head_dim(self) -> int:
+        """Of the layer with the widest."""
+        return max(heads.k_dim for heads in self.layers)
+
+    @property
+    def v_head_dim(self) -> int:
+        """Of the layer with the widest."""
+        return max(heads.v_dim for heads in self.layers)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers, on one rank."""
-        if self.int8:
-            head = self.k_head_dim + self.v_head_dim + 2 * torch.float32.itemsize
-        else:
-            head = (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
-        return self.num_layers * self.num_kv_heads * head
+        size, scales = (1, 2 * torch.float32.itemsize) if self.int8 else (self.dtype.itemsize, 0)
+        return sum(heads.num * ((heads.k_dim + heads.v_dim) * size + scales) for heads in self.layers)
 
 
 class KVCache:
     """K and V of every layer, `[num_pages + 1, num_kv_heads, page_size, head_dim]` each, in pages as in vLLM's
-    PagedAttention (Kwon et al., 2023). What attention reads for one KV head is contiguous within a page.
+    PagedAttention (Kwon et al., 2023). What attention reads for one KV head is contiguous within a page. Heads
+    may differ between layers (Gemma 4); a page is the same tokens in all of them.
 
     Pages `0 .. num_pages - 1` belong to the block pool. Page `num_pages` (`scratch_page`) takes the writes of padding
     tokens and is never read for a result. A slot is `page * page_size + offset`.
@@ -52,15 +89,14 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.scratch_page = num_pages
-        k_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.k_head_dim)
-        v_shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.v_head_dim)
+        k_shapes = [(num_pages + 1, heads.num, page_size, heads.k_dim) for heads in spec.layers]
+        v_shapes = [(num_pages + 1, heads.num, page_size, heads.v_dim) for heads in spec.layers]
         # The system hands out memory only when a page is first written: nothing is zeroed here.
-        dtype, layers = torch.int8 if spec.int8 else spec.dtype, range(spec.num_layers)
-        pages = _pages([k_shape] * spec.num_layers + [v_shape] * spec.num_layers, dtype, torch.device(device))
+        pages = _pages(k_shapes + v_shapes, torch.int8 if spec.int8 else spec.dtype, torch.device(device))
         self.k, self.v = pages[: spec.num_layers], pages[spec.num_layers :]
-        scaled = layers if spec.int8 else ()
-        self.k_scales = [torch.empty(k_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
-        self.v_scales = [torch.empty(v_shape[:3], dtype=torch.float32, device=device) for _ in scaled]
+        scaled = k_shapes if spec.int8 else []
+        self.k_scales = [torch.empty(shape[:3], dtype=torch.float32, device=device) for shape in scaled]
+        self.v_scales = [torch.empty(shape[:3], dtype=torch.float32, device=device) for shape in scaled]
 
     @property
     def page_tensors(self) -> list[Tensor]:

@@ -108,7 +108,7 @@ def main(small: bool, names: tuple[str, ...]) -> None:
         torch.manual_seed(0)
         tokens = len(case.batch.token_ids)
         q, k, v = (torch.randn(tokens, n, DIM, device=device).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS))
-        cache = filled(KVSpec(1, KV_HEADS, DIM, DIM, torch.bfloat16, case.int8), case.pages)
+        cache = filled(KVSpec.uniform(1, KV_HEADS, DIM, DIM, torch.bfloat16, case.int8), case.pages)
         exact = KVCache(replace(cache.spec, dtype=torch.float32), case.pages, PAGE, device)
         for wide, narrow in zip(exact.page_tensors, cache.page_tensors, strict=True):
             wide.copy_(narrow)

@@ -124,7 +124,7 @@ def variants(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 def cuts(constants: dict[str, Any], numbers: str) -> tuple[dict[str, int], dict[str, int]]:
     """How a decode and a prefill of such heads are cut, by what the worker goes by."""
-    spec = KVSpec(1, 1, constants["DIM_K"], constants["DIM_V"], _DTYPES[numbers], constants["INT8"])
+    spec = KVSpec.uniform(1, 1, constants["DIM_K"], constants["DIM_V"], _DTYPES[numbers], constants["INT8"])
     cache = KVCache(spec, 1, constants["PAGE"])
     decode, prefill = decode_tiles(cache), prefill_tiles(cache)
     options = [{"BLOCK_N": t.block_n, "num_warps": t.warps, "num_stages": t.stages} for t in (decode, prefill)]
@@ -139,7 +139,7 @@ def wide_heads(numbers: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
             shape = {"PAGE": 16, "GROUP": group, "DIM_K": dim, "DIM_V": dim, "BLOCK_K": dim, "BLOCK_V": dim}
             constants = shape | {"WINDOW": 0, "SOFTCAP": False, "INT8": int8}
             decode, prefill = cuts(constants, numbers)
-            together = shared_tiles(KVCache(KVSpec(1, 1, dim, dim, _DTYPES[numbers], int8), 1, 16))
+            together = shared_tiles(KVCache(KVSpec.uniform(1, 1, dim, dim, _DTYPES[numbers], int8), 1, 16))
             shared = {"BLOCK_N": together.block_n, "num_warps": together.warps, "num_stages": together.stages}
             name = f"group={group} int8={int8}"
             yield f"decode {name}", attention.decode_kernel, constants | decode | {"BLOCK_G": 16, "SHARED": False}

@@ -104,7 +104,7 @@ def decodes() -> list[attention.Tiles]:
 
 def run_prefill(tiles: attention.Tiles, heads: int, new: int, total: int, *, int8: bool = False) -> Callable[[], None]:
     batch = make_batch(1, new, total)
-    cache = filled(KVSpec(1, 8, DIM, DIM, torch.bfloat16, int8), batch.page_table.shape[1])
+    cache = filled(KVSpec.uniform(1, 8, DIM, DIM, torch.bfloat16, int8), batch.page_table.shape[1])
     q = torch.randn(new, heads, DIM, dtype=torch.bfloat16, device="cuda")
     out, starts = torch.empty_like(q), torch.tensor([0, new], device="cuda")
     limits = (DIM**-0.5, None, None, None)
@@ -115,7 +115,7 @@ def run_prefill(tiles: attention.Tiles, heads: int, new: int, total: int, *, int
 
 def run_decode(tiles: attention.Tiles, rows: int, total: int, *, int8: bool = False) -> Callable[[], None]:
     batch = make_batch(rows, 1, total)
-    cache = filled(KVSpec(1, 8, DIM, DIM, torch.bfloat16, int8), rows * total // PAGE)
+    cache = filled(KVSpec.uniform(1, 8, DIM, DIM, torch.bfloat16, int8), rows * total // PAGE)
     q = torch.randn(rows, 32, DIM, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
     limits = (DIM**-0.5, None, None, None)

@@ -58,7 +58,7 @@ def test_equals_token_by_token_attention(
         return
     torch.manual_seed(seed)
     pages_of = [-(-total // page_size) for _, total in lengths]
-    spec = KVSpec(2, heads[1], dims[0], dims[1], torch.float32)
+    spec = KVSpec.uniform(2, heads[1], dims[0], dims[1], torch.float32)
     cache = KVCache(spec, sum(pages_of) + 2, page_size)
     for tensor in (*cache.k, *cache.v):
         tensor.fill_(float("nan"))  # memory of no row: must not leak into any
@@ -98,7 +98,7 @@ def test_equals_token_by_token_attention(
 
 
 def test_copies_are_made_in_every_layer_and_reads_before_it_writes() -> None:
-    cache = KVCache(KVSpec(2, 1, 2, 3, torch.float32), 4, 2)
+    cache = KVCache(KVSpec.uniform(2, 1, 2, 3, torch.float32), 4, 2)
     for tensor in (*cache.k, *cache.v):
         tensor.copy_(torch.arange(5.0)[:, None, None, None].expand_as(tensor))
     with sent() as staging:
@@ -114,8 +114,8 @@ def test_copies_are_made_in_every_layer_and_reads_before_it_writes() -> None:
 )
 def test_impossible_copies_are_refused(src: list[int], dst: list[int]) -> None:
     with pytest.raises(ValueError, match="copies"):
-        KVCache(KVSpec(1, 1, 2, 2, torch.float32), 4, 2).stage_copies(src, dst, Staging("cpu"))
+        KVCache(KVSpec.uniform(1, 1, 2, 2, torch.float32), 4, 2).stage_copies(src, dst, Staging("cpu"))
 
 
 def test_bytes_per_token() -> None:
-    assert KVSpec(3, 2, 8, 4, torch.bfloat16).bytes_per_token == 3 * 2 * (8 + 4) * 2
+    assert KVSpec.uniform(3, 2, 8, 4, torch.bfloat16).bytes_per_token == 3 * 2 * (8 + 4) * 2

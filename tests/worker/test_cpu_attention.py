@@ -130,7 +130,7 @@ def make_step(shape: Shape, lengths: Lengths, *, shared: int = 0, seed: int = 0,
     torch.manual_seed(seed)
     lengths = sorted(lengths, key=lambda row: row[0] == 1)
     size = shape.page_size
-    spec = KVSpec(2, shape.kv_heads, shape.k_dim, shape.v_dim, shape.dtype, shape.int8)
+    spec = KVSpec.uniform(2, shape.kv_heads, shape.k_dim, shape.v_dim, shape.dtype, shape.int8)
     counts = [-(-total // size) for _, total in lengths]
     cache = KVCache(spec, sum(counts) + 2, size)
     plain = KVCache(replace(spec, int8=False), cache.num_pages, size)

@@ -67,7 +67,7 @@ def test_sinks_in_half_precision(dtype: torch.dtype, level: float) -> None:
 @pytest.mark.parametrize("window", [None, 7])
 def test_sinks_far_below_all_scores_change_no_bit_and_far_above_leave_nothing(window: int | None) -> None:
     batch = on_device(make_batch([Row([0] * 9, [0], 2), Row([0] * 12, [1], 11)], [7, 1], 16))
-    cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32), 2, 16, DEVICE)
+    cache = KVCache(KVSpec.uniform(1, 2, 16, 16, torch.float32), 2, 16, DEVICE)
     fill(cache)
     q, k, v = (torch.randn(8, n, 16, device=DEVICE) for n in (4, 2, 2))
 
@@ -107,7 +107,7 @@ def compare(
     tokens = len(batch.token_ids)
     heads_of = [(heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)]
     q, k, v = (torch.randn(tokens, 2 * n, d).to(dtype)[:, :n] for n, d in heads_of)  # views, as of a fused projection
-    here = KVCache(KVSpec(2, kv_heads, k_dim, v_dim, dtype, int8), num_pages, page_size)
+    here = KVCache(KVSpec.uniform(2, kv_heads, k_dim, v_dim, dtype, int8), num_pages, page_size)
     fill(here)
     there = copy_of(here, DEVICE)
     limits = {"scale": k_dim**-0.5, "window": window, "softcap": softcap}
@@ -127,7 +127,7 @@ def compare(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-33, 1.0, 1e6])
 def test_codes_are_those_of_the_reference(dtype: torch.dtype, magnitude: float) -> None:
-    here = KVCache(KVSpec(1, 2, 24, 40, dtype, int8=True), 4, 5)
+    here = KVCache(KVSpec.uniform(1, 2, 24, 40, dtype, int8=True), 4, 5)
     fill(here)
     there = copy_of(here, DEVICE)
     k, v = (torch.randn(15, 2, dim).mul(magnitude).to(dtype) for dim in (24, 40))
@@ -145,7 +145,7 @@ def test_a_row_reads_its_own_tokens_only(int8: bool) -> None:
     """Everything in the cache that no row holds is NaN, which would spread."""
     rows = [Row([0] * 20, [4, 1], 13), Row([0] * 9, [3], 8), Row([0] * 17, [0, 5], 16)]
     batch = on_device(make_batch(rows, [7, 1, 1], 16))
-    cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32, int8), 6, 16, DEVICE)
+    cache = KVCache(KVSpec.uniform(1, 2, 16, 16, torch.float32, int8), 6, 16, DEVICE)
     poison(cache)
     for pages in cache.page_tensors:
         for row in rows:

@@ -53,7 +53,7 @@ def test_equals_the_reference(
     torch.manual_seed(heads)
     batch, num_pages = shuffled_batch(rows, page_size)
     q, k, v = (torch.randn(len(batch.token_ids), n, 16) for n in (heads, kv_heads, kv_heads))
-    spec = KVSpec(2, kv_heads, 16, 16, torch.float32)
+    spec = KVSpec.uniform(2, kv_heads, 16, 16, torch.float32)
     caches = [KVCache(spec, num_pages, page_size) for _ in range(2)]
     for a, b in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
         b.normal_()
@@ -124,7 +124,7 @@ def test_sinks_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(choose_attention("sdpa", torch.bfloat16, 64, CPU, sinks=True), ReferenceAttention)
     with pytest.raises(ConfigError, match=r"gpu-attention flashinfer: .*sinks \(gpt-oss\)"):
         choose_attention("flashinfer", torch.bfloat16, 64, CPU, sinks=True)
-    batch, cache = make_batch([Row([5], [0])], [1], 16), KVCache(KVSpec(1, 1, 16, 16, torch.float32), 1, 16)
+    batch, cache = make_batch([Row([5], [0])], [1], 16), KVCache(KVSpec.uniform(1, 1, 16, 16, torch.float32), 1, 16)
     q = torch.zeros(1, 1, 16)
     with pytest.raises(ModelError, match=r"sinks = \[1\]: .*gpu-attention triton"):
         FlashInferAttention(LIBRARY, CPU).forward(0, q, q, q, batch, cache, scale=1.0, sinks=torch.zeros(1))

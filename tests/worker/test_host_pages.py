@@ -15,7 +15,7 @@ from worker_proc.cuda import page_transfer
 from worker_proc.cuda.page_transfer import CudaTransfer
 from worker_proc.errors import ModelError
 from worker_proc.host_tier import HostPages, PageCopies, Way, make_transfer, runs
-from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.kv_cache import KVCache, KVHeads, KVSpec
 from worker_proc.memory import choose_host_pages
 from worker_proc.staging import Staging
 
@@ -25,7 +25,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 def filled(dtype=torch.float32, page_size=4, k=6, v=6, int8=False, device="cpu"):
     """A cache in which every byte is random, so that some numbers are none."""
-    cache = KVCache(KVSpec(3, 2, k, v, dtype, int8), PAGES, page_size, device)
+    cache = KVCache(KVSpec.uniform(3, 2, k, v, dtype, int8), PAGES, page_size, device)
     generator = torch.Generator().manual_seed(page_size)
     for tensor in cache.page_tensors:
         tensor.view(torch.uint8).copy_(torch.randint(0, 256, tensor.view(torch.uint8).shape, generator=generator))
@@ -61,6 +61,16 @@ def test_what_comes_back_is_what_went(dtype, int8, page_size, device):
     make(copies, PAGES + 4, 0, PAGES + 0, 2, device=device)
     after = {0: 2, 2: 6}
     assert all(same(bits(cache, page), before[after.get(page, page)]) for page in range(PAGES + 1))
+
+
+def test_layers_with_other_heads_come_back_too():
+    cache = KVCache(KVSpec((KVHeads(2, 5, 3), KVHeads(1, 16, 8)), torch.bfloat16), PAGES, 4)
+    for tensor in cache.page_tensors:
+        tensor.view(torch.uint8).random_(0, 256)
+    copies, before = PageCopies(cache, HostPages(cache, HOST, "cpu")), bits(cache, 2)
+    assert cache.page_bytes == 4 * cache.spec.bytes_per_token == 4 * (2 * (5 + 3) + 16 + 8) * 2
+    make(copies, 2, PAGES + 4, PAGES + 4, 0)
+    assert same(bits(cache, 0), before)
 
 
 @pytest.mark.parametrize("device", DEVICES)

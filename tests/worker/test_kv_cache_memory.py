@@ -9,7 +9,7 @@ from worker_proc.kv_cache import KVCache, KVSpec
 
 
 def test_the_tensors_of_all_layers_share_their_huge_pages() -> None:
-    cache = KVCache(KVSpec(20, 2, 64, 32, torch.bfloat16), num_pages=9, page_size=16)
+    cache = KVCache(KVSpec.uniform(20, 2, 64, 32, torch.bfloat16), num_pages=9, page_size=16)
     begins = [tensor.data_ptr() for tensor in cache.page_tensors]
     ends = [begin + tensor.nbytes for begin, tensor in zip(begins, cache.page_tensors, strict=True)]
     assert sum(tensor.nbytes for tensor in cache.page_tensors) < HUGE_PAGE

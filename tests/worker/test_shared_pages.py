@@ -191,7 +191,7 @@ def test_any_tree_of_prefixes_equals_the_reference(
     finder = SharedPageFinder(page_size, level_tokens=0)
     finder.apply(entering({i: row.pages for i, row in enumerate(rows)}))
     tiles = finder.tiles(range(len(rows)), batch.kv_lens_host)
-    spec = KVSpec(1, 2, dim, dim, torch.float32)
+    spec = KVSpec.uniform(1, 2, dim, dim, torch.float32)
     cache, there = (KVCache(spec, len(names) + len(rows), page_size, device) for device in ("cpu", DEVICE))
     for a, b in zip((*there.k, *there.v), (*cache.k, *cache.v), strict=True):
         b.normal_()
@@ -257,7 +257,7 @@ def compare(
     there_batch = replace(on_device(batch), shared=batch.shared)
     tokens = len(batch.token_ids)
     q, k, v = (torch.randn(tokens, n, dim) for n in (heads, kv_heads, kv_heads))
-    here = KVCache(KVSpec(1, kv_heads, dim, dim, torch.float32, int8), pages, page_size)
+    here = KVCache(KVSpec.uniform(1, kv_heads, dim, dim, torch.float32, int8), pages, page_size)
     fill(here)
     there = copy_of(here, DEVICE)
     sinks, there_sinks = sinks_at(level, heads)
@@ -281,7 +281,7 @@ def test_tiles_read_the_pages_of_their_first_row_only() -> None:
     outputs = []
     for used in (batch.page_table, table):
         torch.manual_seed(2)
-        cache = KVCache(KVSpec(1, 2, 16, 16, torch.float32), pages, 8)
+        cache = KVCache(KVSpec.uniform(1, 2, 16, 16, torch.float32), pages, 8)
         for held in (*cache.k, *cache.v):
             held.normal_()
             held[pages - 1] = float("nan")

@@ -32,7 +32,9 @@ from worker_proc.models.interface import ModelInfo
 from worker_proc.startup import ready_info
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = KVSpec(num_layers=2, num_kv_heads=4, k_head_dim=8, v_head_dim=8, dtype=torch.float32)  # 512 bytes per token
+SPEC = KVSpec.uniform(
+    num_layers=2, num_kv_heads=4, k_head_dim=8, v_head_dim=8, dtype=torch.float32
+)  # 512 bytes per token
 INFO = ModelInfo("LlamaForCausalLM", "llama", "native", 320, 1024, (2, 7), 10**6, "bfloat16")
 MODEL = ModelConfig(path="m")
 CPU = torch.device("cpu")

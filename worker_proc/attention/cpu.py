@@ -5,7 +5,7 @@ from torch import Tensor
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.attention import AttentionStep, NativeAttention
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.kv_cache import KVCache
+from worker_proc.kv_cache import KVCache, KVHeads
 
 
 class CpuAttention:
@@ -17,7 +17,8 @@ class CpuAttention:
     def __init__(self, library: NativeLibrary, *, share: bool = True) -> None:
         """With `share`, pages that several decode rows have in common are read once."""
         self._native = NativeAttention(library, share=share)
-        self._step: AttentionStep | None = None
+        self._batch: ForwardBatch | None = None
+        self._steps: dict[tuple[int, KVHeads], AttentionStep] = {}  # of that batch
 
     def forward(
         self,
@@ -34,8 +35,11 @@ class CpuAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        step = self._step
-        if step is None or step.batch is not batch or step.struct.num_heads != q.shape[1]:
-            step = self._step = self._native.step(batch, cache, q.shape[1])
+        if batch is not self._batch:
+            self._batch, self._steps = batch, {}
+        kind = q.shape[1], cache.spec.layers[layer]
+        step = self._steps.get(kind)
+        if step is None:
+            step = self._steps[kind] = self._native.step(batch, cache, q.shape[1], layer)
         step.write(layer, k, v)
         return step.attend(layer, q, scale=scale, window=window, softcap=softcap, sinks=sinks)

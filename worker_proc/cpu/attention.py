@@ -11,7 +11,7 @@ from torch import Tensor
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.memory import HugePages
-from worker_proc.kv_cache import KVCache
+from worker_proc.kv_cache import KVCache, KVHeads
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 _ALIGNMENT = 64
@@ -69,13 +69,15 @@ class NativeAttention:
             function = getattr(self._functions, name)
             function.restype, function.argtypes = result, arguments
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._last: AttentionStep | None = None
+        self._last: dict[tuple[int, KVHeads], AttentionStep] = {}
 
-    def step(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> "AttentionStep":
-        """What all layers of `batch` have in common, for `num_heads` query heads. Valid until the next step's."""
-        step = self._last
-        if step is None or not step.is_like(batch, cache, num_heads):
-            step = self._last = self._new_step(batch, cache, num_heads)
+    def step(self, batch: ForwardBatch, cache: KVCache, num_heads: int, layer: int = 0) -> "AttentionStep":
+        """What all layers of `batch` with the heads of `layer` have in common, for `num_heads` query heads. Valid until
+        the next step's."""
+        kind = num_heads, cache.spec.layers[layer]
+        step = self._last.get(kind)
+        if step is None or not step.is_like(batch, cache):
+            step = self._last[kind] = self._new_step(batch, cache, num_heads, layer)
         step.batch = batch
         step.kv_lens.copy_(batch.kv_lens)
         struct = step.struct
@@ -91,13 +93,13 @@ class NativeAttention:
         struct.workspace = -(-self._workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         return step
 
-    def _new_step(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> "AttentionStep":
+    def _new_step(self, batch: ForwardBatch, cache: KVCache, num_heads: int, layer: int) -> "AttentionStep":
         """A step of rows like those of `batch`, with neither lengths nor a plan yet."""
-        spec = cache.spec
+        spec, heads = cache.spec, cache.spec.layers[layer]
         if spec.dtype not in DTYPES:
             raise ValueError(f"native attention computes in float32 or bfloat16, not {spec.dtype}")
-        if num_heads % spec.num_kv_heads:
-            raise ValueError(f"{num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+        if num_heads % heads.num:
+            raise ValueError(f"{num_heads} query heads are no multiple of {heads.num} KV heads")
         rows = len(batch.q_lens)
         starts = torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int32)
         kv_lens = torch.empty(rows, dtype=torch.int32)
@@ -105,9 +107,9 @@ class NativeAttention:
         struct = BatchStruct(
             num_rows=rows,
             num_heads=num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            k_dim=spec.k_head_dim,
-            v_dim=spec.v_head_dim,
+            num_kv_heads=heads.num,
+            k_dim=heads.k_dim,
+            v_dim=heads.v_dim,
             page_size=cache.page_size,
             dtype=DTYPES[spec.dtype],
             kv_int8=spec.int8,
@@ -116,7 +118,7 @@ class NativeAttention:
             q_starts=starts.data_ptr(),
             kv_lens=kv_lens.data_ptr(),
         )
-        for name, pages in (("k", cache.k[0]), ("v", cache.v[0])):
+        for name, pages in (("k", cache.k[layer]), ("v", cache.v[layer])):
             for stride, kind in zip(pages.stride(), ("page", "head", "token"), strict=False):
                 setattr(struct, f"{name}_{kind}_stride", stride)
         return AttentionStep(self._functions, struct, batch, cache, kv_lens, (starts, table))
@@ -143,12 +145,12 @@ class AttentionStep:
         self._cache = cache
         self._keep = keep
 
-    def is_like(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> bool:
+    def is_like(self, batch: ForwardBatch, cache: KVCache) -> bool:
         """Whether the rows of `batch` are those of this step, but for their lengths: it has the very same page table,
         which nobody changes."""
         mine = self.batch
         same = mine.page_table is batch.page_table and mine.q_lens is batch.q_lens
-        return same and cache is self._cache and num_heads == self.struct.num_heads
+        return same and cache is self._cache
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` in the pages of a layer. Raises ValueError for another dtype

@@ -227,7 +227,7 @@ class CpuDecoder:
     def kv_spec(self) -> KVSpec:
         """See `LanguageModel`."""
         dim = self.spec.head_dim
-        return KVSpec(self.spec.num_layers, self._kv_heads, dim, dim, torch.bfloat16)
+        return KVSpec.uniform(self.spec.num_layers, self._kv_heads, dim, dim, torch.bfloat16)
 
     @property
     def vocab_size(self) -> int:

@@ -53,7 +53,7 @@ def _flashinfer(
         raise ConfigError(f"gpu-attention flashinfer: it cannot be imported ({error})") from None
     attention = FlashInferAttention(library, device)
     try:
-        try_out(attention, KVSpec(1, 1, head_dim, head_dim, dtype), device)
+        try_out(attention, KVSpec.uniform(1, 1, head_dim, head_dim, dtype), device)
     except Exception as error:  # its compiler, its version, its GPU: anything can be missing
         raise ConfigError(f"gpu-attention flashinfer: a trial failed ({type(error).__name__}: {error})") from error
     return attention

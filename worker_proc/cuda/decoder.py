@@ -55,7 +55,7 @@ class CudaDecoder:
     def kv_spec(self) -> KVSpec:
         """See `LanguageModel`."""
         dim = self.spec.head_dim
-        return KVSpec(self.spec.num_layers, self._kv_heads, dim, dim, self.weights.norm.weight.dtype)
+        return KVSpec.uniform(self.spec.num_layers, self._kv_heads, dim, dim, self.weights.norm.weight.dtype)
 
     @property
     def vocab_size(self) -> int:

@@ -46,7 +46,7 @@ class Decoder:
     @property
     def kv_spec(self) -> KVSpec:
         """See `LanguageModel`."""
-        return KVSpec(self.spec.num_layers, self.kv_heads, self.spec.head_dim, self.spec.head_dim, self.dtype)
+        return KVSpec.uniform(self.spec.num_layers, self.kv_heads, self.spec.head_dim, self.spec.head_dim, self.dtype)
 
     @property
     def vocab_size(self) -> int:

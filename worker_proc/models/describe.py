@@ -11,6 +11,7 @@ from worker_proc.models.config_fields import Config, dual_chunk_limit, positive_
 from worker_proc.models.end_tokens import eos_token_ids
 from worker_proc.models.families import check_servable, is_native, parse_spec
 from worker_proc.models.interface import ModelInfo
+from worker_proc.models.language_part import is_multimodal, language_config
 from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import Checkpoint, read_json
 
@@ -48,11 +49,12 @@ def describe(path: str | Path) -> ModelInfo:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The directory's config.json; raises ModelError if it is not there or names no model type."""
+    """The directory's config.json, or of a multimodal model that of its language model; raises ModelError if it is not
+    there or names no model type."""
     config = read_json(directory / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelError("model_type", config.get("model_type"), "config.json must name the model type")
-    return config
+    return language_config(directory, config) if is_multimodal(config) else config
 
 
 def context_limit(config: Config) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker_proc.errors import ModelError
+from worker_proc.models import language_part
 from worker_proc.models.config_fields import (
     Config,
     activation,
@@ -48,7 +49,8 @@ def check_servable(config: Config) -> None:
         raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
     for key in ("vision_config", "audio_config", "text_config", "thinker_config"):
         if config.get(key):
-            raise ModelError(key, "...", "multimodal models are not served")
+            reason = f"of multimodal models, the text of these is served: {', '.join(sorted(language_part.KINDS))}"
+            raise ModelError(key, "...", reason)
 
 
 def parse_spec(config: Config) -> DecoderSpec:

@@ -24,8 +24,9 @@ from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.modules import pack_modules, plain_bytes
 from worker_proc.cpu.weights import compresses
 from worker_proc.errors import ModelError
-from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.kv_cache import KVCache, KVHeads, KVSpec
 from worker_proc.models.families import check_servable
+from worker_proc.models.language_part import NAMES, is_multimodal
 from worker_proc.models.loading import Progress
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
@@ -43,22 +44,22 @@ class AttentionCall:
     """What one layer asked of attention."""
 
     layer: int
-    kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
+    heads: KVHeads
     window: int | None
+    key: Tensor  # whose identity tells layers that read what another one has made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedStep:
     """Travels from `TransformersModel.forward` through the model to `paged_attention`.
 
-    Without a cache nothing is computed, and calls are only noted down.
+    Without a cache nothing is computed, and calls are only noted down. `places` are the layers' in the cache.
     """
 
     batch: ForwardBatch | None
     cache: KVCache | None
     attention: AttentionBackend
+    places: tuple[int, ...] = ()
     calls: list[AttentionCall] = field(default_factory=list)
 
 
@@ -93,11 +94,11 @@ def paged_attention(
             shown = list(given.shape) if isinstance(given, Tensor) else given
             raise ModelError(name, shown, f"{who} asks for something that paged attention does not do")
     if rhizome_step.batch is None or rhizome_step.cache is None:
-        call = AttentionCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window)
-        rhizome_step.calls.append(call)
+        heads = KVHeads(key.shape[1], key.shape[3], value.shape[3])
+        rhizome_step.calls.append(AttentionCall(layer, heads, sliding_window, key))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     out = rhizome_step.attention.forward(
-        layer,
+        rhizome_step.places[layer],
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -129,7 +130,7 @@ class TransformersModel:
         self.attention = attention
         self.config = model.config
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._kv_spec = self._probe()
+        self._kv_spec, self._places = self._probe()
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -144,7 +145,7 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `LanguageModel`."""
-        step = PagedStep(batch, cache, self.attention)
+        step = PagedStep(batch, cache, self.attention, self._places)
         return self._run(batch.token_ids, batch.positions, batch.logit_rows, rhizome_step=step)
 
     @torch.inference_mode()
@@ -165,22 +166,25 @@ class TransformersModel:
         return logits[:, : self.vocab_size].float()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def _probe(self) -> KVSpec:
-        """Run two tokens to see which attention calls the layers make."""
+    def _probe(self) -> tuple[KVSpec, tuple[int, ...]]:
+        """Run two tokens to see which attention calls the layers make. Returns what the cache holds, and whose keys and
+        values each layer reads: those of layers that take an earlier one's are held once (Gemma 4)."""
         tokens = torch.arange(2, device=self.model.device)
         step = PagedStep(None, None, self.attention)
         self._run(tokens, tokens, tokens, rhizome_step=step)
-        layers = int(self.config.num_hidden_layers)
-        if sorted(call.layer for call in step.calls) != list(range(layers)):
-            called = sorted({call.layer for call in step.calls})
+        layers, calls = int(self.config.num_hidden_layers), sorted(step.calls, key=lambda call: call.layer)
+        if [call.layer for call in calls] != list(range(layers)):
+            called = sorted({call.layer for call in calls})
             raise ModelError("num_hidden_layers", layers, f"only layers {called} go through the attention interface")
-        shapes = {(call.kv_heads, call.k_head_dim, call.v_head_dim) for call in step.calls}
-        if len(shapes) != 1:
-            raise ModelError("head_dim", sorted(shapes), "KV heads differ between layers")
-        for call in step.calls:
+        held: list[AttentionCall] = []
+        places: list[int] = []
+        for call in calls:
             _check_window(self.config, call)
-        (shape,) = shapes
-        return KVSpec(layers, *shape, dtype=self.model.dtype)
+            place = next((i for i, other in enumerate(held) if other.key is call.key), len(held))
+            if place == len(held):
+                held.append(call)
+            places.append(place)
+        return KVSpec(tuple(call.heads for call in held), self.model.dtype), tuple(places)
 
 
 def _check_window(config: Any, call: AttentionCall) -> None:
@@ -219,7 +223,7 @@ def load_transformers_model(
     total = open_checkpoint(directory).nbytes
     if progress is not None:
         progress(0, total)
-    model = _read_model(directory, str(model_type), dtype).eval().to(device)
+    model = _read_model(directory, raw_config, dtype).eval().to(device)
     if native is not None and dtype == torch.bfloat16:
         with torch.inference_mode():
             compress = compresses(native, compression, plain_bytes(model))
@@ -235,18 +239,23 @@ def load_transformers_model(
     return served
 
 
-def _read_model(directory: Path, model_type: str, dtype: torch.dtype) -> Any:
+def _read_model(directory: Path, raw_config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
+    model_type = str(raw_config["model_type"])
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    wanted = open_checkpoint(directory).tensors
     try:
-        config = hf.AutoConfig.from_pretrained(directory, **local)
+        config, renamed = hf.AutoConfig.from_pretrained(directory, **local), None
+        if is_multimodal(config.to_dict()):
+            config, renamed = hf.AutoConfig.for_model(**raw_config), NAMES
         _check_config(config, model_type)
         # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
         # not stored, such as rotary frequencies.
         model, found = hf.AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
+            key_mapping=renamed,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
@@ -259,6 +268,8 @@ def _read_model(directory: Path, model_type: str, dtype: torch.dtype) -> Any:
         raise ModelError("model_type", model_type, f"transformers cannot load the model: {error}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in found.get(problem) or ())
+        if problem == "unexpected_keys" and renamed is not None:
+            names = [name for name in names if name in wanted]  # the others are those of towers
         if names:
             raise ModelError(names[0], problem, f"{len(names)} tensors do not fit the model")
     return model
