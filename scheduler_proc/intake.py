@@ -57,5 +57,6 @@ def request_of(msg: AddRequest, seq: int, most: int, now: int) -> Request:
         arrival=now,
         since=now - msg.waited_ms * 10**6,
         seq=seq,
+        counted=msg.counted,
         scored=msg.scored,
     )

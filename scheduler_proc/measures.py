@@ -28,6 +28,12 @@ class Measures:
         """A request starts for the first time: its wait in the queue is over."""
         self._queue.observe((now - request.arrival) / 1e9)
 
+    def found(self, request: Request, from_host: int) -> None:
+        """A request starts with what of its prompt is cached, so many tokens of it in the host tier."""
+        self.counts["prompt_tokens"] += request.prompt_len
+        self.counts["cached_tokens"] += request.cached_prompt
+        self.counts["host_cached_tokens"] += from_host
+
     def ended(self, request: Request) -> None:
         """A request is over, however it ended."""
         self._preemptions.observe(request.preemptions)

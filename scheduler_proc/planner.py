@@ -210,10 +210,8 @@ class Planner:
         self.admission.started(self._kv, request)
         if request.cached_prompt < 0:
             request.cached_prompt = min(request.cached_len, request.prompt_len - 1)
-            self._measures.counts["prompt_tokens"] += request.prompt_len
-            self._measures.counts["cached_tokens"] += request.cached_prompt
-            if match is not None:
-                self._measures.counts["host_cached_tokens"] += match.from_host
+            if not request.counted:
+                self._measures.found(request, 0 if match is None else match.from_host)
         self.chunks.admitted(request.extend_len)
         step.enter(request)
         self._speculation.follow(request)

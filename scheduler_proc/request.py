@@ -92,6 +92,7 @@ class Request:
     losses: int = 0  # how often the workers were lost with a step of it in flight, since it got on
     all_losses: int = 0  # the same, since it came
     suspected_len: int = 0  # tokens, those of plans included, that it had when that happened last
+    counted: bool = False  # its prompt's tokens are among those that were counted
     scored: int = 0  # how many tokens from the first have given their prediction to `prompt_logprobs`
 
     def on(self, event: Event) -> None:

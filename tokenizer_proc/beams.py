@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from common.codec import Message
 from common.fields import IntArray
+from common.logprobs import LogprobRows, Logprobs
 from common.messages import AddRequest, Finish, OpenStream, TokenBatch, ints
 from common.sampling_params import DrawParams
-from tokenizer_proc.beam_search import BeamSearch
+from tokenizer_proc.beam_search import BeamSearch, Hypothesis
 from tokenizer_proc.ledger import Choice, Entry
 from tokenizer_proc.rows import TextRow
 
@@ -32,6 +33,7 @@ class Beams:
             frozenset(ends),
             length_penalty=entry.params.length_penalty,
             early_stopping=entry.params.early_stopping,
+            top=entry.params.logprobs,
         )
         self._ends = ends
         self._send_scheduler = send_scheduler
@@ -44,13 +46,23 @@ class Beams:
         self._found.clear()
         entry = self.entry
         assert entry.prompt is not None
-        draw = DrawParams(temperature=0.0, logprobs=self.search.num_candidates)
+        alternatives = max(self.search.num_candidates, entry.params.logprobs or 0)
+        draw = DrawParams(temperature=0.0, logprobs=alternatives)
         for choice, beam in zip(self._choices, self.search.beams, strict=False):
             tokens = entry.prompt + ints(*beam.tokens)
             self._send_detokenizer(OpenStream(choice.rid, (), entry.params.skip_special_tokens))
             self._send_scheduler(
                 AddRequest(
-                    choice.rid, tokens, 1, ints(), draw, entry.cache_salt, entry.priority, left_ms, waited_ms=waited_ms
+                    choice.rid,
+                    tokens,
+                    1,
+                    ints(),
+                    draw,
+                    entry.cache_salt,
+                    entry.priority,
+                    left_ms,
+                    waited_ms=waited_ms,
+                    counted=bool(beam.tokens),
                 )
             )
 
@@ -86,6 +98,24 @@ class Beams:
             self._send_detokenizer(OpenStream(choice.rid, (), self.entry.params.skip_special_tokens))
             self._send_detokenizer(
                 TokenBatch(
-                    ints(choice.rid), ints(len(tokens)), tokens, bytes([finish]), ints(max(0, choice.cached)), times[:]
+                    ints(choice.rid),
+                    ints(len(tokens)),
+                    tokens,
+                    bytes([finish]),
+                    ints(max(0, choice.cached)),
+                    times[:],
+                    self._logprobs(hypothesis),
                 )
             )
+
+    def _logprobs(self, hypothesis: Hypothesis) -> LogprobRows | None:
+        """The log probabilities of a hypothesis' tokens, where they were asked for."""
+        if hypothesis.path is None:
+            return None
+        entries = Logprobs.empty()
+        for token, step in zip(hypothesis.tokens, hypothesis.path.steps(), strict=True):
+            ids, values = ints(*(i for i, _ in step.top)), array("f", (value for _, value in step.top))
+            entries.extend(
+                Logprobs(ints(token), array("f", [step.logprob]), ints(step.rank), ints(len(ids)), ids, values)
+            )
+        return LogprobRows.of({0: entries})

@@ -11,7 +11,7 @@ from tokenizer_proc.beams import Beams
 from tokenizer_proc.ledger import Choice, Entry
 from tokenizer_proc.limits import Limits
 from tokenizer_proc.measures import Measures
-from tokenizer_proc.sampling_checks import check_prompt_logprobs, ends_of, excluded_at_first
+from tokenizer_proc.sampling_checks import check_beam_logprobs, check_prompt_logprobs, ends_of, excluded_at_first
 from tokenizer_proc.shared_scores import SharedScores
 
 Send = Callable[[Message], None]
@@ -43,6 +43,8 @@ class Handover:
         left_ms = self.left_ms(entry)
         entry.max_tokens = self._limits.answer_tokens(len(prompt), params.max_tokens)
         check_prompt_logprobs(params, len(prompt))
+        if params.use_beam_search:
+            check_beam_logprobs(params, len(entry.choices), entry.max_tokens)
         entry.prompt = prompt
         self._measures.admitted(len(prompt))
         if params.use_beam_search and len(entry.choices) > 1:
@@ -73,7 +75,7 @@ class Handover:
             entry.beams.resume(left_ms, self.waited_ms(entry))
             return
         for choice in entry.begun:
-            self._submit(choice, entry.prompt, left_ms, self.waited_ms(entry))
+            self._submit(choice, entry.prompt, left_ms, self.waited_ms(entry), counted=True)
 
     def left_ms(self, entry: Entry) -> int:
         """Until the request's deadline, or 0 where it has none. Raises Refused when it has passed."""
@@ -88,7 +90,9 @@ class Handover:
         """Since the request came, for handing it in again: at least 1."""
         return min(MAX_MS, max(1, (self._clock() - entry.arrival) // 10**6))
 
-    def _submit(self, choice: Choice, prompt: IntArray, left_ms: int, waited_ms: int = 0) -> None:
+    def _submit(
+        self, choice: Choice, prompt: IntArray, left_ms: int, waited_ms: int = 0, *, counted: bool = False
+    ) -> None:
         """Hand a choice over to detokenizer and scheduler, from where its client is."""
         entry, params, emitted = choice.entry, choice.entry.params, choice.emitted
         if params.use_beam_search:
@@ -107,6 +111,6 @@ class Handover:
             AddRequest(
                 choice.rid, prompt + emitted, entry.max_tokens, ends_of(params, self._eos), draw, entry.cache_salt,
                 entry.priority, left_ms, len(emitted), scored, waited_ms, params.grammar,
-                params.grammar is not None and params.ignore_eos,
+                params.grammar is not None and params.ignore_eos, counted,
             )
         )  # fmt: skip

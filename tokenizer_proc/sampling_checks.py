@@ -6,11 +6,11 @@ from common.sampling_params import MAX_DRAW_LOGPROBS, SamplingParams
 from tokenizer_proc.beam_search import candidates_per_beam
 from tokenizer_proc.limits import Limits, Refused
 
-MAX_PROMPT_LOGPROBS = 2**21  # tokens named in the prompt's log probabilities: some 40 MB at the client
+MAX_PROMPT_LOGPROBS = 2**21  # tokens named in log probabilities that come together: some 40 MB at the client
 _DEFAULTS = SamplingParams()
 _NOT_WITH_BEAMS = (
     "top_k", "top_p", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar", "include_stop_str_in_output",
+    "logit_bias", "min_tokens", "prompt_logprobs", "grammar", "include_stop_str_in_output",
     "allowed_token_ids", "bad_words",
 )  # fmt: skip
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
@@ -60,6 +60,14 @@ def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
         if scored * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
             problem = f"{params.prompt_logprobs} alternatives for {scored} tokens are too many"
             raise _refused("prompt_logprobs", problem, MAX_PROMPT_LOGPROBS // scored)
+
+
+def check_beam_logprobs(params: SamplingParams, width: int, max_tokens: int) -> None:
+    """Raises Refused when the log probabilities of all beams, which are kept to the end, would be too many to hold."""
+    tokens = width * max_tokens
+    if params.logprobs is not None and tokens * (1 + params.logprobs) > MAX_PROMPT_LOGPROBS:
+        problem = f"{params.logprobs} alternatives for {max_tokens} tokens of {width} beams are too many"
+        raise _refused("logprobs", problem, MAX_PROMPT_LOGPROBS // tokens)
 
 
 def ends_of(params: SamplingParams, eos: IntArray) -> IntArray:

@@ -37,6 +37,7 @@ class AddRequest:
     `max_tokens` counts them too. The client also has the `prompt_logprobs` that the first `scored` tokens predict.
     `waited_ms` after its request came to the cluster it is handed in again, in a new term or as a later step of a beam
     search; 0 is the first time. Then no limit of the queue refuses it, and its place there is by when the request came.
+    `counted`: the counters of prompt tokens have had those of its prompt before.
     """
 
     TAG: ClassVar[int] = 4
@@ -53,6 +54,7 @@ class AddRequest:
     waited_ms: Milliseconds = 0
     grammar: Annotated[Grammar | None, Maybe(GRAMMAR)] = None
     ignore_eos: Annotated[bool, Bool()] = False  # the grammar's answer ends only where it cannot go on
+    counted: Annotated[bool, Bool()] = False
 
     def __post_init__(self) -> None:
         if self.generated and not self.generated < min(len(self.prompt), self.max_tokens):

@@ -1,6 +1,7 @@
 """Beam search on a real cluster, token for token against transformers."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from common.messages import ErrorCode, Finish, RequestError, ints
 from common.sampling_params import Grammar, SamplingParams
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.integration.cluster import running, wait_until
-from tests.integration.test_sampling import FLOAT32, PROMPT, ask, ask_all, params
+from tests.integration.test_sampling import FLOAT32, PROMPT, ask, ask_all, check_entries, expected_logprobs, params
 
 CASES = (  # beams, tokens, ends, length penalty, early stopping
     (4, 24, (), 1.0, False),
@@ -91,9 +92,23 @@ def test_a_fork_copies_only_the_page_that_is_written(llama):
     assert len(answers) == 4
     copied = after["scheduler.copied_pages"] - before["scheduler.copied_pages"]
     assert copied <= 4 * 8 + 1, "a page per beam and step, none where a page begins"
-    computed = after["scheduler.prompt_tokens"] - before["scheduler.prompt_tokens"]
-    computed -= after["scheduler.cached_tokens"] - before["scheduler.cached_tokens"]
-    assert computed == 1 + 4 * 8, "one token per beam and step"
+    computed = after["scheduler.step_tokens/sum"] - before["scheduler.step_tokens/sum"]
+    assert computed == (1 + 4 * 8) * 10**6, "one token per beam and step"
+    found = [after[f"scheduler.{name}"] - before[f"scheduler.{name}"] for name in ("prompt_tokens", "cached_tokens")]
+    assert found == [64, 63], "the prompt counts once"
+
+
+def test_log_probabilities_of_beams_are_those_of_transformers(llama, connection):
+    case = (3, 10, tuple(range(0, 320, 4)), 0.6, True)
+    wanted = beams(*case[1:])
+    plain = ask(connection, PROMPT, wanted, n=case[0])
+    for top in (0, 2, 20):
+        answers = ask(connection, PROMPT, replace(wanted, logprobs=top), n=case[0])
+        assert [a.token_ids for a in answers] == [a.token_ids for a in plain]
+        for answer in answers:
+            expected = expected_logprobs(llama, PROMPT + answer.token_ids)
+            check_entries(answer.logprobs, expected[len(PROMPT) - 1 : -1], answer.token_ids, top)
+    assert not any(answer.logprobs for answer in plain)
 
 
 def test_beams_in_a_pool_too_small_for_all(llama):
@@ -138,7 +153,8 @@ def test_what_does_not_go_together_is_refused_by_name(connection):
     wrong = [
         {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"seed": 1}, {"stop": ("x",)},
         {"repetition_penalty": 1.1}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {1: 1.0}},
-        {"min_tokens": 2}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"grammar": Grammar("json_object")},
+        {"min_tokens": 2}, {"bad_words": ("x",)}, {"allowed_token_ids": ints(5)}, {"prompt_logprobs": 0},
+        {"grammar": Grammar("json_object")},
     ]  # fmt: skip
     for values in wrong:
         error = ask(connection, PROMPT, SamplingParams(use_beam_search=True, **values), n=2)

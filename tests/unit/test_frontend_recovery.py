@@ -59,8 +59,10 @@ def test_choices_go_on_after_the_last_token_that_their_client_was_sent() -> None
         world.frontend.resume()
         draws = [params.draw(seed, 3, ints(0)) for seed in (7, 8)]
         assert world.scheduler == [
-            AddRequest(first, ints(1, 2, 3), 9, ints(0), draws[0], "tenant", -4, 0, waited_ms=1),
-            AddRequest(second, ints(1, 2, 3, 8, 9), 9, ints(0), draws[1], "tenant", -4, 0, 2, waited_ms=1),
+            AddRequest(first, ints(1, 2, 3), 9, ints(0), draws[0], "tenant", -4, 0, waited_ms=1, counted=True),
+            AddRequest(
+                second, ints(1, 2, 3, 8, 9), 9, ints(0), draws[1], "tenant", -4, 0, 2, waited_ms=1, counted=True
+            ),
         ]
         assert world.detokenizer == [
             OpenStream(first, ("x",), True, 2),

@@ -29,6 +29,7 @@ from common.sampling_params import DrawParams, LogitEdits, SamplingParams
 from tests.unit.frontend_world import World, request, run
 from tests.unit.test_streams import TIMES, decoders, ids_of, tokenizer
 from tests.unit.wire_strategies import messages_of
+from tokenizer_proc.limits import Limits
 from tokenizer_proc.streams import Streams
 from tokenizer_proc.token_bytes import TokenBytes
 
@@ -237,10 +238,11 @@ def test_which_token_is_a_reason(ends: dict[str, bool], tokens: list[int], reaso
     run(test)
 
 
-def test_beam_steps_are_requests_for_one_token() -> None:
+@pytest.mark.parametrize("top", [None, 0, 1])
+def test_beam_steps_are_requests_for_one_token(top: int | None) -> None:
     async def test() -> None:
         world = World()
-        params = SamplingParams(use_beam_search=True, max_tokens=2, length_penalty=0.0)
+        params = SamplingParams(use_beam_search=True, max_tokens=2, length_penalty=0.0, logprobs=top)
         world.receive(request(params=params, n=2))
         await world.settle()
         (first,) = world.added
@@ -262,6 +264,7 @@ def test_beam_steps_are_requests_for_one_token() -> None:
         world.frontend.on_detokenizer(following(first.rid, (8, -0.5), (9, -1.0), (4, -3.0), (5, -4.0)))
         one, two = world.added
         assert [list(m.prompt) for m in (one, two)] == [[1, 2, 3, 8], [1, 2, 3, 9]]
+        assert (first.counted, one.counted, two.counted) == (False, True, True), "the prompt is one prompt"
         world.detokenizer.clear()
         world.frontend.on_detokenizer(following(two.rid, (6, -0.1), (7, -5.0), (4, -6.0), (5, -6.0)))
         assert b"a" not in world.answers
@@ -271,6 +274,22 @@ def test_beam_steps_are_requests_for_one_token() -> None:
             (one.rid, [9, 6], Finish.LENGTH),
             (two.rid, [8, 0], Finish.STOP),
         ]
+        wanted = {
+            9: (-1.0, 2, 8),
+            6: (-0.1, 1, 6),
+            8: (-0.5, 1, 8),
+            0: (-2.0, 1, 0),
+        }  # log probability, rank, likeliest
+        for m in done:
+            if top is None:
+                assert m.logprobs is None
+                continue
+            assert m.logprobs is not None
+            entries = m.logprobs.by_row()[0].entries({})
+            assert [(e.token_id, pytest.approx(e.logprob), e.rank) for e in entries] == [
+                (token, *wanted[token][:2]) for token in m.token_ids
+            ]
+            assert [[t.token_id for t in e.top] for e in entries] == [[wanted[t][2]] * top for t in m.token_ids]
         for m in done:
             world.frontend.on_detokenizer(
                 TextBatch(m.rids, ints(0), m.counts, m.token_ids, ("t",), m.finish, ints(0), m.cached, TIMES)
@@ -280,6 +299,19 @@ def test_beam_steps_are_requests_for_one_token() -> None:
             ([0], [9, 6], [2]), ([1], [8, 0], [2]),
         ]  # fmt: skip
         assert world.frontend.preparing == 0
+
+    run(test)
+
+
+def test_log_probabilities_of_beams_that_are_too_many_are_refused() -> None:
+    async def test() -> None:
+        world = World()
+        params = SamplingParams(use_beam_search=True, logprobs=20)
+        world.frontend._limits = world.frontend._handover._limits = Limits(2**17, 2**17, 1000, 9, 9)
+        world.receive(request(params=params, n=2))
+        await world.settle()
+        (error,) = world.answers[b"a"]
+        assert (error.field, error.limit, error.code) == ("params.logprobs", 8, ErrorCode.INVALID)
 
     run(test)
 
