@@ -35,7 +35,7 @@ class Stories:
         if not self._listens(entry.owner):
             return
         story = self._story(entry.owner, entry.client_rid, entry.stream, entry.arrival)
-        choices = [*entry.over, *entry.choices]
+        choices = sorted([*entry.over, *entry.choices], key=lambda choice: choice.index)
         story.prompt_tokens = len(entry.prompt or ())
         story.cached_tokens = max(0, choices[0].cached)  # the first choice computes what the others share
         story.started_ns = min((c.started_ns for c in choices if c.started_ns), default=0)

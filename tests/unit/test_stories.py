@@ -30,7 +30,9 @@ def test_a_request_that_ends_is_told_once(caplog: pytest.LogCaptureFixture) -> N
         for now, rid, finish in ((3, 0, Finish.NONE), (5, 1, Finish.STOP), (9, 0, Finish.LENGTH)):
             world.now = 99 + now * MS
             assert not lines(caplog)
-            world.frontend.on_detokenizer(text_batch(rids[rid], "x", finish, (9, 9)))
+            batch = text_batch(rids[rid], "x", finish, (9, 9))
+            batch.cached[0] += rid  # the first choice computes what the others find
+            world.frontend.on_detokenizer(batch)
         (span,) = (s for s in exporter.get_finished_spans() if s.parent is None)
         assert span.name == "IPC generate" and span.attributes is not None
         assert span.attributes["gen_ai.usage.output_tokens"] == 6
