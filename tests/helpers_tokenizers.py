@@ -138,6 +138,7 @@ UNSUPPORTED = {
     "CTC": decoders.CTC(),
     "BPEDecoder": decoders.BPEDecoder(),
     "Regex": decoders.Replace(Regex("a+"), "b"),
+    '"String": ""': decoders.Replace("", "b"),
     "stop": decoders.Strip(" ", 1, 1),
     "after the tokens are fused": decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
 }

@@ -19,7 +19,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """The text to show, and the stop string that was found, if any: then what follows it is dropped.
+        """The text to show, and the stop string that was found, if any: then what follows it is dropped, and there
+        must be no further call.
 
         Without `may_stop` a stop string that ends in this text is text like any other.
         """
@@ -31,7 +32,6 @@ class StopMatcher:
         for end, char in enumerate(text, len(self._held) + 1):
             found = self._advance(char, may_stop)
             if found is not None:
-                self._held = ""
                 return seen[: end if self._shows_stop else end - len(found)], found
         if self._shows_stop:
             return text, None

@@ -69,7 +69,7 @@ class Streams:
             return self.fail(early.error)
         rows = Rows()
         self._add_row(rows, msg.rid, early.tokens, early.finish, early.cached, early.scores, early.started)
-        return rows.batch(early.times[:]) if rows.rids else None
+        return rows.batch(early.times[:])
 
     def push(self, batch: TokenBatch, received: int) -> TextBatch | None:
         """A step's text, a row for each row that is still wanted. `received` (ns) goes into `times`."""
@@ -112,8 +112,6 @@ class Streams:
         text, shown = self._text(stream, tokens, finish)
         if stream.stopped is not None:
             finish = Finish.STOP
-        if not shown and finish == Finish.NONE and scores.prompt is None:
-            return
         rows.add(rid, 0, shown, text, finish, 0, cached)
         if scores.tokens is not None:
             scores.tokens = scores.tokens.first(len(shown))
@@ -125,7 +123,7 @@ class Streams:
     def _text(self, stream: _Stream, tokens: IntArray, finish: int) -> tuple[str, IntArray]:
         """The text to show, and the tokens up to the one that completed a stop string."""
         # The scheduler stops at a token (end of sequence or a stop token): that one has no text, unless it is wanted.
-        with_text = len(tokens) - (finish == Finish.STOP and len(tokens) > 0 and not stream.shows_stop)
+        with_text = len(tokens) - (finish == Finish.STOP and not stream.shows_stop)
         parts: list[str] = []
         for i, token in enumerate(tokens[:with_text]):
             stream.not_stopping -= 1

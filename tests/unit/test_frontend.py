@@ -274,6 +274,12 @@ def test_requests_of_a_client_that_is_gone_are_aborted() -> None:
         assert world.answers == {b"b": [Beat()]}
         world.frontend.on_detokenizer(text_batch(gone[0], "late"))
         assert b"a" not in world.answers
+        world.state[b"b"] = Sent.FULL
+        world.frontend.on_detokenizer(text_batch(world.added[2].rid, "kept"))
+        assert world.frontend.has_backlog
+        world.state[b"b"] = Sent.GONE
+        world.frontend.flush()
+        assert world.scheduler[-1] == Abort(world.added[2].rid) and not world.frontend.has_backlog
 
     run(test)
 
@@ -338,6 +344,7 @@ def test_errors_of_the_scheduler_reach_the_client() -> None:
         world.frontend.on_detokenizer(error)
         world.frontend.on_detokenizer(error)
         assert world.answers[b"a"] == [RequestError(5, ErrorCode.OVERLOADED, "full", "prompt", 3, 0.5)]
+        assert world.frontend.measures.flat()["tokenizer.errors_overloaded"] == 1
 
     run(test)
 
@@ -443,7 +450,7 @@ def test_text_that_waits_counts_from_its_arrival(monkeypatch: pytest.MonkeyPatch
 
 
 def test_answers_that_end_together_go_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenizer_proc.rows.MAX_SIZE", 100)
+    monkeypatch.setattr("tokenizer_proc.rows.MAX_SIZE", 200)
 
     async def test() -> None:
         world = World()
@@ -451,12 +458,13 @@ def test_answers_that_end_together_go_in_several_frames(monkeypatch: pytest.Monk
             world.receive(request(rid, stream=False))
         await world.settle()
         rids = [m.rid for m in world.scheduler if isinstance(m, AddRequest)]
-        zeros = ints(0, 0, 0, 0)
+        zeros, texts = ints(0, 0, 0, 0), ("\u00e4" * 31, "\u00e4" * 31, "a" * 31, "a" * 31)
         ends = TextBatch(
-            ints(*rids), zeros, ints(20, 20, 20, 20), ints(*range(80)), ("\u00e4",) * 4, bytes([Finish.LENGTH] * 4),
+            ints(*rids), zeros, ints(20, 20, 20, 20), ints(*range(80)), texts, bytes([Finish.LENGTH] * 4),
             zeros, zeros, array("q"),
         )  # fmt: skip
         world.frontend.on_detokenizer(ends)
-        assert [list(m.rids) for m in world.answers[b"a"]] == [[0, 1], [2, 3]]
+        sent = [(list(m.rids), list(m.token_ids)) for m in world.answers[b"a"]]
+        assert sent == [([0], [*range(20)]), ([1], [*range(20, 40)]), ([2, 3], [*range(40, 80)])]
 
     run(test)

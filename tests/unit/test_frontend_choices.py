@@ -196,6 +196,7 @@ def test_an_answer_that_is_too_large_ends_its_request_with_one_error() -> None:
         world.frontend.on_detokenizer(batch)
         assert [(m.rid, m.code) for m in world.answers[b"a"]] == [(5, ErrorCode.INTERNAL)]
         assert world.scheduler == [Abort(second), Abort(third)]
+        assert world.frontend.measures.flat()["tokenizer.errors_internal"] == 1
 
     run(test)
 

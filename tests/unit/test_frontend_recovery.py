@@ -20,6 +20,7 @@ from common.messages import (
     RequestError,
     Stats,
     TextBatch,
+    Timing,
     TokenBatch,
     ints,
 )
@@ -133,16 +134,23 @@ def test_an_abort_that_nobody_will_answer_is_answered(stream: bool) -> None:
     async def test() -> None:
         world = World()
         _, second = await world.choices(2, stream=stream)
-        world.frontend.on_detokenizer(text_batch(second, "b"))
+        scored = Logprobs(ints(9), array("f", [-1.0]), ints(1), ints(0), ints(), array("f"))
+        world.frontend.on_detokenizer(
+            replace(text_batch(second, "b"), logprobs=LogprobRows.of({0: scored}), token_bytes={9: b"b"})
+        )
         world.receive(Abort(5))
         forget(world)
         world.answers.clear()
+        (entry,) = world.frontend._ledger.admitted
         world.frontend.resume()
         assert world.added == [] and world.detokenizer == []
         (batch,) = world.answers[b"a"]
         text = "" if stream else "b"
         assert rows_of([batch]) == [(5, 0, "", Finish.ABORT), (5, 1, text, Finish.ABORT)]
-        assert list(batch.token_ids) == ([] if stream else [9])
+        assert list(batch.token_ids) == ([] if stream else [9]) and list(batch.prompt_tokens) == [3, 3]
+        assert batch.timings == (Timing(0, 99), Timing(1, 99, 0, 99))
+        assert batch.logprobs == (None if stream else LogprobRows.of({1: scored}))
+        assert {choice.finish for choice in entry.choices} == {Finish.ABORT}, "as its story will tell"
         world.receive(request())
         await world.settle()
         assert len(world.added) == 1, "the id is free again"

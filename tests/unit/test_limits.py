@@ -1,11 +1,14 @@
 """Refusals name the field and the limit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from common.codec import MAX_FRAME_BYTES, decode, encode
 from common.config import SchedulerConfig
-from common.messages import ErrorCode, Go, ints
+from common.messages import ErrorCode, Generate, Go, RequestError, ints
+from common.sampling_params import MAX_GRAMMAR_CHARS, MAX_STOP_CHARS, Grammar, SamplingParams
 from tokenizer_proc.limits import Limits, Refused
 
 WINDOW = Limits(context_len=10, pool_tokens=64, vocab_size=100, max_live=3, max_choices=2)
@@ -38,7 +41,7 @@ def test_too_long_names_what_is_too_small(limits: Limits, words: str, limit: int
 
 def test_an_empty_prompt() -> None:
     error = refusal(lambda: WINDOW.check_prompt(ints(), "token_ids"))
-    assert (error.code, error.field) == (ErrorCode.INVALID, "token_ids") and "empty" in error.problem
+    assert (error.code, error.field, error.limit) == (ErrorCode.INVALID, "token_ids", 1) and "empty" in error.problem
 
 
 def test_a_token_id_outside_the_vocabulary_is_named_with_its_place() -> None:
@@ -52,6 +55,22 @@ def test_text_that_cannot_fit_is_not_tokenized() -> None:
     WINDOW.check_chars(9 * 64, "text")
     error = refusal(lambda: WINDOW.check_chars(9 * 64 + 1, "text"))
     assert (error.code, error.field, error.limit) == (ErrorCode.TOO_LONG, "text", 576)
+
+
+def test_the_largest_acceptable_request_may_be_read() -> None:
+    params = SamplingParams(
+        grammar=Grammar("regex", "x" * MAX_GRAMMAR_CHARS), stop=("\U0001f600" * MAX_STOP_CHARS,) * 16
+    )
+    for limits in (WINDOW, replace(WINDOW, context_len=2**16, pool_tokens=2**16)):
+        frame = encode(Generate(1, "\U0001f600" * limits.max_chars, None, None, params))
+        assert len(frame) <= limits.max_frame < len(frame) + 2**20
+    assert replace(WINDOW, context_len=2**22, pool_tokens=2**22).max_frame == MAX_FRAME_BYTES
+
+
+def test_an_answer_holds_as_much_of_a_refusal_as_a_message_may() -> None:
+    answer = Refused(ErrorCode.INVALID, "p" * 5000, "f" * 300).answer(1)
+    assert (answer.problem, answer.field) == ("p" * 4096, "f" * 256)
+    assert decode(encode(answer), {RequestError}) == answer
 
 
 def test_too_many_requests() -> None:

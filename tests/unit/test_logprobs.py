@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from common.messages import (
     RequestError,
     Stopped,
     TextBatch,
+    Timing,
     TokenBatch,
     ints,
 )
@@ -132,7 +134,8 @@ def read(reader: RowReader, *batches: TextBatch) -> list[Row]:
 def text_batch(rid: int, tokens: list[int], finish: Finish = Finish.NONE, prompt: list[int] | None = None) -> TextBatch:
     return TextBatch(
         ints(rid), ints(0), ints(len(tokens)), ints(*tokens), ("x",), bytes([finish]), ints(3), ints(0), TIMES,
-        LogprobRows.of({0: columns(tokens)}), None if prompt is None else LogprobRows.of({0: columns(prompt)}),
+        LogprobRows.of({0: columns(tokens)}) if tokens else None,
+        None if prompt is None else LogprobRows.of({0: columns(prompt)}),
         {7: b"\xe2", 100: b"a"}, (Stopped(0, 7),) if finish == Finish.STOP else (),
     )  # fmt: skip
 
@@ -167,7 +170,7 @@ def test_the_frontend_passes_scores_and_reasons_on() -> None:
         assert world.detokenizer == [OpenStream(added.rid, (), True, 2)]
         for batch in (
             text_batch(added.rid, [], prompt=[5, 6]),
-            text_batch(added.rid, [7]),
+            replace(text_batch(added.rid, [7]), timings=(Timing(0, started=60),)),
             text_batch(added.rid, [7, 7], Finish.STOP),
         ):
             for name in ("logprobs", "prompt_logprobs"):
@@ -179,6 +182,7 @@ def test_the_frontend_passes_scores_and_reasons_on() -> None:
         assert list(answer.logprobs.entries.token_ids) == [7, 7, 7]
         assert list(answer.prompt_logprobs.entries.token_ids) == [5, 6]
         assert answer.stopped == (Stopped(0, 7),)
+        assert [timing.started for timing in answer.timings] == [60]
 
     run(test)
 
@@ -193,14 +197,14 @@ def test_an_answer_with_many_scores_comes_in_several_rows(monkeypatch: pytest.Mo
         for rid in rids:
             world.frontend.on_detokenizer(text_batch(rid, [7, 7]))
             world.frontend.on_detokenizer(text_batch(rid, [7]))
-        assert [len(m.token_ids) for m in world.answers[b"a"]] == [3, 3]
         both = TextBatch(
             ints(*rids), ints(0, 0), ints(1, 1), ints(7, 7), ("x", "x"), bytes([Finish.LENGTH] * 2), ints(3, 3),
             ints(0, 0), TIMES, LogprobRows.of({0: columns([7], 5), 1: columns([7], 5)}), None,
             {7: b"x", **{100 + i: b"y" for i in range(5)}},
         )  # fmt: skip
         world.frontend.on_detokenizer(both)
-        assert [list(m.choices) for m in world.answers[b"a"][2:]] == [[0], [1]]
+        rows = [(list(m.choices), list(m.token_ids), m.texts) for m in world.answers[b"a"]]
+        assert rows == [([0], [7, 7, 7], ("xx",)), ([1], [7, 7, 7], ("xx",)), ([0], [7], ("x",)), ([1], [7], ("x",))]
 
     run(test)
 

@@ -1,5 +1,7 @@
 """Stop strings against a definition that looks at the whole text."""
 
+from itertools import permutations, product
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +76,13 @@ def test_exactly_what_could_become_a_stop_is_held(text: str, stops: list[str], d
         assert shown == seen[: len(seen) - max(unsure, default=0)]
 
 
+def test_a_stop_that_repeats_itself_is_found_behind_each_of_its_beginnings() -> None:
+    for stop in ("".join(letters) for size in range(1, 9) for letters in product("ab", repeat=size)):
+        for begun in range(len(stop)):
+            text = stop[:begun] + stop
+            assert StopMatcher([stop]).push(text) == (text[: text.index(stop)], stop)
+
+
 def test_a_stop_that_is_overtaken_is_shown() -> None:
     matcher = StopMatcher(["aab"])
     assert matcher.push("aa") == ("", None)
@@ -83,7 +92,8 @@ def test_a_stop_that_is_overtaken_is_shown() -> None:
 
 
 def test_the_longest_of_those_that_end_together() -> None:
-    assert StopMatcher(["b", "ab", "xab"]).push("__xab") == ("__", "xab")
+    for stops in permutations(["b", "ab", "xab"]):
+        assert StopMatcher(stops).push("__xab") == ("__", "xab")
     assert StopMatcher(["abcd", "bc"]).push("abcd") == ("a", "bc")
 
 

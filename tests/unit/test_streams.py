@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from common.messages import ErrorCode, Finish, OpenStream, RequestError, TextBatch, Timing, TokenBatch, ints
 from tests.examples import examples
-from tests.helpers_tokenizers import SPECIAL, byte_level
+from tests.helpers_tokenizers import SPECIAL, byte_level, sentence_piece
 from tokenizer_proc.streams import REPLAYED, Streams
 from tokenizer_proc.text_decoder import TextDecoders
 from tokenizer_proc.token_bytes import TokenBytes
@@ -82,6 +82,17 @@ def test_the_token_that_stops_has_no_text() -> None:
     tokens = [*ids_of(" fox"), end_id()]
     assert rows_of(streams.push(batch((1, tokens, Finish.STOP)), 6)) == [(1, tokens, " fox", Finish.STOP)]
     assert len(streams) == 0
+    alone = batch((1, [end_id()], Finish.STOP))
+    assert rows_of(opened(skip=False).push(alone, 6)) == [(1, [end_id()], "", Finish.STOP)]
+
+
+def test_an_answer_goes_on_with_the_text_of_its_prompt() -> None:
+    pieces = sentence_piece()
+    made = TextDecoders(pieces)
+    streams = Streams(made, TokenBytes(pieces, made).of)
+    streams.open(OpenStream(1, (), True))
+    fox = pieces.encode("fox", add_special_tokens=False).ids
+    assert rows_of(streams.push(batch((1, fox, Finish.LENGTH)), 6)) == [(1, fox, " fox", Finish.LENGTH)]
 
 
 def test_tokens_without_text_still_make_a_row() -> None:
@@ -96,6 +107,9 @@ def test_a_cut_character_at_the_end_is_not_lost() -> None:
     streams = opened()
     first = ids_of("🙂")[:1]
     assert rows_of(streams.push(batch((1, first, Finish.LENGTH)), 6)) == [(1, first, "\ufffd", Finish.LENGTH)]
+    for min_tokens, ended in ((0, ("", Finish.STOP)), (1, ("\ufffd", Finish.LENGTH))):
+        streams.open(OpenStream(1, ("\ufffd",), True, min_tokens))
+        assert rows_of(streams.push(batch((1, first, Finish.LENGTH)), 6)) == [(1, first, *ended)]
 
 
 def test_a_stop_string_over_two_tokens_ends_the_stream_before_the_scheduler_does() -> None:
@@ -151,6 +165,7 @@ def test_output_before_its_open_stream_is_held() -> None:
     assert streams.early == 1
     out = streams.open(OpenStream(1, (), True))
     assert isinstance(out, TextBatch) and list(out.times) == [*TIMES, 7] and list(out.cached) == [7]
+    assert out.timings == ()
     assert rows_of(out) == [(1, fox + over, " fox over", Finish.LENGTH)]
     assert len(streams) == streams.early == 0
 
@@ -232,6 +247,7 @@ def test_when_a_prompt_was_begun_goes_along_with_its_first_token():
     tokens = ids_of("fox")[:1]
     sent = streams.push(replace(batch((2, tokens, 0), (1, tokens, 0)), started={0: 50, 1: 60}), 6)
     assert sent is not None and sent.timings == (Timing(0, started=60),), "rows are numbered anew"
+    assert streams.push(batch((2, tokens, 0)), 6) is None
     late = streams.open(OpenStream(2, (), True))
     assert isinstance(late, TextBatch) and late.timings == (Timing(0, started=50),)
     more = streams.push(batch((1, tokens, 0)), 6)
@@ -246,3 +262,11 @@ def test_who_takes_up_a_long_stream_says_that_it_lives() -> None:
     assert len(ticks) == -(-1000 * len(fox) // REPLAYED)
     out = streams.push(batch((1, ids_of(" dog"), Finish.NONE)), 6)
     assert rows_of(out)[0][3] == Finish.STOP, "what came before is known"
+
+
+def test_who_takes_up_a_long_stream_counts_its_tokens() -> None:
+    streams = Streams(decoders(), TokenBytes(tokenizer(), decoders()).of)
+    emitted, (z,) = ints(*ids_of(" fox") * 2 * REPLAYED)[: REPLAYED + 9], ids_of("z")
+    streams.open(OpenStream(1, ("z",), True, min_tokens=len(emitted) + 1, emitted=emitted))
+    rows = [rows_of(streams.push(batch((1, [z], Finish.NONE)), 6)) for _ in range(2)]
+    assert rows == [[(1, [z], "z", Finish.NONE)], [(1, [z], "", Finish.STOP)]]

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Callable
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from types import FrameType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from tests.examples import examples
 from tests.helpers_tokenizers import ALL_KINDS, SENTENCES, UNSUPPORTED, byte_level
@@ -81,6 +81,37 @@ def test_nothing_is_shown_before_it_is_certain(kind: str) -> None:
         for token in tokens:
             shown += decoder.push(token)
             assert full.startswith(shown)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.ByteFallback(),
+        decoders.Strip("▁", 2, 0),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip("▁", 2, 0)]),
+        *(decoders.Metaspace(prepend_scheme=scheme) for scheme in ("always", "first", "never")),
+    ],
+)
+def test_tokens_that_look_like_others(decoder: decoders.Decoder) -> None:
+    names = [
+        "<0x41>",
+        "<0xc3>",
+        "<0x+A>",
+        "<0x 4>",
+        "<0x4G>",
+        "<0x4>",
+        "<0x414>",
+        "<0x41]",
+        "x0x41>",
+        "<0x１２>",
+        "<0xé>",
+    ]
+    names += ["▁", "▁▁▁a", "b▁c", "▁d", " e", "f"]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, names[0]))
+    tokenizer.decoder = decoder
+    new = TextDecoders(tokenizer).new
+    for tokens in product(range(len(names)), repeat=2):
+        assert decode(new(), list(tokens)) == tokenizer.decode(tokens)
 
 
 def test_ascii_text_is_shown_at_once() -> None:

@@ -1,11 +1,15 @@
 """The raw bytes of tokens, for every kind of tokenizer."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from common.messages import MAX_TOKEN_BYTES
 from tests.examples import examples
-from tests.helpers_tokenizers import ALL_KINDS, SENTENCES, byte_level, sentence_piece
+from tests.helpers_tokenizers import ALL_KINDS, SENTENCES, SPECIAL, byte_level, sentence_piece
 from tokenizer_proc.text_decoder import TextDecoders
 from tokenizer_proc.token_bytes import TokenBytes
 
@@ -44,6 +48,15 @@ def test_parts_of_characters() -> None:
     of = TokenBytes(pieces, TextDecoders(pieces)).of
     assert of(pieces.token_to_id("<0xE2>")) == b"\xe2"
     assert of(pieces.token_to_id("<tool>")) == b"<tool>"
+    assert of(pieces.token_to_id(SPECIAL.content)) == SPECIAL.content.encode()
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece])
+def test_what_is_beyond_what_a_message_carries_is_cut_off(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    tokenizer.add_tokens(["x" * (MAX_TOKEN_BYTES + 1)])
+    of = TokenBytes(tokenizer, TextDecoders(tokenizer)).of
+    assert of(tokenizer.get_vocab_size() - 1) == b"x" * MAX_TOKEN_BYTES
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
