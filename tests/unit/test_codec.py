@@ -15,6 +15,7 @@ from common.codec import (
     PROTOCOL_VERSION,
     FrameError,
     RefusedFrames,
+    Struct,
     decode,
     encode,
     message,
@@ -36,8 +37,8 @@ from common.fields import (
     OneOf,
     Str,
 )
-from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats
-from common.sampling_params import SamplingParams
+from common.messages import Abort, AddRequest, Beat, Generate, GetStats, Ready, Stats, TokenBatch, ints
+from common.sampling_params import Grammar, SamplingParams
 from tests.examples import examples
 from tests.helpers_wire import whole_body
 from tests.unit.wire_strategies import messages_of
@@ -176,7 +177,9 @@ def test_last_fields_may_be_left_out_where_they_have_defaults(msg: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, -1, 2**63, None, True, "1", 1.0, [], {}], ids=repr
+    "version",
+    [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, -1, 2**63, None, True, "1", float(PROTOCOL_VERSION), [], {}],
+    ids=repr,
 )
 def test_wrong_versions(version: Any) -> None:
     assert refused(pack([version, Beat.TAG])).cause == "version"
@@ -241,6 +244,8 @@ def test_non_string_and_oversized_map_keys_are_refused() -> None:
 
 def test_an_array_of_the_wrong_width_is_not_sent() -> None:
     """array("q") bytes read as int32 would be twice as many wrong tokens."""
+    with pytest.raises(TypeError, match="typecode"):
+        Floats(9).pack(array("d", [1.0]))
     with pytest.raises(TypeError, match="typecode"):
         encode(AddRequest(1, array("q", [1, 2]), 1, array("i"), SamplingParams().draw(0)))
 
@@ -313,6 +318,13 @@ def test_refusals_are_counted_by_cause() -> None:
         (IntMap(Ints(9), Bool()), {1: True}, "map from integers"),
         (IntMap(Ints(9), Bool()), {0: b"", 1: []}, "map from integers"),
         (Maybe(Bool()), 1, "true or false"),
+        (Struct(Grammar), 5, "a Grammar"),
+        (Struct(Grammar), "abcde", "a Grammar"),
+        (Struct(Grammar), [], "1 to 5 fields"),
+        (ListOf(Bool(), 1), 5, "a list"),
+        (ListOf(Bool(), 1), "a", "a list"),
+        (Int(1, 9), 1.0, "integer"),
+        (Ints(9), 5, "raw bytes"),
     ],
     ids=repr,
 )
@@ -353,10 +365,18 @@ def test_the_sender_of_an_oversized_request_is_named():
         decode(frame, {Generate}, max_bytes=4000)
     assert refused.value.cause == "oversized" and refused.value.rids == (77,)
     other_version = msgpack.packb([PROTOCOL_VERSION + 1, *msgpack.unpackb(frame)[1:]])
-    for other in (b"\xc1" * 5000, b"", other_version):
+    unnamed = pack([PROTOCOL_VERSION, [], 77])
+    for other in (b"\xc1" * 5000, b"", other_version, unnamed, encode(Abort(77))):
         with pytest.raises(FrameError) as refused:
             decode(other + b"\x00" * 5000, {Generate}, max_bytes=4000)
         assert refused.value.rids == ()
+
+
+def test_all_of_whom_a_refused_frame_speaks_are_named() -> None:
+    columns = TokenBatch(ints(5, 6), ints(1, 1), ints(8, 9), bytes(2), ints(0, 0), array("q", [1]))
+    body = whole_body(columns)
+    body[4] = b"odd"
+    assert refused(encode(columns), max_bytes=40).rids == refused(pack(body)).rids == (5, 6)
 
 
 @pytest.mark.parametrize("empty", [b"\x90", b"\x80"])

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError, Tokenize, Tokens, ints
+from common.rows import Row
+from gateway_proc.generation import Usage
 from tests.unit.fake_frontend import rows
 from tests.unit.gateway_world import CHAT, HELLO, World, answering, events, play
 
@@ -115,6 +117,14 @@ def test_completions_take_prompts_of_every_kind(short_dir: Path, prompt: Any, as
         assert [(m.text, m.token_ids) for m in got] == asked and all(m.params.max_tokens == 16 for m in got)
 
     play(short_dir, HELLO, test)
+
+
+def test_a_prompt_counts_once_and_its_first_choice_says_what_was_cached() -> None:
+    usage = Usage()
+    for prompt, choice, cached in ((0, 1, 8), (0, 0, 2), (0, 1, 8), (1, 0, 3), (1, 1, 9), (2, 1, 7)):
+        usage.add(prompt, Row(prompt, choice, "x", [7, 8], Finish.NONE, 9, cached, (), 0))
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (27, 2 + 3 + 7, 12)
+    assert usage.as_dict()["total_tokens"] == 39
 
 
 def test_completions_that_say_null_for_max_tokens_get_the_default(short_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """API keys: where they come from, whose they are, what each may."""
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -23,7 +24,7 @@ def write(path: Path, text: str, mode: int = 0o600) -> Path:
 
 
 def test_file_and_environment(tmp_path: Path) -> None:
-    file = write(tmp_path, f"# ours\n\nalice:{ALICE}\n{BOB}\nalice:another-of-alice\n")
+    file = write(tmp_path, f"# ours\n\nalice:{ALICE}\n{BOB}\n  alice:another-of-alice \t\n")
     keys = read_keys(file, {"RHIZOME_API_KEYS": "carol:sk-carol-1234, sk-nameless-1\n"})
     assert keys == {
         digest_of(ALICE.encode()): "alice", digest_of(BOB.encode()): "key2", digest_of(b"another-of-alice"): "alice",
@@ -64,13 +65,37 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_keys(binary, {})
 
 
+def test_only_a_file_of_this_user_or_of_root_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeysError, match="not a file of this user"):
+        read_keys(Path(os.devnull), {})
+    file = write(tmp_path, ALICE)
+    monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
+    if file.stat().st_uid == 0:
+        assert len(read_keys(file, {})) == 1
+        os.chown(file, 2, -1)
+    with pytest.raises(KeysError, match="not a file of this user"):
+        read_keys(file, {})
+
+
+def test_so_many_keys_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway_proc.key_file.MAX_KEYS", 2)
+    file = write(tmp_path, f"{ALICE}\n{BOB}\n")
+    assert len(read_keys(file, {})) == 2
+    with pytest.raises(KeysError, match="at most 2 API keys are allowed, got 3"):
+        read_keys(file, {"RHIZOME_API_KEYS": "sk-carol-1234"})
+
+
 def test_whose_key_it_is() -> None:
     keys = Keys({digest_of(ALICE.encode()): "alice", digest_of(BOB.encode()): "bob"})
     assert keys.name_of(f"Bearer {ALICE}") == "alice" and keys.name_of(f"bearer  {BOB} ") == "bob"
-    for header in (None, "", "Bearer", "Bearer ", f"Bearer {ALICE}x", f"Basic {ALICE}", ALICE, "Bearer \udcff"):
+    for header in ("", "Bearer", "Bearer ", f"Bearer {ALICE}x", f"Basic {ALICE}", ALICE, "Bearer \udcff"):
         with pytest.raises(ApiError) as caught:
             keys.name_of(header)
-        assert caught.value.status == 401 and ALICE not in caught.value.message
+        assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+        assert ALICE not in caught.value.message
+    with pytest.raises(ApiError) as caught:
+        keys.name_of(None)
+    assert (caught.value.status, caught.value.code) == (401, "missing_api_key")
     assert Keys({}).name_of(None) == Keys({}).name_of("Bearer anything") == "-"
 
 
@@ -80,18 +105,22 @@ def test_each_name_has_its_own_limit() -> None:
         keys.enter(name)
     with pytest.raises(ApiError) as caught:
         keys.enter("a")
-    assert caught.value.status == 429 and caught.value.headers() == {"retry-after": "1"}
+    assert (caught.value.status, caught.value.code) == (429, "concurrency_limit")
+    assert caught.value.headers() == {"retry-after": "1"}
     keys.leave("a")
     keys.enter("a")
-    unlimited = Keys({}, 1)
-    for _ in range(5):
-        unlimited.enter("-")
+    with pytest.raises(ApiError):
+        keys.enter("a")
+    for unlimited, name in ((Keys({}, 1), "-"), (Keys({digest_of(b"x"): "a"}), "a")):
+        for _ in range(5):
+            unlimited.enter(name)
 
 
 def test_namespaces_are_kept_apart() -> None:
     spaces = [namespace(name, salt) for name in ("-", "a", "b") for salt in (None, "s", "a\0s", "x" * 1000)]
     assert len(set(spaces)) == len(spaces) and all(len(space) <= 64 for space in spaces)
     assert namespace("-", None) == "" and namespace("-", "s") == "s" and namespace("a", None) != ""
+    assert namespace("-", "x" * 64) == "x" * 64 and len(namespace("-", "x" * 65)) == 64
 
 
 @pytest.mark.parametrize(

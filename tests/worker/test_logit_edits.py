@@ -18,6 +18,7 @@ from common.messages import History
 from common.sampling_params import DrawParams, LogitEdits
 from worker_proc.errors import PlanError
 from worker_proc.logit_edits import EditStep, LogitEditor
+from worker_proc.penalties import _FIRST_COLUMNS
 from worker_proc.staging import Staging
 
 VOCAB = 60
@@ -141,6 +142,24 @@ def test_histories_longer_than_the_table_at_first() -> None:
     apply(editor, edited, torch.tensor([0, 2]), torch.tensor([2, 1001]))
     torch.testing.assert_close(edited[0], expected_row(logits[0], edits, short, []))
     torch.testing.assert_close(edited[1], expected_row(logits[1], edits, long, [58]))
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_penalties_that_people_use(name: str) -> None:
+    """Whole numbers, which no random one is; with a history that fills the table, and goes on."""
+    editor, prompt, output = LogitEditor(2, VOCAB), [i % 50 for i in range(_FIRST_COLUMNS - 1)], [7]
+    for value in (1.0, 2.0):
+        edits, output = LogitEdits(**{name: value}), output[:1]
+        enter(editor, 1, edits, prompt, output)
+        slots = torch.tensor([1])
+        for token in (51, 52, 51):
+            logits = random_logits(1, token)
+            edited = logits.clone()
+            step = apply(editor, edited, slots, torch.tensor([len(prompt) + len(output)]))
+            torch.testing.assert_close(edited[0], expected_row(logits[0], edits, prompt, output))
+            if step is not None:
+                editor.append(step, slots, torch.tensor([token]))
+            output = [*output, token]
 
 
 def test_rows_without_edits_are_not_touched() -> None:

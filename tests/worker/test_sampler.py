@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from common.sampling_params import DrawParams
 from worker_proc.random import philox4x32, uniforms
-from worker_proc.sampler import Sampler
+from worker_proc.sampler import Sampler, _draw, _nucleus_edge
 from worker_proc.staging import Staging
 
 DRAWS = 20_000
@@ -114,6 +114,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     logits[2, [17, 60]] = 50.0
     assert sample(logits, [DrawParams(temperature=0.0, top_k=5, top_p=0.1, seed=3)] * 4) == logits.argmax(-1).tolist()
     assert sample(logits, [DrawParams(temperature=0.0)] * 4)[2] == 17
+    assert Sampler(1).prepare(torch.tensor([0]), torch.tensor([0]), Staging("cpu")) is None, "for no more than that"
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -212,6 +213,31 @@ def test_many_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     whole = sample(logits, draws)
     monkeypatch.setattr("worker_proc.sampler._MAX_ELEMENTS", 300)
     assert sample(logits, draws) == whole
+
+    def number_of_slot(*args: Tensor) -> None:
+        index, tokens = args[-2:]
+        tokens[index[0]] = index[1]
+
+    sampler, slots = Sampler(20, draw_rows=number_of_slot), torch.arange(19, -1, -1)
+    set_params(sampler, list(range(20)), draws)
+    assert torch.equal(draw_tokens(sampler, logits, slots, slots), slots), "by kernels, too"
+
+
+@pytest.mark.parametrize("apart", [1, 100, 300])
+def test_a_number_on_the_border_of_two_tokens_is_the_latter(apart: int) -> None:
+    """And tokens without weight, first ones too, are never drawn. With 300, tokens lie in blocks of their own."""
+    weights = torch.zeros(1, 5 * apart)
+    weights[0, torch.arange(1, 5) * apart] = torch.tensor([1.0, 0.0, 4.0, 3.0])
+    numbers = [0.0, 1 / 8 - 2**-53, 1 / 8, 5 / 8 - 2**-53, 5 / 8, 1 - 2**-53]
+    drawn = _draw(weights.expand(6, -1), torch.tensor(numbers, dtype=torch.float64))
+    assert drawn.tolist() == [apart, apart, 3 * apart, 3 * apart, 4 * apart, 4 * apart]
+
+
+@pytest.mark.parametrize("candidates", [1, 3, 9])
+def test_the_nucleus_is_the_smallest(candidates: int) -> None:
+    weights = torch.tensor([[1.0, 8.0, 2.0, 4.0, 1.0]]).expand(5, -1)
+    wanted = torch.tensor([[1.0], [8.0], [8.5], [14.0], [16.0]], dtype=torch.float64)
+    assert _nucleus_edge(weights, wanted, candidates).flatten().tolist() == [8, 8, 4, 2, 1]
 
 
 def test_seed_and_position_change_the_draw() -> None:
