@@ -324,7 +324,6 @@ class Scheduler:
         self._next_step = 0
         self.in_flight.clear()
         self._idle = True
-        self.speculation.restarted()
         self.kv.forget()
         self.residents.evacuate()
         for culprit in culprits:

@@ -59,9 +59,6 @@ class Speculation:
     def done(self, step: Step, result: StepResult, now: int) -> None:
         """A step came back. `now` in ns."""
 
-    def restarted(self) -> None:
-        """The workers are new."""
-
 
 def can_guess(request: Request) -> bool:
     """Penalties and grammars follow single tokens in the worker: their requests get no guesses."""
@@ -148,9 +145,6 @@ class NgramSpeculation(Speculation):
         if step.guesses:
             self._luck.right = _NEAR_LUCK * self._luck.right + sum(result.accepted)
             self._luck.of = _NEAR_LUCK * self._luck.of + self._expected
-
-    def restarted(self) -> None:
-        self._ready = 0
 
     def _choose(
         self, ready: Sequence[Request], room: int, *, rows: int = 0, pauses: int = 1

@@ -127,10 +127,12 @@ def lose_in_a_step(rig: PoisonRig) -> None:
 def test_losses_from_outside_cost_a_lonely_request_nothing_while_it_gets_on() -> None:
     rig = PoisonRig()
     rig.add(1, [1, 2, 3], 30)
+    starts = 0
     for _ in range(MAX_ALL_LOSSES - 1):
         for _ in range(4):
-            rig.step()
+            starts += len(rig.step().enter_slots)
         lose_in_a_step(rig)
+    assert starts == MAX_ALL_LOSSES - 1, "it makes room for nobody when it is no suspect any more"
     rig.survive()
     assert rig.scheduler.stats()["suspected"] == MAX_ALL_LOSSES - 1 and not rig.errors
     assert rig.out == {1: solo_output([1, 2, 3], 30)}

@@ -67,6 +67,14 @@ def test_no_more_prompts_start_than_fill_a_step():
         rig.add(rid, [rid] * 32)
     rig.step()
     assert sorted(rig.out) == [0, 1] and len(rig.scheduler.holders()) == 2
+    long = Rig(max_batch_tokens=64, chunk_slowdown=0)
+    for rid in range(3):
+        long.add(rid, range(1000 * rid, 1000 * rid + 180), 1)
+    running = []
+    while 0 not in long.finish:
+        long.step()
+        running.append(len(long.scheduler.holders()))
+    assert running == [1, 1, 1], "the second one with the rest of the first"
 
 
 def test_a_running_prompt_is_shared_before_its_request_ends():
@@ -159,9 +167,9 @@ def test_an_abort_while_a_step_is_in_flight_keeps_the_pages_until_it_returns():
     plan = rig.scheduler.plan(0)
     rig.abort(1)
     check(rig.scheduler)
-    assert rig.scheduler.stats()["locked_pages"] == 10
+    assert rig.scheduler.stats()["locked_pages"] == 10 and rig.scheduler.has_work
     assert rig.scheduler.commit(rig.worker.execute(plan), 0) == [], "the token of an aborted request is for nobody"
-    assert rig.scheduler.stats()["locked_pages"] == 0
+    assert rig.scheduler.stats()["locked_pages"] == 0 and not rig.scheduler.has_work
     check(rig.scheduler)
 
 

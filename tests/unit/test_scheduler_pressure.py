@@ -199,16 +199,18 @@ def test_what_a_victim_alone_has_locked_comes_back_with_it():
 
 def test_deadlines_of_requests_that_have_ended_are_forgotten():
     rig = Rig()
-    for rid in range(1000):
-        rig.add(rid, [1, 2, 3], 1, deadline_ms=3_600_000)
-        rig.run()
-        rig.now += 10**6
+    rig.add(1, [1, 2, 3], 5, deadline_ms=3_700_000)
+    rig.add(2, [1, 2, 3], 5, deadline_ms=3_600_000)
+    rig.add(3, [1, 2, 3], 5)
+    for rid in range(10, 300):
+        rig.add(rid, [1, 2, 3], 1, deadline_ms=3_500_000)
+        rig.abort(rid)
+        assert rig.scheduler.next_deadline <= rig.now + 3_600_000 * 10**6
     assert len(rig.scheduler._deadlines) < 100
-    rig.add(1000, [1, 2, 3], 5, deadline_ms=10)
-    assert rig.scheduler.next_deadline is not None
-    rig.now += 4_000 * 10**9
-    assert [e.rid for e in rig.scheduler.expire(rig.now)] == [1000]
-    assert rig.scheduler.next_deadline is None or not rig.scheduler.requests
+    rig.now += 3_600_000 * 10**6
+    assert rig.scheduler.next_deadline <= rig.now
+    assert [e.rid for e in rig.scheduler.expire(rig.now)] == [2] and set(rig.scheduler.requests) == {1, 3}
+    assert rig.scheduler.next_deadline == rig.now + 100_000 * 10**6
 
 
 def test_a_plan_for_many_answers_to_a_long_prompt_fits_its_message():
@@ -232,7 +234,8 @@ def test_lost_workers_do_not_make_anybody_wait_in_the_queue_again():
     rig.step()
     rig.now += 60 * 10**9
     rig.scheduler.reset(1, rig.now, crashed=False)
-    rig.scheduler.plan(rig.now)
+    plan = rig.scheduler.plan(rig.now)
+    assert (plan.step_id, plan.epoch) == (0, 1)
     waits = rig.scheduler.measures.flat()
     assert sum(count for name, count in waits.items() if name.startswith("scheduler.queue/")) == 4
 

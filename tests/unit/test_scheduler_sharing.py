@@ -119,6 +119,17 @@ def test_prompts_that_are_scored_leave_the_rest_of_the_step_to_others(policy, mo
     assert rig.out[2] == solo_output(list(range(100, 110)), 2)
 
 
+def test_prompts_that_are_scored_start_as_they_are_scored(monkeypatch):
+    monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 8)
+    rig = Rig(chunk_slowdown=0)
+    scored(rig, 1, range(8))
+    scored(rig, 2, range(100, 108))
+    rig.add(3, range(200, 256))
+    rig.add(4, range(300, 310))
+    rig.scheduler.plan(rig.now)
+    assert [one.rid for one in rig.scheduler.holders()] == [1, 3], "these two fill the step"
+
+
 def test_a_prompt_that_is_scored_gets_on_one_token_at_a_time(monkeypatch):
     monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 1)
     rig = Rig()
