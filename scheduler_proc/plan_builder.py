@@ -87,10 +87,9 @@ class PlanBuilder:
         self._copies.extend(pairs)
 
     def append_pages(self, request: Request, pages: Sequence[int]) -> None:
-        if pages:
-            self._page_slots.append(request.slot)
-            self._page_counts.append(len(pages))
-            self._pages.extend(pages)
+        self._page_slots.append(request.slot)
+        self._page_counts.append(len(pages))
+        self._pages.extend(pages)
 
     def chunk(self, request: Request, tokens: IntArray, *, samples: bool, guesses: int = 0) -> None:
         """The last `guesses` of the tokens are not known to be right."""

@@ -12,20 +12,22 @@ from tests.unit.wire_strategies import messages_of
 
 
 @pytest.mark.parametrize(
-    ("msg", "code", "field"),
+    ("msg", "code", "field", "limit"),
     [
-        ({"prompt": ints()}, ErrorCode.INVALID, "prompt"),
-        ({"prompt": ints(*range(40))}, ErrorCode.TOO_LONG, "prompt"),
-        ({"prompt": ints(1, 50)}, ErrorCode.INVALID, "prompt"),
-        ({"draw": DrawParams(edits=LogitEdits(logit_bias={50: 1.0}))}, ErrorCode.INVALID, "logit_bias"),
-        ({"draw": DrawParams(edits=LogitEdits(ends=ints(50)))}, ErrorCode.INVALID, "stop_token_ids"),
+        ({"prompt": ints()}, ErrorCode.INVALID, "prompt", 1),
+        ({"prompt": ints(*range(40))}, ErrorCode.TOO_LONG, "prompt", 40),
+        ({"prompt": ints(1, 50)}, ErrorCode.INVALID, "prompt", 49),
+        ({"draw": DrawParams(edits=LogitEdits(logit_bias={50: 1.0}))}, ErrorCode.INVALID, "logit_bias", 49),
+        ({"draw": DrawParams(edits=LogitEdits(ends=ints(50)))}, ErrorCode.INVALID, "stop_token_ids", 49),
     ],
 )
-def test_what_the_workers_could_not_do_is_refused(msg: dict[str, object], code: ErrorCode, field: str) -> None:
+def test_what_the_workers_could_not_do_is_refused(
+    msg: dict[str, object], code: ErrorCode, field: str, limit: int
+) -> None:
     rig = Rig(context=40, vocab=50)
     base = {"rid": 1, "prompt": ints(1, 2), "max_tokens": 5, "stop_token_ids": ints(), "draw": DrawParams()}
     (error,) = rig.scheduler.handle(AddRequest(**base | msg), 1)  # type: ignore[arg-type]
-    assert isinstance(error, RequestError) and (error.code, error.field) == (code, field)
+    assert isinstance(error, RequestError) and (error.code, error.field, error.limit) == (code, field, limit)
     assert not rig.scheduler.has_work
 
 

@@ -194,6 +194,18 @@ def test_suspects_run_alone_and_one_after_the_other() -> None:
     assert rig.out[9] == solo_output([9, 1, 2], 3)
 
 
+def test_who_had_ended_before_the_loss_is_no_suspect() -> None:
+    rig = PoisonRig()
+    rig.add(1, [1, 2, 3], 30)
+    rig.scheduler.plan(rig.now)
+    rig.abort(1)
+    rig.add(2, [4, 5], 5)
+    rig.lose()
+    assert not rig.scheduler.quarantine
+    rig.survive()
+    assert rig.out[2] == solo_output([4, 5], 5)
+
+
 def test_suspects_may_leave() -> None:
     rig = PoisonRig()
     for rid in range(3):

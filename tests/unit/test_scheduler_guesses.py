@@ -58,6 +58,19 @@ def test_right_guesses_save_steps():
     assert list(plans[1].chunk_drafts) == [4] and list(plans[1].chunk_lens) == [5] and not any(plans[1].decode)
 
 
+def test_a_step_without_prompts_is_told_from_those_with_them():
+    rig = rig_with(4, max_batch_tokens=16, chunk_slowdown=0)
+    kinds = []
+    rig.add(1, range(20), 12)
+    for more in (False, False, False, True, True, True):
+        if more and 2 not in rig.scheduler.requests:
+            rig.add(2, range(100, 120), 12)
+        plan = rig.scheduler.plan(rig.now)
+        kinds.append(rig.scheduler.in_flight[-1].shape.plain)
+        rig.take(rig.scheduler.commit(rig.worker.execute(plan), rig.now))
+    assert kinds == [False, False, True, False, False, False]
+
+
 def test_a_request_never_has_more_guesses_than_tokens_left():
     rig = rig_with(9)
     rig.add(1, range(5), 8)

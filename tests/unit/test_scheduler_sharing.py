@@ -137,6 +137,14 @@ def test_a_prompt_that_is_scored_gets_on_one_token_at_a_time(monkeypatch):
     assert [len(plan.chunk_tokens) for plan in rig.run()][:6] == [1] * 6 and 1 in rig.finish
 
 
+def test_what_one_prompt_leaves_to_be_scored_in_a_step_is_for_the_next(monkeypatch):
+    monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 8)
+    rig = Rig()
+    scored(rig, 1, range(12))
+    scored(rig, 2, range(100, 120))
+    assert [sorted(rig.step().chunk_lens) for _ in range(3)] == [[8], [4, 5], [8]], "the last token is not scored"
+
+
 def test_nobody_waits_for_a_prefix_that_is_scored(monkeypatch):
     monkeypatch.setattr("scheduler_proc.planner.SCORED_TOKENS", 8)
     rig = Rig(chunk_slowdown=0)
