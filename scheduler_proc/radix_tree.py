@@ -93,7 +93,7 @@ class RadixTree:
         the caller keeps (or frees) its duplicates. The tree takes a reference of each page that is new to it, and of
         each one that it has on the host alone: those come back without a copy.
 
-        `own` is the node that the caller has locked, once. A leaf that is full and locked by nobody but the caller
+        `own` is the node that the caller has locked, once. A leaf that is locked by nobody but the caller
         grows in place, so that a sequence that is inserted bit by bit stays one edge.
         """
         if not 0 <= len(pages) * self._page_bytes - len(tokens) < self._page_bytes:
@@ -233,8 +233,7 @@ class RadixTree:
 
     def _may_grow(self, node: Node, own: Node | None) -> bool:
         """Whether nobody could tell that more pages follow on `node`'s edge: no child, no foreign lock, no root."""
-        full = len(node.key) == len(node.pages) * self._page_bytes
-        return node.parent is not None and not node.children and full and node.locks == (node is own)
+        return node.parent is not None and not node.children and node.locks == (node is own)
 
     def _adopt(self, parent: Node, child: Node) -> None:
         first = child.key[: self._page_bytes]
