@@ -48,6 +48,8 @@ def test_answers_wait_while_none_is_past_its_first_few_tokens():
     assert ramp_up().holds([begun(100, 50), begun(90, 50, decoded=BEGUN - 1)], [], starting=2, now=NOW)
     assert not ramp_up().holds([begun(100, 50), begun(90, 50, decoded=BEGUN)], [], starting=2, now=NOW)
     assert not ramp_up().holds([begun(100, 50)], [], starting=0, now=NOW), "nothing to wait for"
+    prompt = Request(1, ints(*range(200)), 200, 50, frozenset(), DrawParams())
+    assert ramp_up().holds([begun(100, 50)], [prompt], starting=0, now=NOW)
     assert not ramp_up().holds([], [], starting=2, now=NOW), "nobody waits"
 
 
@@ -159,6 +161,8 @@ def test_answers_that_waited_do_not_wait_as_long_again():
     assert one.holds(answers, [], starting=10, now=NOW)
     assert not one.holds(answers, [], starting=0, now=NOW + 10**9)
     assert not one.holds(answers, [], starting=10, now=NOW + 2 * 10**9), "50 tokens take 2.5 s"
+    assert not one.holds([], [], starting=0, now=NOW + 3 * 10**9)
+    assert one.holds(answers, [], starting=10, now=NOW + 4 * 10**9), "the next burst is another one"
 
 
 def test_answers_under_way_do_not_wait():

@@ -1,15 +1,18 @@
 """The scheduler's rules one by one, with the paper worker in place of a model."""
 
 from array import array
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from common.logprobs import LogprobRows, Logprobs
 from common.messages import Abort, AddRequest, ErrorCode, Finish, GetStats, StepResult, ints
 from common.sampling_params import DrawParams
 from scheduler_proc.invariants import InvariantViolation, check
 from scheduler_proc.request import TRANSITIONS, Event, IllegalTransition, Request, Status
 from scheduler_proc.scheduler import ProtocolError
+from scheduler_proc.step import Start
 from tests.paper_worker import solo_output
 from tests.rig import Rig
 
@@ -173,6 +176,26 @@ def test_an_abort_while_a_step_is_in_flight_keeps_the_pages_until_it_returns():
     check(rig.scheduler)
 
 
+def test_when_a_step_was_planned_is_known():
+    rig = Rig(steps_in_flight=2)
+
+    def planned():
+        plan = rig.scheduler.plan(rig.now)
+        return rig.scheduler.in_flight[-1].start, rig.worker.execute(plan)
+
+    rig.add(1, range(5), 4)
+    starts, results = zip(planned(), planned(), strict=True)
+    for result in results:
+        rig.take(rig.scheduler.commit(result, rig.now))
+    for _ in range(2):
+        start, result = planned()
+        starts += (start,)
+        rig.take(rig.scheduler.commit(result, rig.now))
+    assert 1 in rig.finish and rig.scheduler.plan(rig.now) is None
+    rig.add(2, range(5), 4)
+    assert (*starts, planned()[0]) == (Start.IDLE, Start.AHEAD, Start.AFTER, Start.AFTER, Start.IDLE)
+
+
 def test_two_steps_in_flight_discard_the_token_after_the_end():
     alone = solo_output([4, 4], 30)
     rig = Rig(steps_in_flight=2)
@@ -219,6 +242,40 @@ def test_a_result_that_was_not_asked_for_is_a_protocol_error():
         rig.scheduler.commit(StepResult(plan.step_id + 1, 0, "0", ints(1), array("q")), 0)
     with pytest.raises(ProtocolError, match="1 rows, got 0 tokens"):
         rig.scheduler.commit(StepResult(plan.step_id, 0, "0", ints(), array("q")), 0)
+
+
+def scores(row, count):
+    """Those of so many tokens, in one row."""
+    columns = ints(*[1] * count), array("f", [-1.0] * count), ints(*[1] * count), ints(*[0] * count)
+    return LogprobRows.of({row: Logprobs(*columns, ints(), array("f"))})
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "words"),
+    [
+        ("logprobs", None, "of tokens 0 to 0 were asked for"),
+        ("logprobs", scores(1, 1), "of tokens 0 to 0 were asked for"),
+        ("logprobs", scores(0, 2), "one token have several entries"),
+        ("prompt_logprobs", None, r"1 scorings were asked for, rows \[\] came"),
+        ("prompt_logprobs", scores(0, 1), r"rows \[0\] came or have other lengths"),
+        ("prompt_logprobs", scores(1, 2), r"rows \[1\] came or have other lengths"),
+    ],
+)
+def test_scores_that_do_not_fit_are_a_protocol_error(asked, found, words):
+    rig = Rig()
+    rig.take(rig.scheduler.handle(AddRequest(1, ints(1, 2, 3), 5, ints(), DrawParams(**{asked: 0})), rig.now))
+    result = rig.worker.execute(rig.scheduler.plan(rig.now))
+    with pytest.raises(ProtocolError, match=words):
+        rig.scheduler.commit(replace(result, **{asked: found}), rig.now)
+    rig.take(rig.scheduler.commit(result, rig.now))
+
+
+def test_scores_that_nobody_asked_for_are_a_protocol_error():
+    rig = Rig()
+    rig.add(1, [1, 2, 3])
+    result = replace(rig.worker.execute(rig.scheduler.plan(rig.now)), logprobs=scores(0, 1))
+    with pytest.raises(ProtocolError, match="of 0 tokens were asked for, those of 1 came"):
+        rig.scheduler.commit(result, rig.now)
 
 
 def test_stats_sum_to_the_total():

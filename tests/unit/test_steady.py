@@ -31,13 +31,22 @@ def finished(
 
 
 def everything(run: Simulation) -> object:
-    """All that a run leaves: what clients saw, counters, sums, what was learned, who owns which page."""
+    """All that a run leaves: what clients saw, counters, sums, what was learned, who owns which page, its next step."""
     scheduler = run.scheduler
     tree = sorted((node.key, node.pages, node.last_access) for node in scheduler.kv.tree.nodes())
     seen = {number: dataclasses.astuple(record) for number, record in run.records.items()}
-    learned = scheduler.step_time.coefficients(), scheduler.step_time.samples
+    learned = scheduler.step_time.coefficients(), scheduler.step_time.samples, getattr(scheduler.admission, "ratio", 0)
     pages = scheduler.kv.pool.free_pages()
-    return seen, scheduler.stats(), dataclasses.astuple(run.meter), learned, scheduler.measures.flat(), tree, pages
+    return (
+        seen,
+        scheduler.stats(),
+        dataclasses.astuple(run.meter),
+        learned,
+        scheduler.measures.flat(),
+        tree,
+        pages,
+        scheduler._next_step,
+    )
 
 
 @pytest.fixture
