@@ -35,6 +35,13 @@ class GrammarError(ValueError):
 
 def to_llguidance(grammar: Grammar) -> str:
     """The library's JSON form of a grammar. Raises GrammarError for what can be said without the library."""
+    try:
+        return _library_form(grammar)
+    except RecursionError:  # while JSON is read, or written with what goes around it
+        raise GrammarError("text: is nested too deeply") from None
+
+
+def _library_form(grammar: Grammar) -> str:
     answer = _answer(grammar)
     if not grammar.closing:
         if grammar.opening or grammar.heading:
@@ -93,8 +100,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise GrammarError(f"text: is not JSON: {error}") from None
-    except RecursionError:
-        raise GrammarError("text: is nested too deeply") from None
 
 
 def _schema(text: str) -> dict[str, Any]:

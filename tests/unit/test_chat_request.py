@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from functools import cache
 from typing import Any
 
@@ -37,6 +38,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 USER = {"role": "user", "content": "Grüße 🙂, how is it?"}
 ANSWER = {"role": "assistant", "content": "Fine.", "reasoning_content": "hm\n"}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+DEEP = 700 if sys.version_info < (3, 12) else 1200  # read by json, too deep for a function of our own from then on
 RESULT = {"role": "tool", "content": '{"t": 21}', "tool_call_id": "abc123def", "name": "get_weather"}
 
 
@@ -121,7 +123,7 @@ def test_a_template_that_does_not_show_the_last_message() -> None:
     [
         ({"tools": "{"}, "tools", "not JSON"),
         ({"tools": "[" * 100_000}, "tools", "nested too deeply"),
-        ({"tools": "[" * 700 + '"\\ud83d"' + "]" * 700}, "tools", "nested too deeply"),
+        ({"tools": "[" * DEEP + '"\\ud83d"' + "]" * DEEP}, "tools", "nested too deeply"),
         ({"tools": "{}"}, "tools", "a list"),
         ({"tools": "[1]"}, "tools[0]", "an object"),
         ({"tools": '[{"type": "function"}]'}, "tools[0].function", "missing"),

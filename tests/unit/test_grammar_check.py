@@ -84,6 +84,25 @@ def test_bad_grammars_are_refused_in_words(grammar: Grammar, words: str) -> None
     assert len(refused.value.problem) < 1200
 
 
+def test_a_schema_at_the_limit_of_what_json_reads_is_refused_in_words() -> None:
+    """What goes around it is deeper by some levels, which Python 3.12 and later count where JSON is written, too."""
+
+    def deep(levels: int) -> str:
+        return '{"a":' * levels + "1" + "}" * levels
+
+    readable, unreadable = 1, 200_000
+    while unreadable - readable > 1:
+        middle = (readable + unreadable) // 2
+        try:
+            json.loads(deep(middle))
+            readable = middle
+        except RecursionError:
+            unreadable = middle
+    for levels in range(readable - 20, readable + 20):
+        with pytest.raises(Refused, match=r"deep|recursion"):
+            check(Grammar("json_schema", deep(levels)))
+
+
 def exponential(levels: int) -> str:
     """A schema whose definitions refer twice to the next one: 2**levels when written out."""
     definitions = {
