@@ -1,4 +1,5 @@
-"""Triton's interpreter without what it does again and again, which was three quarters of its time: the same results."""
+"""Triton's interpreter without what it does again and again, which was three quarters of its time: the same results,
+and results with a numpy that is newer than it, too."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ def quicken() -> None:
         _know_operands()
         _call_directly()
         _trust_itself()
+        _index_by_one_number()
 
 
 def _patch_once() -> None:
@@ -149,3 +151,14 @@ def _trust_itself() -> None:
     unwrap = tl.core._unwrap_if_constexpr
     plain = {int, bool, float, str, tl.tensor, tl.dtype, tl.pointer_type, tl.block_type}
     tl.core._unwrap_if_constexpr = lambda o: o if o.__class__ in plain else unwrap(o)
+
+
+def _index_by_one_number() -> None:
+    """Scalars are arrays of one number, which Triton 3.6 still gave to `int`: numpy 2.4 refuses that."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor
