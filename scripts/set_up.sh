@@ -26,7 +26,7 @@ fi
 pins=constraints.txt
 if grep -qi 'include-system-site-packages = true' .venv/pyvenv.cfg; then
     pins=.venv/constraints.txt
-    grep -Ev '^(torch|triton|transformers|tokenizers|safetensors|huggingface_hub|numpy|scipy)==' constraints.txt > "$pins"
+    grep -Ev '^(torch|triton|setuptools|transformers|tokenizers|safetensors|huggingface_hub|numpy|scipy)==' constraints.txt > "$pins"
     .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> "$pins"
 fi
 install() {
