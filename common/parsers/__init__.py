@@ -14,8 +14,8 @@ the same (the property that the tests check). Text that looks like a call and tu
 nothing that the model said is lost but the markers and the white space around calls and reasoning. `parser.called`
 says whether there was a call: the finish reason is then "tool_calls" instead of "stop". One parser reads one choice.
 
-With tools in any format but HERMES, and always with a model that speaks HARMONY, ask for the answer with
-`skip_special_tokens=False` (`needs_special_tokens`): their markers are special tokens.
+With tools, and always with a model that speaks HARMONY, ask for the answer with `skip_special_tokens=False`
+(`needs_special_tokens`): the markers of many models are special tokens.
 
 `tool_choice` "required" or a function's name: `force_call([(name, schema), ...], format)` gives the Grammar to
 generate under, and `make_parser(..., forced=True)` reads what it allows. `offer_calls` gives the one for calls that may

@@ -90,8 +90,9 @@ def make_parser(
 
 
 def needs_special_tokens(tools: ToolFormat | None, reasoning: Reasoning) -> bool:
-    """Whether the markers are special tokens, which the answer must then show (`skip_special_tokens=False`)."""
-    return reasoning is Reasoning.CHANNEL or tools not in (None, ToolFormat.HERMES)
+    """Whether the markers may be special tokens, which the answer must then show (`skip_special_tokens=False`):
+    `<tool_call>` is one in Granite 4's vocabulary and none in Qwen's."""
+    return reasoning is Reasoning.CHANNEL or tools is not None
 
 
 def _call_id() -> str:

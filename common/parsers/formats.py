@@ -9,7 +9,7 @@ from common.parsers.reasoning import CLOSE, OPEN
 
 
 class ToolFormat(Enum):
-    HERMES = "hermes"  # between <tool_call> tags: Hermes, Qwen, GLM
+    HERMES = "hermes"  # between <tool_call> tags: Hermes, Qwen, GLM; and MiniCPM5's
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     GRANITE = "granite"  # 3; 4 writes as Hermes
@@ -48,7 +48,7 @@ def detect_formats(template: str, *, takes_tools: bool = True, thinking: bool = 
         tools = ToolFormat.MISTRAL
     elif "<|tool_call|>" in template:
         tools = ToolFormat.GRANITE
-    elif "<tool_call>" in template:
+    elif "<tool_call>" in template or "<function name=" in template:
         tools = ToolFormat.HERMES
     elif "<|python_tag|>" in template or ('"parameters":' in template and "<|start_header_id|>" in template):
         tools = ToolFormat.LLAMA3_JSON

@@ -1,5 +1,6 @@
 """Calls between `<tool_call>` and `</tool_call>`, one or several: `{"name": ..., "arguments": {...}}` as Hermes, Qwen
-2.5 and 3 write them, or parameters in tags as Qwen3-Coder and GLM do (tagged_call.py)."""
+2.5 and 3 write them, or parameters in tags as Qwen3-Coder and GLM do; and MiniCPM5's, which stand alone
+(tagged_call.py)."""
 
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from common.parsers.tagged_call import CLOSE, FUNCTION, OPEN, Schemas, TaggedCal
 
 class HermesParser(CallParser):
     """`schemas` are those of the offered tools. Behind `<tool_call>` any name is a call's. Qwen3-Coder leaves it out at
-    times: then the name must be that of an offered tool, and so must GLM's, which stands there without a tag."""
+    times, MiniCPM5 always: then the name must be that of an offered tool, and so must GLM's, which has no tag."""
 
     def __init__(self, new_id: Callable[[], str], schemas: Schemas | None = None) -> None:
         super().__init__(new_id)

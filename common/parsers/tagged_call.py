@@ -1,9 +1,10 @@
-"""Reads calls whose parameters stand in tags. Qwen3-Coder's models write them so, and GLM's with other tags:
+"""Reads calls whose parameters stand in tags. Models of Qwen3-Coder, GLM and MiniCPM5 write them so, the last without
+`<tool_call>` around them:
 
-    <function=NAME>                                    NAME
-    <parameter=KEY>                                    <arg_key>KEY</arg_key>
-    a value                                            <arg_value>a value</arg_value>
-    </parameter>
+    <function=NAME>             NAME                                    <function name="NAME">
+    <parameter=KEY>             <arg_key>KEY</arg_key>                  <param name="KEY">a value</param>
+    a value                     <arg_value>a value</arg_value>          <param name="KEY"><![CDATA[any value]]></param>
+    </parameter>                                                        </function>
     </function>
 
 A value is a text, so what it is in JSON depends on the schema of the parameter.
@@ -12,7 +13,7 @@ A value is a text, so what it is in JSON depends on the schema of the parameter.
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -22,7 +23,7 @@ from common.parsers.scanning import find_marker
 from common.parsers.schema_types import as_json, types_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION = "<function="
+FUNCTION = "<function"
 _MAX_TAG = 300  # characters of tags with a name in them
 
 Schemas = Mapping[str, Mapping[str, Any] | None]  # of the parameters of tools, by the tools' names
@@ -30,32 +31,40 @@ Schemas = Mapping[str, Mapping[str, Any] | None]  # of the parameters of tools, 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """`name` and `key` find a name in its tags, which have not come yet where `name_end` and `key_end` have not. A call
-    and a value end with `call_end` and `value_end`, a value whose end was left out with what begins `instead`."""
+    """`name` and `key` find a name in its tags, which have not come yet where `name_end` and `key_end` have not. A
+    value may begin with `begin`, which is no part of it, and ends with one of the `ends`; where that was left out, with
+    what begins `instead`. A call ends with `call_end`."""
 
     name: re.Pattern[str]
     name_end: str
     key: re.Pattern[str]
     key_end: str
     key_begin: str
-    value_end: str
+    begin: str
+    ends: tuple[str, ...]
     instead: tuple[str, ...]
     call_end: str
-    lines: bool  # a value stands on lines of its own
 
 
 _QWEN = _Form(
-    name=re.compile(rf"{FUNCTION}([^\s<>]+)>"), name_end=">",
+    name=re.compile(rf"{FUNCTION}=([^\s<>]+)>"), name_end=">",
     key=re.compile(r"<parameter=([^\n<>]+)>"), key_end=">", key_begin="<parameter=",
-    value_end="</parameter>", instead=("\n<parameter=", "\n</function>", f"\n{CLOSE}"),
-    call_end="</function>", lines=True,
+    begin="\n", ends=("\n</parameter>", "</parameter>"), instead=("\n<parameter=", "\n</function>", f"\n{CLOSE}"),
+    call_end="</function>",
 )  # fmt: skip
 _GLM = _Form(
     name=re.compile(rf"([^\s<>]+)\s*(?=<arg_key>|{CLOSE})"), name_end=">",
     key=re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"), key_end="<arg_value>", key_begin="<arg_key>",
-    value_end="</arg_value>", instead=(f"\n{CLOSE}",),
-    call_end=CLOSE, lines=False,
+    begin="", ends=("</arg_value>",), instead=(f"\n{CLOSE}",),
+    call_end=CLOSE,
 )  # fmt: skip
+_MINICPM = _Form(
+    name=re.compile(rf"{FUNCTION}\s+name=[\"']([^\s<>\"']+)[\"']>"), name_end=">",
+    key=re.compile(r"<param\s+name=[\"']([^\n<>\"']+)[\"']>"), key_end=">", key_begin="<param",
+    begin="<![CDATA[", ends=("</param>",), instead=("<param name=", "</function>"),
+    call_end="</function>",
+)  # fmt: skip
+_CDATA = replace(_MINICPM, ends=("]]></param>",), instead=())  # of a value that begins so
 
 
 class _Expects(Enum):
@@ -78,6 +87,7 @@ class TaggedCall(Call):
         self._streams = False  # it can be nothing but a string, which is shown while it comes
         self._value: list[str] = []  # of one that is shown as a whole
         self._fresh = True  # nothing of it has come
+        self._ends = _QWEN  # the form that has its ends
         self._written = False  # a parameter
 
     def _read(self, text: str, final: bool) -> int:
@@ -95,9 +105,9 @@ class TaggedCall(Call):
     def _read_name(self, text: str, at: int, final: bool) -> tuple[int, bool]:
         """How far this has read, and whether more can be read without more text."""
         begun = text[at : at + _MAX_TAG]
-        form = self._form = _QWEN if begun.startswith("<") else _GLM
+        form = self._form = _form_of(begun)
         found = form.name.match(begun)
-        if found is None and not final and form.name_end not in begun and len(begun) < _MAX_TAG:
+        if found is None and not final and form.name_end not in begun and _may_come(begun):
             return at, False
         if found is None or not self._accepts(found[1]):
             self.broken = True
@@ -142,19 +152,20 @@ class TaggedCall(Call):
 
     def _read_value(self, text: str, at: int) -> tuple[int, bool]:
         form = self._form
-        if self._fresh and at < len(text):
+        if self._fresh:
+            begun = text[at : at + len(form.begin)]
+            if begun != form.begin and form.begin.startswith(begun):
+                return at, False
             self._fresh = False
-            at += form.lines and text[at] == "\n"
-        length, marker = find_marker(text[at:], (form.value_end, *form.instead), final=False)
-        end = at + length
-        if form.lines and end > at and text[end - 1] == "\n" and marker in ("", form.value_end):
-            end -= 1
-        self._show(text[at:end])
+            at += len(begun) if begun == form.begin else 0
+            self._ends = _CDATA if form is _MINICPM and begun == form.begin else form
+        length, marker = find_marker(text[at:], (*self._ends.ends, *self._ends.instead), final=False)
+        self._show(text[at : at + length])
         if not marker:
-            return end, False
+            return at + length, False
         self._end_value()
         self._expects = _Expects.PARAMETER
-        return at + length + (len(marker) if marker == form.value_end else 0), True
+        return at + length + (len(marker) if marker in self._ends.ends else 0), True
 
     def _show(self, part: str) -> None:
         if self._streams:
@@ -165,6 +176,19 @@ class TaggedCall(Call):
     def _end_value(self) -> None:
         self._writer.arguments('"' if self._streams else as_json("".join(self._value), self._types))
         self._value.clear()
+
+
+def _form_of(begun: str) -> _Form:
+    if not begun.startswith("<"):
+        return _GLM
+    return _MINICPM if begun.startswith(FUNCTION) and begun[len(FUNCTION) :][:1].isspace() else _QWEN
+
+
+def _may_come(begun: str) -> bool:
+    """Whether a name may stand in tags that begin like this, as far as can be told without their end."""
+    behind = begun[len(FUNCTION) :][:1]
+    tag = FUNCTION.startswith(begun[: len(FUNCTION)]) and (not behind or behind == "=" or behind.isspace())
+    return len(begun) < _MAX_TAG and (tag or not begun.startswith("<"))
 
 
 def _quoted(text: str) -> str:

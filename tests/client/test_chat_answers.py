@@ -210,17 +210,17 @@ TO_F = f"{START}assistant{CHANNEL}commentary to=functions.f {CONSTRAIN}json{MESS
 
 
 @pytest.mark.parametrize(
-    ("template", "written", "raw"),
+    ("template", "written"),
     [
-        (HARMONY, CALLED + TO_F.removeprefix(f"{START}assistant"), True),
-        (QWEN3, '<think>hm</think><tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', False),
-        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', True),
-        (LLAMA31, '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', True),
+        (HARMONY, CALLED + TO_F.removeprefix(f"{START}assistant")),
+        (QWEN3, '<think>hm</think><tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]'),
+        (LLAMA31, '<|python_tag|>{"name": "f", "parameters": {"x": 1}}'),
     ],
     ids=["harmony", "hermes", "mistral", "llama"],
 )
-def test_calls_are_text_as_the_model_wrote_them(short_dir: Path, template: str, written: str, raw: bool) -> None:
-    """With marks that are special tokens, so that what calls is told from what is said."""
+def test_calls_are_text_as_the_model_wrote_them(short_dir: Path, template: str, written: str) -> None:
+    """With marks that may be special tokens, so that what calls is told from what is said."""
     expected = TO_F if template == HARMONY else written.removeprefix("<think>hm</think>")
     thought = "hm" if "hm" in written else None
     (short_dir / "tools").write_text(json.dumps(TOOLS))
@@ -228,7 +228,7 @@ def test_calls_are_text_as_the_model_wrote_them(short_dir: Path, template: str, 
         with LLM.connect(short_dir / "run") as llm:
             (output,) = llm.chat(ASKED, Params(max_tokens=900), tools=TOOLS)
             sent = cluster.next(Generate)
-            assert (json.loads(sent.tools), sent.params.skip_special_tokens) == (TOOLS, not raw)
+            assert (json.loads(sent.tools), sent.params.skip_special_tokens) == (TOOLS, False)
             assert (output.outputs[0].text, output.outputs[0].reasoning) == (expected, thought)
             pieces = list(llm.stream(ASKED, tools=TOOLS))
             assert "".join(piece.text for piece in pieces) == expected

@@ -25,6 +25,8 @@ from tests.fuzz.targets import TARGETS
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
     '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>', "<think>why</think>because",
+    "<tool_call><function=f><parameter=s>\nx\n</parameter></function></tool_call>", "<arg_key>s</arg_key><arg_value>",
+    '<function name="f"><param name="s"><![CDATA[x]]></param></function>', '<|tool_call|>[{"name": "f"}]',
     '[TOOL_CALLS][{"name": "f", "arguments": {}}]', '<|python_tag|>{"name": "f", "parameters": {"x": 1}}',
 )  # fmt: skip
 

@@ -275,6 +275,7 @@ LLAMA3 = """{{ '<|start_header_id|>' }}{{ '{"name": "' + call.name + '", "parame
         ("{{ '[TOOL_CALLS][' }}", MISTRAL, Reasoning.NONE),
         ("respond only with <|tool_call|> followed by a JSON list of tools used", GRANITE, Reasoning.NONE),
         ("<tool_call><function=f>", HERMES, Reasoning.NONE),
+        ('<function name="function-name"><param name=', HERMES, Reasoning.NONE),
         ("<|start|>user<|message|>x<|start|>assistant<|channel|>final<|message|>", HARMONY, Reasoning.CHANNEL),
     ],
 )

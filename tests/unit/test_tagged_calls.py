@@ -1,4 +1,4 @@
-"""Calls whose parameters stand in tags: Qwen3-Coder's form and GLM's."""
+"""Calls whose parameters stand in tags: Qwen3-Coder's form, GLM's and MiniCPM5's."""
 
 import json
 
@@ -34,13 +34,21 @@ def glm(name, **values):
     return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
 
 
+def minicpm(name, **values):
+    def written(value):
+        return f"<![CDATA[{value}]]>" if set(value) & set("<&\n") else value
+
+    params = (f'<param name="{key}">{written(str(value))}</param>' for key, value in values.items())
+    return f'<function name="{name}">{"".join(params)}</function>'
+
+
 def found(text):
     result = shown(parse([text], HERMES, offered=OFFERED))
     assert shown(parse(text, HERMES, offered=OFFERED)) == result, "character by character"
     return result
 
 
-@pytest.mark.parametrize("written", [qwen, glm])
+@pytest.mark.parametrize("written", [qwen, glm, minicpm])
 @pytest.mark.parametrize(
     ("values", "arguments"),
     [
@@ -75,6 +83,13 @@ def test_values_are_what_their_schema_says(written, values, arguments):
         ("<tool_call>\n", ["<tool_call>\n"]),
         ("<tool_call>\n<function=a b>", ["<tool_call>\n<function=a b>"]),
         ("<tool_call><function=" + "f" * 400 + ">", ["<tool_call><function=" + "f" * 400 + ">"]),
+        (minicpm("nope", s="x"), [minicpm("nope", s="x")]),
+        ("<functional> is no name", ["<functional> is no name"]),
+        ("<function\nname='f'><param  name='s'>x</param></function>", [("f", '{"s": "x"}')]),
+        ('<function name="f"><param name="s"><![CDATA[</param>]]]></param></function>', [("f", '{"s": "</param>]"}')]),
+        ('<function name="f"><param name="s"><![CDAT</param>', [("f", '{"s": "<![CDAT"')]),
+        ('<function name="f"><param name="s">x<param name="i">5</function>', [("f", '{"s": "x", "i": 5}')]),
+        ('<function name="f"><param name="s"><![CDATA[x]]', [("f", '{"s": "x')]),
         # ends that were left out
         ("<tool_call><function=f><parameter=s>x<parameter=i>5", [("f", '{"s": "x<parameter=i>5')]),
         ("<tool_call><function=f><parameter=s>\nx\n<parameter=i>\n5\n</function>", [("f", '{"s": "x", "i": 5}')]),
@@ -98,8 +113,9 @@ def test_forms(text, expected):
 
 PIECES = (
     "<tool_call>", "</tool_call>", "<function=f>", "<function=no>", "</function>", "<parameter=s>", "<parameter=i>",
-    "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "f", "s", "5", '{"name": "f"}', "\n", " ",
-    "<", ">", '"', "é🙂", "x" * 300, qwen("f", s="x", i="5"), glm("f", s="x", i="5"),
+    "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '<function name="f">', '<param name="s">',
+    "</param>", "<![CDATA[", "]]>", "f", "s", "5", '{"name": "f"}', "\n", " ", "<", ">", '"', "é🙂", "x" * 300,
+    qwen("f", s="x", i="5"), glm("f", s="x", i="5"), minicpm("f", s="<", i="5"),
 )  # fmt: skip
 
 
@@ -113,12 +129,14 @@ def test_a_split_changes_nothing(text, points):
             assert "".join(delta.text for delta in whole) == text
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('\n"\\<{'), max_size=12)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('\n"\\<{'), max_size=12).filter(
+    lambda text: not any(tag in text for tag in ("<param", "</", "<![CDATA[", "]]>"))
+)
 
 
 @given(st.dictionaries(st.sampled_from("sia"), TEXTS))
 def test_texts_come_back_as_they_were(values):
-    for written in (qwen, glm):
+    for written in (qwen, glm, minicpm):
         ((_, text),) = found(written("g", **values))
         assert json.loads(text) == values
 
