@@ -183,6 +183,7 @@ def test_a_stream_put_together_is_the_whole_answer(
     streamed = put_together(read(chat, pieces or [""], finish, stopped)[1])
     whole, _ = read(chat, ["".join(parts)], finish, stopped)
     assert [known(b) for b in streamed["content"]] == [known(b) for b in whole["content"]]
+    assert [b.get("signature") for b in streamed["content"]] == [b.get("signature") for b in whole["content"]]
     assert (streamed["stop_reason"], streamed["stop_sequence"]) == (whole["stop_reason"], whole["stop_sequence"])
     kinds = [b["type"] for b in whole["content"]]
     assert (whole["stop_reason"] == "max_tokens") == (finish is Finish.LENGTH)
@@ -210,6 +211,7 @@ def read(
         ("a", Finish.STOP, None, ("end_turn", None)),
         ("a", Finish.STOP, 5, ("end_turn", None)),
         ("a", Finish.STOP, "END", ("stop_sequence", "END")),
+        ('{"a": 1}', Finish.STOP, "END", ("stop_sequence", "END")),
         ("a", Finish.LENGTH, None, ("max_tokens", None)),
         (CALL, Finish.STOP, None, ("tool_use", None)),
         (CALL, Finish.STOP, "END", ("tool_use", None)),

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from common.logprobs import TokenLogprobs
 from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError, Tokenize, Tokens, ints
 from common.rows import Row
-from gateway_proc.generation import Usage
+from gateway_proc.generation import Choice, Usage, _without_answer
 from tests.unit.fake_frontend import rows
 from tests.unit.gateway_world import CHAT, HELLO, World, answering, events, play
 
@@ -125,6 +126,25 @@ def test_a_prompt_counts_once_and_its_first_choice_says_what_was_cached() -> Non
         usage.add(prompt, Row(prompt, choice, "x", [7, 8], Finish.NONE, 9, cached, (), 0))
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (27, 2 + 3 + 7, 12)
     assert usage.as_dict()["total_tokens"] == 39
+
+
+def test_a_choice_keeps_its_prompts_scores_and_why_it_ended() -> None:
+    scores = (None, TokenLogprobs(5, b"x", -1.0, 1, ()))
+    choice = Choice()
+    choice.add(Row(1, 0, "a", [7], Finish.NONE, 9, 8, (), 0, scores[1:], scores))
+    choice.add(Row(1, 0, "b", [8], Finish.STOP, 9, 8, (), 0, scores[1:], stop_reason="b"))
+    assert (choice.text, choice.token_ids, choice.finish, choice.stop_reason) == ("ab", [7, 8], Finish.STOP, "b")
+    assert choice.prompt_logprobs == scores and choice.logprobs == [scores[1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("finish", "shown"), [(Finish.STOP, Finish.LENGTH), (Finish.LENGTH, Finish.LENGTH), (Finish.ABORT, Finish.ABORT)]
+)
+def test_of_an_answer_that_nobody_asked_for_nothing_is_shown(finish: Finish, shown: Finish) -> None:
+    """The cluster always generates a token."""
+    for logprobs in (None, (TokenLogprobs(5, b"x", -1.0, 1, ()),)):
+        row = Row(1, 0, "a", [7], finish, 9, 8, (), 0, logprobs, stop_reason=7)
+        assert _without_answer(row) == Row(1, 0, "", (), shown, 9, 8, (), 0, None if logprobs is None else ())
 
 
 def test_completions_that_say_null_for_max_tokens_get_the_default(short_dir: Path) -> None:

@@ -72,6 +72,20 @@ def test_a_streamed_response(short_dir: Path, finish: Finish, status: str) -> No
     play(short_dir, answering(words("He", "llo", finish=finish)), test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_the_cluster_cuts_off(short_dir: Path, stream: bool) -> None:
+    async def test(world: World) -> None:
+        response = await world.post(PATH, {"input": "hi", "stream": stream})
+        if stream:
+            *_, last = (json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {"))
+        else:
+            assert response.status_code == 503
+            last = response.json()
+        assert last["error"]["code"] == "shutting_down"
+
+    play(short_dir, answering(words("He", "llo", finish=Finish.ABORT)), test)
+
+
 def test_a_format(short_dir: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": ["string", "null"], "default": None}}}
 

@@ -61,6 +61,12 @@ def test_columns_come_apart_and_together(entries: Logprobs, data: st.DataObject)
     assert [t.token_id for e in entries.entries({}) for t in e.top] == list(entries.top_ids)
 
 
+def test_rows_with_many_alternatives_come_apart() -> None:
+    parts = {row: columns([10 + row, 20 + row], top=3) for row in (4, 0, 2)}
+    rows = LogprobRows.of(parts)
+    assert rows is not None and rows.by_row() == parts
+
+
 def test_columns_that_do_not_fit_are_refused() -> None:
     good = columns([1, 2])
     with pytest.raises(FieldError, match="logprobs"):
@@ -71,6 +77,8 @@ def test_columns_that_do_not_fit_are_refused() -> None:
         LogprobRows(ints(0), ints(1), good)
     with pytest.raises(FieldError, match="rows"):
         LogprobRows(ints(0, 0), ints(1, 1), good)
+    with pytest.raises(FieldError, match="rows"):
+        LogprobRows(ints(0, 1), ints(2), good)
     batch = TokenBatch(ints(1), ints(2), ints(1, 2), b"\0", ints(0), TIMES, LogprobRows.of({0: good}))
     assert batch.logprobs is not None
     batch.logprobs.entries.logprobs[1] = float("nan")
@@ -153,6 +161,16 @@ def test_a_client_gets_the_prompts_scores_with_the_first_row() -> None:
     read(reader, text_batch(2, [], prompt=[5]))
     reader.forget(2)
     assert read(reader, text_batch(2, [7]))[0].prompt_logprobs is None
+    for tokens, finish in (([7], Finish.NONE), ([], Finish.ABORT)):
+        (row,) = read(reader, text_batch(2, tokens, finish, prompt=[5]))
+        assert row.prompt_logprobs is not None and (list(row.token_ids), row.finish) == (tokens, finish)
+    both = TextBatch(
+        ints(9, 2), ints(0, 0), ints(1, 1), ints(7, 8), ("x", "y"), bytes(2), ints(3, 3), ints(0, 0), TIMES,
+        None, None, {}, (Stopped(0, 7), Stopped(1, None, "y")),
+    )  # fmt: skip
+    (row,) = read(reader, both)
+    assert (row.text, list(row.token_ids), row.stop_reason) == ("y", [8], "y"), "nobody awaits the other one"
+    assert not reader._prompts
 
 
 def test_the_frontend_passes_scores_and_reasons_on() -> None:
