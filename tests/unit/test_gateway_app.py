@@ -1,13 +1,15 @@
 """The gateway's answers: chats, completions, SGLang's /generate, and errors of the cluster."""
 
 import asyncio
+from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.logprobs import TokenLogprobs
+from common.logprobs import LogprobRows, Logprobs, TokenLogprobs
 from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError, Tokenize, Tokens, ints
 from common.rows import Row
 from gateway_proc.generation import Choice, Usage, _without_answer
@@ -126,6 +128,26 @@ def test_a_prompt_counts_once_and_its_first_choice_says_what_was_cached() -> Non
         usage.add(prompt, Row(prompt, choice, "x", [7, 8], Finish.NONE, 9, cached, (), 0))
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (27, 2 + 3 + 7, 12)
     assert usage.as_dict()["total_tokens"] == 39
+
+
+def test_the_best_of_several_completions(short_dir: Path) -> None:
+    def generate(msg: Generate) -> Iterable[Any]:
+        for choice, value in zip(range(msg.n), (-2.0, -0.5, -1.0), strict=False):
+            scores = Logprobs(ints(7), array("f", [value]), ints(1), ints(0), ints(), array("f"))
+            row = rows(msg.rid, f"{choice}", 7, choice=choice, finish=Finish.STOP)
+            yield replace(row, logprobs=LogprobRows.of({0: scores}), token_bytes={7: b"x"})
+
+    async def test(world: World) -> None:
+        for more, asked_for in (({}, 0), ({"logprobs": 3}, 3)):
+            body = {"prompt": "a", "n": 2, "best_of": 3} | more
+            answer = (await world.post("/v1/completions", body)).json()
+            asked = await world.generated()
+            assert (asked.n, asked.params.logprobs, answer["usage"]["completion_tokens"]) == (3, asked_for, 3)
+            assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "1"), (1, "2")]
+            scores = [c["logprobs"] and c["logprobs"]["token_logprobs"] for c in answer["choices"]]
+            assert scores == ([[-0.5], [-1.0]] if more else [None, None])
+
+    play(short_dir, answering(generate), test)
 
 
 def test_a_choice_keeps_its_prompts_scores_and_why_it_ended() -> None:
