@@ -59,7 +59,7 @@ def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
         scored = prompt_tokens - params.unscored(prompt_tokens)
         if scored * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
             problem = f"{params.prompt_logprobs} alternatives for {scored} tokens are too many"
-            raise _refused("prompt_logprobs", problem, MAX_PROMPT_LOGPROBS // scored)
+            raise _refused("prompt_logprobs", problem, _most_alternatives(scored))
 
 
 def check_beam_logprobs(params: SamplingParams, width: int, max_tokens: int) -> None:
@@ -67,7 +67,11 @@ def check_beam_logprobs(params: SamplingParams, width: int, max_tokens: int) -> 
     tokens = width * max_tokens
     if params.logprobs is not None and tokens * (1 + params.logprobs) > MAX_PROMPT_LOGPROBS:
         problem = f"{params.logprobs} alternatives for {max_tokens} tokens of {width} beams are too many"
-        raise _refused("logprobs", problem, MAX_PROMPT_LOGPROBS // tokens)
+        raise _refused("logprobs", problem, _most_alternatives(tokens))
+
+
+def _most_alternatives(tokens: int) -> int:
+    return max(0, MAX_PROMPT_LOGPROBS // tokens - 1)  # each token is named itself, too
 
 
 def ends_of(params: SamplingParams, eos: IntArray) -> IntArray:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,10 @@ from common.config import SchedulerConfig
 from common.messages import ErrorCode, Generate, Go, RequestError, ints
 from common.sampling_params import MAX_GRAMMAR_CHARS, MAX_STOP_CHARS, Grammar, SamplingParams
 from tokenizer_proc.limits import Limits, Refused
+from tokenizer_proc.sampling_checks import check_beam_logprobs, check_prompt_logprobs, check_sampling
 
 WINDOW = Limits(context_len=10, pool_tokens=64, vocab_size=100, max_live=3, max_choices=2)
+LARGE_VOCAB = replace(WINDOW, vocab_size=1000)
 POOL = Limits(context_len=100, pool_tokens=16, vocab_size=100, max_live=3, max_choices=2)
 
 
@@ -71,6 +74,53 @@ def test_an_answer_holds_as_much_of_a_refusal_as_a_message_may() -> None:
     answer = Refused(ErrorCode.INVALID, "p" * 5000, "f" * 300).answer(1)
     assert (answer.problem, answer.field) == ("p" * 4096, "f" * 256)
     assert decode(encode(answer), {RequestError}) == answer
+
+
+def sampling(limits: Limits = LARGE_VOCAB, n: int = 1, **params: Any) -> None:
+    check_sampling(Generate(1, "x", None, None, SamplingParams(**params), n=n), limits, ints(0))
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "limit"),
+    [
+        ({"length_penalty": 2.0}, "params.length_penalty", 0),
+        ({"early_stopping": True}, "params.early_stopping", 0),
+        ({"logit_bias": {5: 1.0, 1000: 1.0}}, "params.logit_bias[1]", 999),
+        ({"min_tokens": 3, "max_tokens": 2}, "params.min_tokens", 2),
+        ({"use_beam_search": True, "temperature": 0.7}, "params.temperature", 0),
+        ({"use_beam_search": True, "n": 2, "stop_token_ids": ints(*range(1, 256))}, "n", 1),
+        ({"use_beam_search": True, "n": 51, "limits": WINDOW}, "n", 50),
+    ],
+)
+def test_sampling_parameters_that_do_not_fit(params: dict[str, Any], field: str, limit: int) -> None:
+    error = refusal(lambda: sampling(**params))
+    assert (error.code, error.field, error.limit) == (ErrorCode.INVALID, field, limit)
+
+
+def test_sampling_parameters_that_just_fit() -> None:
+    sampling(min_tokens=2, max_tokens=2)
+    for temperature in (0.0, 1.0):
+        sampling(use_beam_search=True, temperature=temperature, length_penalty=2.0, early_stopping=True)
+    sampling(use_beam_search=True, n=2, stop_token_ids=ints(*range(1, 255)))
+    sampling(use_beam_search=True, n=50, limits=WINDOW)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 100])
+def test_so_many_alternatives_as_a_refusal_says_are_possible(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr("tokenizer_proc.sampling_checks.MAX_PROMPT_LOGPROBS", 20)
+
+    def of_prompt(top: int) -> None:
+        check_prompt_logprobs(SamplingParams(prompt_logprobs=top), tokens)
+
+    def of_beams(top: int) -> None:
+        check_beam_logprobs(SamplingParams(logprobs=top), 1, tokens)
+
+    for check in (of_prompt, of_beams):
+        most = refusal(lambda: check(20)).limit  # noqa: B023 (called at once)
+        assert most == max(0, 20 // tokens - 1)
+        if tokens <= 20:
+            check(most)
+        assert refusal(lambda: check(most + 1)).limit == most  # noqa: B023
 
 
 def test_too_many_requests() -> None:

@@ -237,7 +237,7 @@ def test_prompt_scores_that_nobody_could_hold_are_refused(monkeypatch: pytest.Mo
         await world.settle()
         (error,) = world.answers[b"a"]
         assert isinstance(error, RequestError) and (error.rid, error.code) == (2, ErrorCode.INVALID)
-        assert (error.field, error.limit) == ("params.prompt_logprobs", 2)
+        assert (error.field, error.limit) == ("params.prompt_logprobs", 1)
 
     run(test)
 
@@ -333,7 +333,7 @@ def test_log_probabilities_of_beams_that_are_too_many_are_refused() -> None:
         world.receive(request(params=params, n=2))
         await world.settle()
         (error,) = world.answers[b"a"]
-        assert (error.field, error.limit, error.code) == ("params.logprobs", 8, ErrorCode.INVALID)
+        assert (error.field, error.limit, error.code) == ("params.logprobs", 7, ErrorCode.INVALID)
 
     run(test)
 
