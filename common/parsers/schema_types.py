@@ -1,9 +1,12 @@
 """What a text is in JSON, as far as a JSON schema tells: for calls whose parameters are written without quotes."""
 
+import ast
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_MAX_PYTHON = 2**14  # characters
 _STRING = frozenset({"string"})
 _KINDS: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object",
@@ -29,8 +32,8 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(bare, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return _string(text)
-    kinds = {_KINDS[type(value)]}
+        bare, value = _python(bare)
+    kinds = {_KINDS.get(type(value), "string")}
     if isinstance(value, float) and value.is_integer():
         kinds.add("integer")
     if "integer" in kinds:
@@ -54,6 +57,18 @@ def _types(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
         pending += [choice for name in ("anyOf", "oneOf", "allOf") for choice in _list(each.get(name))]
         if isinstance(each.get("$ref"), str):
             pending.append(_at(root, each["$ref"]))
+
+
+def _python(text: str) -> tuple[str, Any]:
+    """Lists and dictionaries as Python writes them, which MiniCPM5's template shows of earlier calls, as JSON."""
+    if text.startswith(("[", "{")) and len(text) <= _MAX_PYTHON:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+                value = ast.literal_eval(text)
+            return json.dumps(value, ensure_ascii=False, allow_nan=False), value
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            pass
+    return text, text
 
 
 def _list(value: Any) -> list[Any]:

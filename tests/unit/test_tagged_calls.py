@@ -60,6 +60,8 @@ def found(text):
         ({"s": "5", "i": "5", "n": "1.50", "b": "True"}, {"s": "5", "i": 5, "n": 1.5, "b": True}),
         ({"o": '{"x": [1, "}</"]}', "a": "[1,\n2]"}, {"o": {"x": [1, "}</"]}, "a": [1, 2]}),
         ({"i": "five", "a": "{}", "o": '{"x": NaN}'}, {"i": "five", "a": "{}", "o": '{"x": NaN}'}),
+        ({"o": "{'x': [1, None, 'a\"']}", "a": "[True, ('u',)]"}, {"o": {"x": [1, None, 'a"']}, "a": [True, ["u"]]}),
+        ({"o": "{'x': {1, 2}}", "a": "[1, x]", "r": "[1]"}, {"o": "{'x': {1, 2}}", "a": "[1, x]", "r": "[1]"}),
         ({"si": "7", "r": '{"k": 1}', "e": "1"}, {"si": 7, "r": {"k": 1}, "e": 1}),
         ({"other": "5", "loop": "5", "bad": "5", "gone": "5"}, {"other": "5", "loop": "5", "bad": "5", "gone": "5"}),
     ],
@@ -160,5 +162,11 @@ def test_types_of_properties():
     assert types_of(SCHEMA, "e") == {"integer", "string"} and types_of(SCHEMA, "sn") == {"string", "null"}
     itself = {"anyOf": [{"$ref": "#/properties/x"} for _ in range(50)] + [{"type": "null"}]}
     assert types_of({"properties": {"x": itself}}, "x") == {"null"}
-    deep = "[" * 100_000
-    assert as_json(deep, frozenset({"array"})) == json.dumps(deep)
+    for hostile in (
+        "[" * 100_000,
+        "[" + "-" * 100_000 + "1]",
+        "[" + "9" * 10_000 + "]",
+        "[1e999]",
+        "[" + "0," * 50_000,
+    ):
+        assert as_json(hostile, frozenset({"array"})) in (json.dumps(hostile), hostile)
