@@ -62,6 +62,11 @@ class LogitEdits:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
+    def named(self) -> int:
+        """How many tokens it names."""
+        return len(self.logit_bias) + len(self.ends) + len(self.allowed) + sum(map(len, self.bad_words))
+
+    @property
     def needs_history(self) -> bool:
         """Whether any of it depends on the tokens so far."""
         return self.counts_tokens or any(len(word) > 1 for word in self.bad_words)

@@ -178,10 +178,12 @@ class Planner:
             request.started = now
 
     def _size(self, request: Request) -> int:
-        """Integers of a plan that lets it in: its pages, and its tokens where a history or a grammar needs them."""
+        """Integers of a plan that lets it in: its pages, what its draws name, and its tokens where a history or a
+        grammar needs them."""
         tokens, answer = len(request.tokens), len(request.tokens) - request.prompt_len
         history = tokens if request.draw.needs_history else 0
-        return self._kv.pages_for(tokens) + history + (answer if request.grammar is not None else 0)
+        named = request.draw.edits.named if request.draw.edits is not None else 0
+        return self._kv.pages_for(tokens) + named + history + (answer if request.grammar is not None else 0)
 
     def _admit_suspect(self, step: PlanBuilder, now: int) -> None:
         """Start one that may have killed the workers, when nobody is there whom it could harm."""

@@ -8,7 +8,7 @@ import pytest
 
 from common.logprobs import LogprobRows, Logprobs
 from common.messages import Abort, AddRequest, ErrorCode, Finish, GetStats, StepResult, ints
-from common.sampling_params import DrawParams
+from common.sampling_params import DrawParams, LogitEdits
 from scheduler_proc.invariants import InvariantViolation, check
 from scheduler_proc.request import TRANSITIONS, Event, IllegalTransition, Request, Status
 from scheduler_proc.scheduler import ProtocolError
@@ -78,6 +78,15 @@ def test_no_more_prompts_start_than_fill_a_step():
         long.step()
         running.append(len(long.scheduler.holders()))
     assert running == [1, 1, 1], "the second one with the rest of the first"
+
+
+def test_what_requests_allow_counts_in_the_size_of_the_plan_that_they_enter_with(monkeypatch):
+    monkeypatch.setattr("scheduler_proc.planner.MOST_ENTERING", 10)
+    rig = Rig()
+    edits = LogitEdits(allowed=ints(*range(5)), bad_words=(ints(1),))
+    for rid in (1, 2):
+        rig.scheduler.handle(AddRequest(rid, ints(rid), 1, ints(), DrawParams(edits=edits)), rig.now)
+    assert [len(rig.step().enter_slots) for _ in range(2)] == [1, 1]
 
 
 def test_a_running_prompt_is_shared_before_its_request_ends():

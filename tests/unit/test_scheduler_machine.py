@@ -130,6 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     LogitEdits(repetition_penalty=2.0),
                     LogitEdits(logit_bias={1: 2.0}),
                     LogitEdits(bad_words=(ints(1, 2),)),
+                    LogitEdits(allowed=ints(1, 2, 1, 3, 1)),
                 ]
             ),
             logprobs=st.sampled_from([None, 0, 3]),
@@ -238,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(plan.enter_slots) > 1:
             pages = dict(zip(plan.page_slots, plan.page_counts, strict=True))
             size = sum(pages[slot] for slot in plan.enter_slots) + sum(len(h.tokens) for h in plan.histories)
+            size += sum(len(draw.edits.allowed) for draw in plan.enter_draw if draw.edits is not None)
             assert size <= planner.MOST_ENTERING
 
     @precondition(lambda self: self.plans)

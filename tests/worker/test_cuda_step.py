@@ -35,10 +35,12 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the profile of be
 
 PAGES, PAGE = 24, 4
 PENALTIES = LogitEdits({5: 2.0}, 20, ints(2), 1.2, 0.3, 0.2)
+EXCLUSIONS = LogitEdits(allowed=ints(5, 6, 9), bad_words=(ints(9), ints(5, 6), ints(6, 5, 5)))
 KINDS = {
     "greedy": [GREEDY] * 3,
     "drawn": [DrawParams(0.8, seed=1), DrawParams(1.0, 5, 0.9, 0.01, seed=2), GREEDY],
     "edited": [DrawParams(0.0, edits=PENALTIES), GREEDY, DrawParams(0.8, top_p=0.9, seed=4, edits=PENALTIES)],
+    "excluded": [DrawParams(0.0, edits=EXCLUSIONS), GREEDY, DrawParams(0.8, seed=4, edits=EXCLUSIONS)],
 }
 
 
