@@ -36,6 +36,7 @@ MAX_STEPS = 2_000_000  # of one rendering: a few seconds at most; a loop iterati
 CALL_STEPS = 10  # a call takes about as long as ten iterations
 MAX_ITEMS = 2**20  # of what a filter makes one by one
 _MARK = "\ue000\ue001\ue002"  # for private use: no conversation holds it
+_TRIAL_CHARS = 2**20  # of a prompt that tries the template out
 _GLOBALS = ("raise_exception", "strftime_now", "dict", "namespace", "range", "cycler", "joiner")
 _BUDGET = "step budget"  # not an identifier: no template can name it
 
@@ -47,7 +48,7 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """A compiled template. Raises ChatTemplateError when it cannot be compiled.
 
-    `variables` are those that it uses, but for special tokens.
+    `variables` are those that it uses, but for special tokens. Messages have their content as text.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
@@ -60,6 +61,17 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
         self._special_tokens = dict(special_tokens)
+        # Those of models that also see want a message's text as one of its parts, and show nothing of it otherwise.
+        self._in_parts = False
+        if "type" in source:
+            self._in_parts = not self._shows_text() and self._shows_text(in_parts=True)
+
+    def _shows_text(self, *, in_parts: bool = False) -> bool:
+        content = _parts(_MARK) if in_parts else _MARK
+        try:
+            return _MARK in self.render([{"role": "user", "content": content}], _TRIAL_CHARS)
+        except ChatTemplateError:
+            return False
 
     @property
     def takes_tools(self) -> bool:
@@ -84,7 +96,7 @@ class ChatTemplate:
             **self._special_tokens,
             "documents": None,
             **(arguments or {}),
-            "messages": messages,
+            "messages": [{**m, "content": _parts(m["content"])} for m in messages] if self._in_parts else messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             _BUDGET: _Budget(MAX_STEPS),
@@ -114,6 +126,11 @@ class ChatTemplate:
                 return text
             raise ChatTemplateError("chat template: it does not show the last message as it is, to be continued")
         return text[:at]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """A message's content as OpenAI's list of parts."""
+    return [{"type": "text", "text": text}]
 
 
 class _Budget:

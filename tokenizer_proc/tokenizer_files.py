@@ -1,4 +1,4 @@
-"""What a model directory says about its tokenizer: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+"""What a model directory says about its tokenizer: tokenizer.json, tokenizer_config.json, its chat template."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 
 
 class TokenizerFilesError(RuntimeError):
@@ -53,15 +54,19 @@ def longest_token(tokenizer: Tokenizer) -> int:
 
 def load_chat_template(path: Path) -> str | None:
     """The text of chat_template.jinja, else of tokenizer_config.json's `chat_template`: that one, or of several named
-    ones the one named default. None when there is none."""
+    ones the one named default; else that of chat_template.json, where models that also see had it. None when there is
+    none."""
     file = path / TEMPLATE_FILE
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = _read_json(path / CONFIG_FILE).get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    for name in (CONFIG_FILE, PROCESSOR_TEMPLATE_FILE):
+        template = _read_json(path / name).get("chat_template")
+        if isinstance(template, list):
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
+        if isinstance(template, str):
+            return template
+    return None
 
 
 def load_special_tokens(path: Path) -> dict[str, str]:

@@ -41,6 +41,26 @@ MISTRAL = """{{ bos_token }}
 {% endfor %}
 {{ ns.users }} {{ messages | tojson }} {{ tools is none }} {{ unknown_thing }}
 """
+# a model that also sees: what is no part of a content is not shown, or is an error
+PARTS = """{% for message in messages %}
+{{ message['role'] | capitalize }}:
+{%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'text') %} {{ part['text'] }}{% endfor %}
+{% endfor %}
+{% if add_generation_prompt %}Assistant:{% endif %}
+"""
+STRICT_PARTS = """{% for message in messages %}
+{% for part in message.content %}
+{% if part.type == 'text' %}{{ part.text }}{% else %}{{ raise_exception('no type') }}{% endif %}
+{% endfor %}
+{% endfor %}
+"""
+EITHER = """{% for message in messages %}
+{% if message.content is string %}{{ message.content }}{% else %}
+{% for part in message.content if part.type == 'text' %}in parts: {{ part.text }}{% endfor %}
+{% endif %}
+{% endfor %}
+"""
 SYSTEM, USER, ASSISTANT = (
     {"role": "system", "content": "  You are <b>kind</b> & brief. "},
     {"role": "user", "content": 'Grüße 🙂\n\nWhat\'s "up"?'},
@@ -181,6 +201,8 @@ def test_a_template_that_cannot_be_compiled() -> None:
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path) is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor's"}))
+    assert load_chat_template(tmp_path) == "processor's"
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "plain"}))
     assert load_chat_template(tmp_path) == "plain"
@@ -195,3 +217,23 @@ def test_special_tokens_as_text_or_as_objects(tmp_path: Path) -> None:
     values = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "add_bos_token": True, "x": "y"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
     assert load_special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("template", [PARTS, STRICT_PARTS], ids=["parts", "strict parts"])
+@pytest.mark.parametrize("messages", [[USER], [SYSTEM, USER, ASSISTANT, USER]])
+def test_templates_that_want_parts_get_parts(template, messages):
+    expected = reference().apply_chat_template(
+        [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages],
+        chat_template=template, tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    assert USER["content"] in expected
+    assert ChatTemplate(template, SPECIAL).render(messages, 10**6) == expected
+
+
+def test_a_message_in_parts_can_be_continued():
+    text = ChatTemplate(PARTS, SPECIAL).render_open([USER, ASSISTANT], 10**6)
+    assert text.endswith("Assistant: All well.")
+
+
+def test_templates_that_take_both_get_text():
+    assert ChatTemplate(EITHER, SPECIAL).render([USER], 10**6).strip() == USER["content"]
