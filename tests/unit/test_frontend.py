@@ -23,6 +23,7 @@ from common.messages import (
     Stats,
     TextBatch,
     Timing,
+    Tokenize,
     ints,
 )
 from common.sampling_params import Grammar, SamplingParams
@@ -324,13 +325,36 @@ def test_a_client_that_does_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch)
         assert world.scheduler[3:] == [Abort(first)]
         world.receive(request(3))
         world.receive(GetStats(4))
+        world.receive(Tokenize(5, "x", None))
         assert len(world.scheduler) == 4 and len(world.answers[b"b"]) == 2
         world.state[b"a"] = Sent.YES
         world.frontend.flush()
-        texts, end, lost, refused = world.answers[b"a"][:2], *world.answers[b"a"][2:]
+        texts, end, *refused = world.answers[b"a"][:2], *world.answers[b"a"][2:]
         assert [m.texts for m in texts] == [("t",), ("t",)]
         assert (list(end.rids), end.finish) == ([2], bytes([Finish.LENGTH]))
-        assert [(m.rid, m.code) for m in (lost, refused)] == [(1, ErrorCode.OVERLOADED), (3, ErrorCode.OVERLOADED)]
+        assert [(m.rid, m.code) for m in refused] == [(rid, ErrorCode.OVERLOADED) for rid in (1, 3, 5)]
+        world.receive(GetStats(4))
+        world.frontend.on_detokenizer(Stats(world.scheduler[-1].query))  # type: ignore[attr-defined]
+        assert world.answers[b"a"][-1].values["tokenizer.ignored_frames"] == 1, "the question from before"
+
+    run(test)
+
+
+def test_a_client_that_only_talks_is_not_answered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients_module, "MAX_BACKLOG_MESSAGES", 2)
+
+    async def test() -> None:
+        world = World()
+        world.frontend.drain()
+        world.state[b"a"] = Sent.FULL
+        for rid in range(20):
+            world.receive(request(rid))
+        world.state[b"a"] = Sent.YES
+        world.frontend.flush()
+        assert [m.rid for m in world.answers[b"a"]] == list(range(9)), "what it was told before is kept"
+        world.receive(GetStats(4))
+        world.frontend.on_detokenizer(Stats(world.scheduler[-1].query))  # type: ignore[attr-defined]
+        assert world.answers[b"a"][-1].values["tokenizer.ignored_frames"] == 20 - 9
 
     run(test)
 

@@ -24,7 +24,7 @@ from common.messages import (
     TokenBatch,
     ints,
 )
-from common.sampling_params import Grammar, SamplingParams
+from common.sampling_params import DrawParams, Grammar, SamplingParams
 from common.stamps import Lost
 from tests.examples import examples
 from tests.unit.frontend_world import World, request, rows_of, run, text_batch
@@ -47,6 +47,9 @@ def test_a_grammar_goes_along_and_its_answer_may_end() -> None:
         (again,) = world.added
         assert (again.grammar, again.ignore_eos, again.generated) == (grammar, True, 1)
         assert again.stop_token_ids == ints(0), "where nothing else can come, the end may, with ignore_eos too"
+        await world.choices(1, owner=b"b", params=replace(params, ignore_eos=False))
+        world.frontend.resume()
+        assert [m.ignore_eos for m in world.added] == [True, False]
 
     run(test)
 
@@ -193,6 +196,17 @@ def test_questions_for_counters_are_asked_again() -> None:
     run(test)
 
 
+def test_one_beam_is_a_greedy_search() -> None:
+    async def test() -> None:
+        world = World()
+        await world.choices(1, params=SamplingParams(use_beam_search=True, max_tokens=3))
+        world.frontend.resume()
+        (whole,) = world.added
+        assert (whole.max_tokens, whole.draw) == (3, DrawParams(temperature=0.0, seed=77))
+
+    run(test)
+
+
 def test_a_beam_search_takes_its_last_step_again() -> None:
     async def test() -> None:
         world = World()
@@ -208,6 +222,7 @@ def test_a_beam_search_takes_its_last_step_again() -> None:
 def test_a_beam_search_that_has_begun_keeps_its_place_in_the_queue() -> None:
     async def test() -> None:
         world = World()
+        world.now = 10**9
         params = SamplingParams(temperature=0.0, use_beam_search=True, max_tokens=3)
         world.receive(request(n=2, params=params))
         await world.settle()
