@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from common.messages import MAX_CHOICES, Finish
+from common.messages import Finish
 from common.openai_logprobs import CompletionLogprobs, Scored, prompt_logprobs
 from common.rows import Row
 from gateway_proc.echoes import Echo, echoes_of
@@ -95,8 +95,6 @@ def _check(body: CompletionRequest, n: int, drawn: int) -> None:
         raise refused("best_of", "cannot be used with stream")
     if drawn > n and body.use_beam_search:
         raise refused("best_of", "cannot be used with use_beam_search")
-    if drawn > MAX_CHOICES:
-        raise refused("n", f"must be at most {MAX_CHOICES}")
     if body.max_tokens == 0 and not body.echo:
         raise refused("max_tokens", "must be at least 1 unless echo is true")
     if body.prompt_logprobs is not None and body.stream:

@@ -466,9 +466,9 @@ def test_text_that_waits_counts_from_its_arrival(monkeypatch: pytest.MonkeyPatch
         await world.settle()
         assert len(world.added) == 1
         world.answers.clear()
-        world.receive(request(4, text="four"))
+        world.receive(request(4, text="fourteen"))
         await world.settle()
-        assert len(world.added) == 2 and not world.answers, "what was tokenized waits no longer"
+        assert len(world.added) == 2 and not world.answers, "what was tokenized waits no longer, and alone all may"
 
     run(test)
 

@@ -138,6 +138,9 @@ def test_the_best_of_several_completions(short_dir: Path) -> None:
             yield replace(row, logprobs=LogprobRows.of({0: scores}), token_bytes={7: b"x"})
 
     async def test(world: World) -> None:
+        body = {"prompt": "a", "n": 2, "best_of": 2, "stream": True}
+        assert (await world.post("/v1/completions", body)).status_code == 200, "as many as are shown"
+        await world.generated()
         for more, asked_for in (({}, 0), ({"logprobs": 3}, 3)):
             body = {"prompt": "a", "n": 2, "best_of": 3} | more
             answer = (await world.post("/v1/completions", body)).json()

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from common.sampling_params import DrawParams
 from worker_proc.random import philox4x32, uniforms
-from worker_proc.sampler import Sampler, _draw, _nucleus_edge
+from worker_proc.sampler import Sampler, _draw, _filter, _nucleus_edge, weights_of
 from worker_proc.staging import Staging
 
 DRAWS = 20_000
@@ -138,6 +138,16 @@ def test_a_wrong_distribution_is_noticed() -> None:
     expected = expected_probs(row, DrawParams())[0] * DRAWS
     cells = expected >= 5
     assert chisquare(counts[cells], expected[cells] / expected[cells].sum() * counts[cells].sum()).pvalue < 1e-4
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_what_is_filtered_out_has_no_weight_at_all(name: str) -> None:
+    draw, logits = PARAMS[name], make_logits(5, VOCAB, seed=2)
+    best, temperature = logits.max(dim=1).values, torch.full((5,), draw.temperature)
+    weights = weights_of(logits.clone(), best, temperature, exact=True)
+    params = torch.tensor([[draw.temperature], [draw.top_k], [draw.top_p], [draw.min_p]], dtype=torch.float64)
+    _filter(weights, params.expand(4, 5), params.expand(4, 5))
+    assert torch.equal(weights > 0, expected_probs(logits, draw) > 0)
 
 
 @settings(deadline=None, max_examples=60)
