@@ -104,14 +104,14 @@ def test_one_batch_per_client_however_many_rows() -> None:
         await world.settle()
         rids = [m.rid for m in world.scheduler if isinstance(m, AddRequest)]
         batch = TextBatch(
-            ints(*rids),
-            ints(0, 0, 0, 0),
-            ints(1, 1, 1, 1),
-            ints(*range(4)),
-            ("p", "q", "r", "s"),
-            bytes(4),
-            ints(0, 0, 0, 0),
-            ints(0, 0, 0, 0),
+            ints(999, *rids),  # of the first one nobody knows any more
+            ints(0, 0, 0, 0, 0),
+            ints(1, 1, 1, 1, 1),
+            ints(*range(5)),
+            ("gone", "p", "q", "r", "s"),
+            bytes(5),
+            ints(0, 0, 0, 0, 0),
+            ints(0, 0, 0, 0, 0),
             array("q"),
         )
         world.frontend.on_detokenizer(batch)

@@ -137,6 +137,9 @@ def test_an_abort_that_nobody_will_answer_is_answered(stream: bool) -> None:
     async def test() -> None:
         world = World()
         _, second = await world.choices(2, stream=stream)
+        world.now += 1
+        (later,) = await world.choices(1, owner=b"b")
+        world.now -= 1
         scored = Logprobs(ints(9), array("f", [-1.0]), ints(1), ints(0), ints(), array("f"))
         world.frontend.on_detokenizer(
             replace(text_batch(second, "b"), logprobs=LogprobRows.of({0: scored}), token_bytes={9: b"b"})
@@ -144,9 +147,9 @@ def test_an_abort_that_nobody_will_answer_is_answered(stream: bool) -> None:
         world.receive(Abort(5))
         forget(world)
         world.answers.clear()
-        (entry,) = world.frontend._ledger.admitted
+        entry = world.frontend._ledger.admitted[0]
         world.frontend.resume()
-        assert world.added == [] and world.detokenizer == []
+        assert [m.rid for m in world.added] == [later], "who came after it goes on"
         (batch,) = world.answers[b"a"]
         text = "" if stream else "b"
         assert rows_of([batch]) == [(5, 0, "", Finish.ABORT), (5, 1, text, Finish.ABORT)]
@@ -156,7 +159,7 @@ def test_an_abort_that_nobody_will_answer_is_answered(stream: bool) -> None:
         assert {choice.finish for choice in entry.choices} == {Finish.ABORT}, "as its story will tell"
         world.receive(request())
         await world.settle()
-        assert len(world.added) == 1, "the id is free again"
+        assert len(world.added) == 2, "the id is free again"
 
     run(test)
 

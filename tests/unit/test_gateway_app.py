@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.logprobs import LogprobRows, Logprobs, TokenLogprobs
-from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError, Tokenize, Tokens, ints
+from common.messages import ChatMessage, ErrorCode, Finish, Generate, RequestError, Stopped, Tokenize, Tokens, ints
 from common.rows import Row
 from gateway_proc.generation import Choice, Usage, _without_answer
 from tests.unit.fake_frontend import rows
@@ -128,6 +128,20 @@ def test_a_prompt_counts_once_and_its_first_choice_says_what_was_cached() -> Non
         usage.add(prompt, Row(prompt, choice, "x", [7, 8], Finish.NONE, 9, cached, (), 0))
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (27, 2 + 3 + 7, 12)
     assert usage.as_dict()["total_tokens"] == 39
+
+
+def test_what_ended_an_answer_is_told(short_dir: Path) -> None:
+    def generate(msg: Generate) -> Iterable[Any]:
+        yield replace(rows(msg.rid, "a", 7, finish=Finish.STOP), stopped=(Stopped(0, None, "END"),))
+
+    async def test(world: World) -> None:
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)):
+            (whole,) = (await world.post(path, body)).json()["choices"]
+            (last,) = events(await world.post(path, body | {"stream": True}))[-1]["choices"]
+            for choice in (whole, last):
+                assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+
+    play(short_dir, answering(generate), test)
 
 
 def test_the_best_of_several_completions(short_dir: Path) -> None:
