@@ -67,7 +67,7 @@ class _Answer:
             "tool_choice": "auto",
             "tools": [],
             "top_p": top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "user": body.user,
         }
 

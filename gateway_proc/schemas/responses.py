@@ -53,6 +53,7 @@ class ResponsesRequest(ApiModel):
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     temperature: Annotated[float | None, within("temperature")] = None
@@ -79,7 +80,6 @@ class ResponsesRequest(ApiModel):
         "tool_choice": ("auto", "none"),
         "tools": ([],),
         "top_logprobs": (0,),
-        "truncation": ("disabled",),
     }
 
     def as_chat(self) -> ChatRequest:
@@ -91,6 +91,8 @@ class ResponsesRequest(ApiModel):
             messages += [{"role": m.role, "content": m.text(f"input[{i}]")} for i, m in enumerate(self.input)]
         fields: dict[str, Any] = {name: getattr(self, name) for name in SHARED}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens, "include_reasoning": False}
+        if self.truncation == "auto":
+            fields["truncate_prompt_tokens"] = -1
         fields["reasoning_effort"] = self.reasoning.effort if self.reasoning else None
         form = self.text.format if self.text else None
         if form is not None:

@@ -31,8 +31,9 @@ def test_a_response(short_dir: Path) -> None:
             "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }  # fmt: skip
-        assert Response.model_validate(answer).output_text == "Hello"
+        assert Response.model_validate(answer).output_text == "Hello" and answer["truncation"] == "disabled"
         asked = await world.generated()
+        assert asked.truncate_prompt_tokens is None
         assert asked.chat == (ChatMessage("system", "Be brief."), ChatMessage("user", "hi"))
         assert (asked.params.max_tokens, asked.params.top_k, asked.stream) == (7, 3, False)
         turns = [
@@ -43,6 +44,18 @@ def test_a_response(short_dir: Path) -> None:
         assert (await world.post(PATH, {"input": turns})).status_code == 200
         asked = await world.generated()
         assert [(m.role, m.content) for m in asked.chat] == [("user", "hi"), ("assistant", "Hello"), ("user", "x")]
+
+    play(short_dir, HELLO, test)
+
+
+def test_an_input_that_may_be_cut(short_dir: Path) -> None:
+    async def test(world: World) -> None:
+        for truncation, kept in (("auto", -1), ("disabled", None)):
+            answer = (await world.post(PATH, {"input": "hi", "truncation": truncation})).json()
+            assert answer["truncation"] == truncation
+            assert (await world.generated()).truncate_prompt_tokens == kept
+        refused = await world.post(PATH, {"input": "hi", "truncation": "middle"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncation")
 
     play(short_dir, HELLO, test)
 
