@@ -24,6 +24,7 @@ NUMBER = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "require
           "additionalProperties": False, "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 99}}}  # fmt: skip
 SCHEMAS = {"get_weather": CITY, "math.add": NUMBER}
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": schema}} for n, schema in SCHEMAS.items()]
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
 NAMED = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "math.add"}}}
 IN_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": CITY}}}
@@ -145,6 +146,19 @@ def test_a_schema_holds_for_the_content_and_reasoning_is_apart(http: httpx.Clien
     assert [shown(choice) for choice in stream] == [shown(choice) for choice in answer["choices"]]
 
 
+def test_calls_of_strict_tools_are_valid(http: httpx.Client) -> None:
+    """Beside a response_format, too."""
+    for fields in (IN_SCHEMA, {}):
+        choices = ask(http, **chat(tools=STRICT, **fields, n=16))["choices"]
+        called = [choice for choice in choices if choice["finish_reason"] == "tool_calls"]
+        assert called
+        for choice in called:  # what the model said before it is free
+            check_calls([{**choice, "message": {**choice["message"], "content": None}}], set(SCHEMAS))
+        for choice in choices:
+            if choice["finish_reason"] == "stop" and fields:
+                jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
+
+
 def test_an_answer_that_ends_in_its_thoughts_has_no_content(http: httpx.Client) -> None:
     endless = chat(**IN_SCHEMA, n=8, max_tokens=40, logit_bias={str(token_id(END)): -100.0})
     for choice in ask(http, **endless)["choices"]:
@@ -190,7 +204,7 @@ def test_a_second_turn_with_the_result_of_a_call(http: httpx.Client) -> None:
         {**called, "reasoning_content": "hm"},
         {**called, "reasoning_content": "hm", "content": "So."},
     ):
-        second = ask(http, **chat(USER, said, result, tools=TOOLS, **IN_SCHEMA))
+        second = ask(http, **chat(USER, said, result, tools=TOOLS, tool_choice="none", **IN_SCHEMA))
         assert check_schema(second)
     again = ask(http, **chat(USER, called, result, **REQUIRED, n=4))
     assert check_calls(again["choices"], set(SCHEMAS)) >= 2
