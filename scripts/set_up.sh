@@ -10,8 +10,8 @@ python=$1
 extras=${2:-}
 has_cuda_torch='import sys, torch; sys.exit(torch.version.cuda is None)'
 
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || {
-    echo "Python 3.11 or 3.12 is needed; name one with: make PYTHON=python3.12" >&2
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || {
+    echo "Python 3.11, 3.12 or 3.13 is needed; name one with: make PYTHON=python3.12" >&2
     exit 1
 }
 if [ ! -x .venv/bin/python ]; then

@@ -280,6 +280,7 @@ def test_why_a_launcher_ended(code: int, log: str, said: str) -> None:
     assert _reason(log, code) == said
 
 
+@pytest.mark.filterwarnings("ignore:This process")  # Python 3.12 and later warn of what is tested here
 def test_a_forked_child_is_refused(short_dir: Path) -> None:
     with FakeFrontend(short_dir, answers, info=INFO), LLM.connect(short_dir) as llm:
         llm.generate("x")
