@@ -24,10 +24,12 @@ from common.grammars import LIMITS, GrammarError, to_llguidance
 from common.messages import EnterGrammar
 from common.sampling_params import MAX_BAD_WORDS, MAX_ENDS, Grammar
 from worker_proc.cpu.machine import num_cpus
+from worker_proc.staging import Staging
 
 log = logging.getLogger(__name__)
 
 MAX_COMPILED = 64  # grammars kept for requests to come
+_MAX_ELEMENTS = 2**24  # bits of masks that are unpacked on a GPU at once
 _MAX_THREADS = 8
 _MAX_PROBLEM_CHARS = 1000
 _MOST_EXCLUDED = MAX_ENDS + 2 * MAX_BAD_WORDS  # tokens of a row, together, where it may get all others
@@ -132,10 +134,10 @@ class Masks:
 
     rows: list[int]  # ascending
     matchers: list[SlotMatcher]
-    bits: Tensor  # int32 [R, words], host
+    bits: Tensor  # int32 [R, words], host; pinned where a GPU will fetch them
     computed: "Future[None]" = field(init=False)
     forbidden: Tensor | None = None  # bool [R, 32 * words], unpacked already where the logits are on the host
-    narrow: dict[int, Tensor] = field(default_factory=dict)  # the allowed tokens of masks with few
+    narrow: Tensor | None = None  # of masks that allow few tokens, int64 [3, N], host: which of them, row, token
 
 
 class GrammarMatchers:
@@ -149,7 +151,7 @@ class GrammarMatchers:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor(max(1, min(_MAX_THREADS, num_cpus() // 2)))
         self._vocabulary = self._thread.submit(load)
-        self._numbers = torch.arange(32, dtype=torch.int32, device=self._device)
+        self._numbers = torch.arange(8, dtype=torch.uint8, device=self._device)
 
     def wait_ready(self) -> None:
         """Until the vocabulary is loaded, or cannot be."""
@@ -183,7 +185,8 @@ class GrammarMatchers:
         if not active:
             return None
         rows, matchers = [row for row, _ in active], [matcher for _, matcher in active]
-        masks = Masks(rows, matchers, torch.empty(len(rows), self._words, dtype=torch.int32))
+        on_gpu = self._device.type == "cuda"
+        masks = Masks(rows, matchers, torch.empty(len(rows), self._words, dtype=torch.int32, pin_memory=on_gpu))
         masks.computed = self._thread.submit(self._compute, masks)
         return masks
 
@@ -195,20 +198,32 @@ class GrammarMatchers:
         tokens all the same: the grammar has the last word.
         """
         masks.computed.result()
-        vocab = logits.shape[1]
-        forbidden = masks.forbidden
-        if forbidden is None:
-            bits = masks.bits.to(self._device, non_blocking=True)
-            forbidden = ((bits[:, :, None] >> self._numbers) & 1 == 0).view(len(bits), -1)
-        for i, tokens in masks.narrow.items():
-            allowed = logits[masks.rows[i], tokens]
-            logits[masks.rows[i], tokens] = allowed.masked_fill((allowed == -torch.inf).all(), 0.0)
-        for i, row in enumerate(masks.rows):
-            if row in restricted and i not in masks.narrow:
-                allowed = logits[row].masked_fill(forbidden[i, :vocab], -torch.inf)
-                logits[row].masked_fill_((allowed == -torch.inf).all(), 0.0)
-        for first, begin, end in _runs(masks.rows):
-            logits[first : first + end - begin].masked_fill_(forbidden[begin:end, :vocab], -torch.inf)
+        if masks.narrow is not None:
+            self._keep_one(masks.narrow, len(masks.rows), logits)
+        vocab, whole = logits.shape[1], masks.forbidden
+        bits = masks.bits if whole is not None else masks.bits.to(self._device, non_blocking=True)
+        for first, begin, end in _runs(masks.rows, max(1, _MAX_ELEMENTS // vocab)):
+            forbidden = (whole[begin:end] if whole is not None else self._unpacked(bits[begin:end]))[:, :vocab]
+            here = logits[first : first + end - begin]
+            for i in range(end - begin) if restricted else ():
+                if first + i in restricted:
+                    allowed = here[i].masked_fill(forbidden[i], -torch.inf)
+                    here[i].masked_fill_((allowed == -torch.inf).all(), 0.0)
+            here.masked_fill_(forbidden, -torch.inf)
+
+    def _unpacked(self, bits: Tensor) -> Tensor:
+        """Masks int32 `[R, words]` as bool `[R, 32 * words]`, true where a token may not come."""
+        return ((bits.view(torch.uint8)[:, :, None] >> self._numbers) & 1 == 0).view(len(bits), -1)
+
+    def _keep_one(self, narrow: Tensor, count: int, logits: Tensor) -> None:
+        """Where all that one of `count` masks allows is excluded, it no longer is."""
+        staging = Staging(self._device)
+        staged = staging.put(narrow)
+        staging.send()
+        which, rows, tokens = staged.tensor
+        allowed = logits[rows, tokens]
+        best = allowed.new_full((count,), -torch.inf).scatter_reduce_(0, which, allowed, "amax")
+        logits[rows, tokens] = allowed.masked_fill(best[which] == -torch.inf, 0.0)
 
     def advance(self, masks: Masks, tokens: Sequence[int]) -> list[Failure]:
         """Follow the drawn tokens, one per row of the step; the rows whose grammar failed, now or before the draw."""
@@ -280,10 +295,13 @@ class GrammarMatchers:
             elif slot.ends_late:
                 self._without_eos(mask)
         forbidden = np.unpackbits(~masks.bits.numpy().view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        few: list[np.ndarray] = []
         for i, row in enumerate(forbidden):
             if len(row) - np.count_nonzero(row) <= _MOST_EXCLUDED:
-                tokens = torch.from_numpy(np.flatnonzero(~row[: self._vocab_size]))
-                masks.narrow[i] = tokens.to(self._device)
+                tokens = np.flatnonzero(~row[: self._vocab_size])
+                few.append(np.stack((np.full_like(tokens, i), np.full_like(tokens, masks.rows[i]), tokens)))
+        if few:
+            masks.narrow = torch.from_numpy(np.concatenate(few, axis=1))
         if self._device.type == "cpu":
             masks.forbidden = torch.from_numpy(forbidden)
 
@@ -296,10 +314,11 @@ class GrammarMatchers:
             mask.copy_(without)
 
 
-def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive numbers in an ascending list: the first number, and where the run begins and ends."""
+def _runs(rows: list[int], most: int) -> Iterator[tuple[int, int, int]]:
+    """Runs of up to `most` consecutive numbers in an ascending list: the first number, and where the run begins and
+    ends."""
     begin = 0
     for end in range(1, len(rows) + 1):
-        if end == len(rows) or rows[end] != rows[end - 1] + 1:
+        if end == len(rows) or rows[end] != rows[end - 1] + 1 or end - begin == most:
             yield rows[begin], begin, end
             begin = end

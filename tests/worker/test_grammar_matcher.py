@@ -33,7 +33,10 @@ from tests.helpers_grammars import (
     make_matchers,
     straddling,
     text_of,
+    vocabulary,
 )
+from tests.helpers_simulated_gpu import GPU, SimulatedGpu, on_gpu
+from tests.helpers_simulated_gpu import on_host as on_host_tensor
 from tests.helpers_tokenizers import byte_level, sentence_piece, word_piece
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 
@@ -174,6 +177,31 @@ def test_rows_without_a_grammar_are_left_alone(matchers: GrammarMatchers) -> Non
     allowed = (logits[1] > -torch.inf).nonzero().view(-1).tolist()
     assert allowed == [straddling().token_to_id("a")], "neither padding nor anything else"
     matchers.leave([1])
+
+
+def test_masks_reach_a_gpu_in_two_copies_for_which_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU on paper, and none for the thread that computes them. Four rows are unpacked in three parts."""
+    grammars = {0: Grammar("choice", '["a"]'), 1: Grammar("regex", ".*"), 2: Grammar("choice", '["b", "c"]')}
+    grammars[5] = Grammar("choice", '["d"]')
+    logits = torch.randn(6, VOCAB)
+    logits[0, straddling().token_to_id("a")] = logits[2, straddling().token_to_id("b")] = -torch.inf
+    logits[5, straddling().token_to_id("d")] = -torch.inf
+    on_host, wanted = make_matchers(), logits.clone()
+    monkeypatch.setattr("worker_proc.grammar_matcher._MAX_ELEMENTS", 2 * VOCAB)
+    with SimulatedGpu() as gpu:
+        tokenizer = straddling()
+        there, found = GrammarMatchers(lambda: vocabulary(tokenizer), VOCAB, GPU), on_gpu(logits.clone())
+        for slot, grammar in grammars.items():
+            enter(on_host, slot, grammar)
+            enter(there, slot, grammar)
+        expected, masks = on_host.start(torch.arange(6)), there.start(torch.arange(6))
+        assert expected is not None and masks is not None
+        gpu.events.clear()
+        there.apply(masks, found)
+        assert gpu.events == ["upload", "upload"]
+    on_host.apply(expected, wanted)
+    assert torch.equal(on_host_tensor(found), wanted)
+    assert wanted[0].argmax() == straddling().token_to_id("a") and wanted[2].argmax() == straddling().token_to_id("c")
 
 
 @given(SCHEMAS, st.integers(0, 10**6), st.integers(0, 30))
