@@ -24,6 +24,9 @@ KV_DTYPES = ("auto", "int8")
 CPU_KERNELS = ("auto", "amx", "avx512bf16", "armbf16", "avx512", "generic", "torch")
 WEIGHT_COMPRESSIONS = ("auto", "on", "off")
 GPU_ATTENTIONS = ("auto", "flashinfer", "triton", "sdpa")
+# Rows that get logits in a step beside those of running requests, which bound the worker's memory:
+SCORED_TOKENS = 256  # prompt tokens whose log probabilities are asked for
+DRAWN_TOKENS = 256  # with guesses, all that are drawn, if not more requests run
 
 
 class ConfigError(ValueError):

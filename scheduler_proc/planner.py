@@ -5,7 +5,7 @@ In a burst (ramp_up.py) prompts go without decodes.
 Decodes that find no page preempt juniors; in such a step nobody is admitted.
 """
 
-from common.config import SchedulerConfig
+from common.config import SCORED_TOKENS, SchedulerConfig
 from common.fields import IntArray
 from common.messages import ints
 from scheduler_proc.admission import ADMISSIONS, Admission
@@ -23,7 +23,6 @@ from scheduler_proc.residents import Residents
 from scheduler_proc.speculation import Speculation
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
-SCORED_TOKENS = 256  # prompt tokens that get logits in one step: bounds the worker's memory
 MOST_ENTERING = 2**20  # integers of a plan for requests that enter, if there are several: bounds its size
 NO_GUESSES = ints()
 MOVED_PAGES = 2**18  # between device and host, after which a plan admits nobody else: bounds its size and time

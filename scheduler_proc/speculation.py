@@ -12,7 +12,7 @@ long.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.config import SchedulerConfig
+from common.config import DRAWN_TOKENS, SchedulerConfig
 from common.fields import IntArray
 from common.messages import MAX_SLOTS, StepResult
 from scheduler_proc.prompt_lookup import PromptLookup
@@ -21,7 +21,6 @@ from scheduler_proc.residents import Residents
 from scheduler_proc.speculation_gain import Choice, Gaps, Prospect, Rate, StepCurve, choose
 from scheduler_proc.step import Start, Step
 
-DRAWN_TOKENS = 256  # rows that get logits in a step, if not more requests run: bounds the worker's memory
 _LEAST_GAIN, _LEAST_TO_BEGIN = 1.03, 1.08  # times as fast as without guesses: less is within what is known of times
 _PLAIN_EVERY = 64  # steps with guesses, if these double the speed, until one without, whose time must stay known
 _NEAR_ALL, _NEAR_OWN, _NEAR_LUCK = 0.99, 0.9, 0.95  # what a past guess, or step with guesses, counts per later one

@@ -52,11 +52,12 @@ class DrawStep:
         draw_rows: DrawRows | None = None,
         best_rows: BestRows | None = None,
         score_rows: ScoreRows | None = None,
+        context_len: int = 2**20,
     ) -> None:
         self._vocab_size = vocab_size
         self._score_rows = score_rows
         self._sampler = Sampler(max_slots, device, draw_rows, best_rows)
-        self._editor = LogitEditor(max_slots, vocab_size, device)
+        self._editor = LogitEditor(max_slots, vocab_size, device, context_len)
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
         self._grammars = grammars
         self._with_grammar: set[int] = set()  # slots; every rank knows them

@@ -48,7 +48,7 @@ class Words:
     beginnings: Staged  # int64 [M, P], each followed by any tokens
 
     def exclude(self, logits: Tensor, known: Tensor, lengths: Tensor) -> None:
-        """Exclude what would complete a word. `known` (int64 `[slots, columns]`) holds the tokens of each slot, and the
+        """Exclude what would complete a word. `known` (int32 `[slots, columns]`) holds the tokens of each slot, and the
         words' rows have `lengths` (int64 `[M]`) of them before the one to be drawn."""
         rows, slots, last, sizes, prompts = self.index.tensor
         beginnings = self.beginnings.tensor

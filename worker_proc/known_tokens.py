@@ -1,5 +1,6 @@
 """All known tokens of the slots whose edits depend on them, on the device: drawn tokens are appended without a way
-through the host."""
+through the host. On a GPU the table is made whole when it is needed: there is no room but what was measured for it when
+the worker started (worker_proc/cuda/largest_steps.py)."""
 
 from dataclasses import dataclass
 
@@ -23,11 +24,12 @@ class KnownRows:
 class KnownTokens:
     """Row i of a batch is about slot `slots[i]`, as everywhere here."""
 
-    def __init__(self, max_slots: int, device: torch.device) -> None:
+    def __init__(self, max_slots: int, device: torch.device, context_len: int) -> None:
         self._max_slots = max_slots
+        self._most_columns = context_len + 1  # the token after the last one of a context window is drawn, too
         self._device = device
         self._used = torch.zeros(max_slots, dtype=torch.bool)
-        self._tokens: Tensor | None = None  # int64 [slots, length], made when it is needed
+        self._tokens: Tensor | None = None  # int32 [slots, length], made when it is needed
 
     def enter(self, history: History, staging: Staging) -> Staged:
         """A slot is taken by a request with this history; its tokens (int64 `[T]`) are on the device, in the table too,
@@ -60,7 +62,7 @@ class KnownTokens:
 
     @property
     def table(self) -> Tensor:
-        """Token ids, int64 `[slots, length]`. Raises RuntimeError before the first slot's history was sent."""
+        """Token ids, int32 `[slots, length]`. Raises RuntimeError before the first slot's history was sent."""
         if self._tokens is None:
             raise RuntimeError("no tokens are known yet")
         return self._tokens
@@ -70,16 +72,18 @@ class KnownTokens:
         table = self._room_for(step.longest + 1)
         rows, ends = step.rows.tensor
         own, new = slots[rows], tokens[rows]
-        table[own, ends] = new
+        table[own, ends] = new.int()
         return own, new
 
     def _room_for(self, columns: int) -> Tensor:
         """The table with at least so many columns; it at least doubles, so that growing is rare."""
         if self._tokens is None:
-            shape = (self._max_slots, max(columns, _FIRST_COLUMNS))
-            self._tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            first = self._most_columns if self._device.type == "cuda" else min(_FIRST_COLUMNS, self._most_columns)
+            shape = (self._max_slots, max(columns, first))
+            self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._device)
         present = self._tokens.shape[1]
         if columns > present:
-            more = self._tokens[:, :1].expand(-1, max(columns, 2 * present) - present)
+            wider = max(columns, min(2 * present, self._most_columns))
+            more = self._tokens[:, :1].expand(-1, wider - present)
             self._tokens = torch.cat((self._tokens, more), dim=1)
         return self._tokens

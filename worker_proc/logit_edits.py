@@ -39,11 +39,13 @@ class EditStep:
 class LogitEditor:
     """The edits of every slot, applied in the order that LogitEdits prescribes."""
 
-    def __init__(self, max_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, max_slots: int, vocab_size: int, device: torch.device | str = "cpu", context_len: int = 2**20
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._edits: dict[int, LogitEdits] = {}
-        self._known = KnownTokens(max_slots, self._device)
+        self._known = KnownTokens(max_slots, self._device, context_len)
         self._prompts: dict[int, int] = {}  # tokens of the prompt, of slots in `_known`
         self._penalties = Penalties(max_slots, vocab_size, self._known, self._device)
         self._fixed: _Fixed | None = None  # of the last step with edits, while they stay

@@ -16,6 +16,7 @@ from common.logprobs import Logprobs
 
 _LEAST = -9999.0  # stands for the logarithm of nothing, which JSON cannot carry
 _MAX_ELEMENTS = 2**24  # log probabilities that are worked on at once
+_MAX_TIED = 2**21  # where tokens are equal to the last one that is wanted, and some of them are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,11 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     top = logits.topk(count)
     ids, edge = top.indices, top.values[:, -1:]
     cut = ((logits >= edge).sum(1) > count).nonzero().squeeze(1)
-    if len(cut):  # rows with more of those equal to the last one than fit
-        part, last = logits[cut], edge[cut]
+    for tied in torch.split(cut, max(1, _MAX_TIED // logits.shape[1])) if len(cut) else ():
+        part, last = logits[tied], edge[tied]  # rows with more of those equal to the last one than fit
         more, equal = part > last, part == last
         first = equal & (equal.cumsum(1) <= count - more.sum(1, keepdim=True))
-        ids[cut] = (more | first).nonzero()[:, 1].view(-1, count)
+        ids[tied] = (more | first).nonzero()[:, 1].view(-1, count)
     ids = ids.sort(1).values
     return ids.gather(1, logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices)
 

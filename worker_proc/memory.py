@@ -51,7 +51,7 @@ def choose_num_pages(
                 f"bytes ({source}) do not hold one page of {cache.page_size} tokens, which needs {page_bytes} bytes",
             )
     if cache.kv_tokens is not None or cache.kv_bytes is not None:
-        room, where = _room(device)
+        room, where = _room(device, activations)
         ranks_here = ranks if device.type == "cpu" else 1  # a GPU is of one rank alone
         if pages * page_bytes * ranks_here > room:
             name = "kv_tokens" if cache.kv_tokens is not None else "kv_memory"
@@ -108,16 +108,15 @@ def _budget(cache: CacheConfig, device: torch.device, ranks: int, activations: i
     """Bytes for one rank, and where the number comes from."""
     if cache.kv_bytes is not None:
         return cache.kv_bytes, "as configured"
-    available, where = _room(device)
+    available, where = _room(device, activations)
     if device.type == "cuda":
-        free = max(0, available - activations)
-        return int(_CUDA_SHARE * free), f"{_CUDA_SHARE:.0%} of {free / _GIB:.2f} GiB of free {where}"
+        return int(_CUDA_SHARE * available), f"{_CUDA_SHARE:.0%} of {available / _GIB:.2f} GiB of free {where}"
     share = f"{_CPU_SHARE:.0%} of {available / _GIB:.2f} GiB of available {where}, for {ranks} ranks"
     return int(_CPU_SHARE * available) // ranks, share
 
 
-def _room(device: torch.device) -> tuple[int, str]:
-    """Bytes that `device` can give now, and of what."""
+def _room(device: torch.device, activations: int) -> tuple[int, str]:
+    """Bytes that `device` can give now beside `activations`, and of what."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0], "GPU memory"
-    return available_memory(), "memory"
+        return max(0, torch.cuda.mem_get_info(device)[0] - activations), "GPU memory"
+    return available_memory() - activations, "memory"

@@ -101,7 +101,7 @@ class ModelRunner:
         self._epoch = -1  # before the first plan
         self._next_step = 0
         kernels = (draw_rows, best_rows, score_rows)
-        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, *kernels)
+        self._draw_step = DrawStep(max_slots, model.vocab_size, device, grammars, *kernels, context_len)
         self._finder = SharedPageFinder(cache.page_size) if share_pages else None
         self._laid_out: tuple[list[Tile], list[Tensor]] | None = None
         self._slots = SlotTable(

@@ -13,6 +13,7 @@ from common.sampling_params import LogitEdits
 from worker_proc.known_tokens import KnownTokens
 from worker_proc.staging import Staged, Staging
 
+_MAX_ELEMENTS = 2**22  # logits that are worked on at once, which bounds the memory of a step
 _REPETITION, _FREQUENCY, _PRESENCE = range(3)
 
 
@@ -88,9 +89,11 @@ class Penalties:
     def apply(self, logits: Tensor, step: PenaltyStep) -> None:
         """Change `logits` `[S, vocab]` in place."""
         if step.repeats is not None:
-            self._penalize_repetition(logits, step.repeats.tensor, step.most_known)
+            for index in _parts(step.repeats.tensor, step.most_known):
+                self._penalize_repetition(logits, index, step.most_known)
         if step.subtracts is not None:
-            self._penalize_output(logits, step.with_counts, step.subtracts.tensor, step.most_output)
+            for index in _parts(step.subtracts.tensor, step.most_output):
+                self._penalize_output(logits, step.with_counts, index, step.most_output)
 
     def append(self, slots: Tensor, tokens: Tensor) -> None:
         """These slots got `tokens` (int64, device)."""
@@ -98,7 +101,7 @@ class Penalties:
             self._counts[slots, tokens] += 1  # a slot is in a step once, so that no entry is counted twice
 
     def _penalize_repetition(self, logits: Tensor, index: Tensor, most: int) -> None:
-        known = self._known.table[index[1], :most]
+        known = self._known.table[index[1], :most].long()
         penalty = self._params[_REPETITION, index[1], None]
         rows = index[0, :, None]
         values = logits[rows, known]
@@ -109,9 +112,14 @@ class Penalties:
         rows, slots, begins, lengths = index[:, :, None]
         columns = begins + torch.arange(most, device=self._device)
         columns = columns.minimum(lengths - 1)  # the last token again, to fill up
-        output = self._known.table[slots, columns]
+        output = self._known.table[slots, columns].long()
         values = logits[rows, output]
         if with_counts:
             assert self._counts is not None
             values = values - self._params[_FREQUENCY, slots] * self._counts[slots, output]
         logits[rows, output] = values - self._params[_PRESENCE, slots]
+
+
+def _parts(index: Tensor, most: int) -> tuple[Tensor, ...]:
+    """Columns of a table of rows that have up to `most` tokens each, as many as are worked on at once."""
+    return torch.split(index, max(1, _MAX_ELEMENTS // most), dim=1)

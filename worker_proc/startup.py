@@ -155,7 +155,9 @@ class _Parts:
         if device.type == "cuda":
             from worker_proc.cuda.startup import prepare_steps
 
-            activations = prepare_steps(model, self.attention, spec, config, context_len, device, self.progress)
+            activations = prepare_steps(
+                model, self.attention, spec, config, context_len, self.tp, device, self.progress
+            )
         if num_pages is None:
             pages = choose_num_pages(
                 config.cache,

@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
 from common.messages import History
 from common.sampling_params import DrawParams, LogitEdits
 from worker_proc.errors import PlanError
+from worker_proc.known_tokens import _FIRST_COLUMNS
 from worker_proc.logit_edits import EditStep, LogitEditor
-from worker_proc.penalties import _FIRST_COLUMNS
 from worker_proc.staging import Staging
 
 VOCAB = 60
@@ -160,6 +160,35 @@ def test_penalties_that_people_use(name: str) -> None:
             if step is not None:
                 editor.append(step, slots, torch.tensor([token]))
             output = [*output, token]
+
+
+def test_many_known_tokens_are_edited_in_parts_that_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_proc.penalties._MAX_ELEMENTS", 12)  # three of the rows below, then one
+    editor = LogitEditor(8, VOCAB)
+    edits = LogitEdits(repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.2)
+    known = [([row, 7, row], [row, 9, 9][: row % 3 + 1]) for row in range(7)]
+    for slot, (prompt, output) in enumerate(known):
+        enter(editor, slot, edits, prompt, output)
+    logits = random_logits(7, 0)
+    edited = logits.clone()
+    apply(editor, edited, torch.arange(7), torch.tensor([len(prompt) + len(output) for prompt, output in known]))
+    for row, (prompt, output) in enumerate(known):
+        torch.testing.assert_close(edited[row], expected_row(logits[row], edits, prompt, output))
+
+
+def test_the_table_of_tokens_grows_to_the_context_window_and_no_further() -> None:
+    editor = LogitEditor(2, VOCAB, context_len=300)
+    edits = LogitEdits(repetition_penalty=1.5)
+    enter(editor, 0, edits, [1] * 299, [])
+    step = apply(editor, random_logits(1, 0), torch.tensor([0]), torch.tensor([299]))
+    assert step is not None
+    editor.append(step, torch.tensor([0]), torch.tensor([3]))
+    step = apply(editor, random_logits(1, 0), torch.tensor([0]), torch.tensor([300]))
+    assert step is not None
+    editor.append(step, torch.tensor([0]), torch.tensor([4]))  # the last one, which is never computed
+    tokens = editor._known.table
+    assert tokens.shape == (2, 301) and tokens.dtype == torch.int32
+    assert tokens[0].tolist() == [1] * 299 + [3, 4]
 
 
 def test_rows_without_edits_are_not_touched() -> None:

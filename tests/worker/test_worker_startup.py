@@ -76,6 +76,24 @@ def test_more_than_the_memory_that_is_available_is_named_with_the_numbers(monkey
         pages(CacheConfig(page_size=16, kv_bytes=2**32), context_len=2**20, max_running=64)
 
 
+def test_a_gpu_keeps_what_steps_take_from_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that was asked for, too: else the first large step would find no memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
+
+    def pages(cache: CacheConfig, activations: int) -> int:
+        gpu = torch.device("cuda", 0)
+        limits = {"ranks": 2, "context_len": 2**20, "max_running": 64}
+        return choose_num_pages(cache, SPEC, device=gpu, activations=activations, **limits)
+
+    assert pages(CacheConfig(page_size=16), 2**30) == int(0.92 * 2 * 2**30) // (16 * 512)
+    tokens = 2 * 2**30 // 512
+    assert pages(CacheConfig(page_size=16, kv_tokens=tokens), 2**30) == tokens // 16
+    with pytest.raises(ModelError, match=r"kv_tokens = 4194304: needs 2.00 GiB for .*, and 1.50 GiB of GPU memory"):
+        pages(CacheConfig(page_size=16, kv_tokens=tokens), 3 * 2**29)
+    with pytest.raises(ModelError, match=r"kv_memory = 2147483648: needs 2.00 GiB for .*, and 1.50 GiB of GPU memory"):
+        pages(CacheConfig(page_size=16, kv_bytes=2**31), 3 * 2**29)
+
+
 def test_less_than_a_context_window_is_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert pages(CacheConfig(page_size=16, kv_tokens=64)) == 4

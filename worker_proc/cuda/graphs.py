@@ -32,10 +32,11 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in steps if size < largest] + [largest]
 
 
-def kept_bytes(max_rows: int, vocab_size: int, dtype: torch.dtype, *, shares_pages: bool) -> int:
-    """Memory of the logits of all graphs, which each keeps from one replay to the next."""
-    rows = sum(size * len(_kinds(size, shares_pages)) for size in graph_sizes(max_rows))
-    return rows * vocab_size * dtype.itemsize
+def kept_bytes(max_rows: int, vocab_size: int, dtype: torch.dtype, columns: int, *, shares_pages: bool) -> int:
+    """Memory of the logits of all graphs, which each keeps from one replay to the next, and of their page table."""
+    sizes = graph_sizes(max_rows)
+    rows = sum(size * len(_kinds(size, shares_pages)) for size in sizes)
+    return rows * vocab_size * dtype.itemsize + sizes[-1] * columns * torch.int64.itemsize
 
 
 def _kinds(size: int, shares_pages: bool) -> tuple[bool, ...]:
