@@ -20,7 +20,7 @@ from tests.helpers_plans import GREEDY, empty_plan
 from tests.worker.test_cuda_decoder import load, run_again
 from worker_proc.attention.interface import SHARED_LEVELS, TILE_COLUMNS, TILE_ROWS, ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cuda.attention import TritonAttention
+from worker_proc.cuda.attention import TritonAttention, can_share
 from worker_proc.cuda.graphs import GraphedDecoder
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.shared_pages import LEVEL_TOKENS, SharedPageFinder, Tile, layout, max_tiles
@@ -239,6 +239,15 @@ def test_shared_pages_equal_the_reference(
     heads: int, kv_heads: int, dim: int, page_size: int, softcap: float | None, level: float | None, int8: bool
 ) -> None:
     compare(heads, kv_heads, dim, page_size, softcap, level, int8, None)
+
+
+def test_tiles_whose_queries_take_too_much_memory_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows of 12 heads of 256 numbers: an A100 would refuse the kernel, which such a model launches at its start."""
+    for dim, group, fits in ((128, 16, True), (256, 8, True), (192, 12, False), (256, 12, False)):
+        assert can_share(KVCache(KVSpec.uniform(1, 1, dim, dim, torch.bfloat16), 1, 16), group) == fits
+    monkeypatch.setattr("worker_proc.cuda.attention.shared_kernel", None)  # nobody launches it
+    monkeypatch.setattr("worker_proc.cuda.attention._QUERY_BYTES", 2**10)
+    compare(8, 1, 16, 8, 3.0, 2.0, False, None)
 
 
 @pytest.mark.parametrize("window", [5, 48])

@@ -24,6 +24,7 @@ _MIN_GROUP = 16  # rows of the smallest matrix product
 _MAX_SPLITS = 64
 _MAX_PARTS = 128  # of a row and head, which one program joins
 _ROOMY = 160 * 2**10
+_QUERY_BYTES = 2**16  # of a tile's queries at most
 _PROGRAMS = 264  # two per multiprocessor of an H100 or H200: what a decode step is cut into when its rows are few
 
 
@@ -178,6 +179,8 @@ def decode(
     held = (k_pages, v_pages, *scales_of(cache, layer))
     kv_heads, dim_v = k_pages.shape[1], v_pages.shape[3]
     group, longest = heads // kv_heads, page_table.shape[1] * cache.page_size
+    if not can_share(cache, group):
+        shared = None
     parts, splits, more = num_parts(rows, kv_heads, longest, shared is not None)
     partial = torch.empty(rows, heads, parts, dim_v, dtype=torch.float32, device=q.device)
     sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
@@ -248,6 +251,12 @@ def decode_tiles(cache: KVCache) -> Tiles:
     if width > 512:
         return _DECODE_WIDEST
     return _DECODE_INT8 if cache.spec.int8 and width <= 256 else _DECODE
+
+
+def can_share(cache: KVCache, group: int) -> bool:
+    """Whether a program can hold a tile's queries, of `group` heads per KV head, in shared memory. Else rows are read
+    one by one."""
+    return int(triton.next_power_of_2(TILE_ROWS * group)) * _head_bytes(cache) <= _QUERY_BYTES
 
 
 def shared_tiles(cache: KVCache) -> Tiles:
