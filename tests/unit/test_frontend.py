@@ -298,6 +298,7 @@ def test_beats_are_for_silent_clients_with_live_requests() -> None:
         assert [type(m) for m in world.answers[b"b"]] == [TextBatch]
         world.frontend.beat()
         assert [type(m) for m in world.answers[b"b"]] == [TextBatch, Beat]
+        assert [type(m) for m in world.answers[b"a"]] == [Beat, Beat], "a beat itself does not count"
         world.frontend.on_detokenizer(text_batch(rid, "x", Finish.STOP))
         world.frontend.beat()
         world.frontend.beat()

@@ -11,6 +11,7 @@ from common.codec import MAX_FRAME_BYTES
 from common.messages import (
     Abort,
     AddRequest,
+    Beat,
     ErrorCode,
     Finish,
     Generate,
@@ -78,6 +79,22 @@ def test_without_streaming_every_choice_has_one_row_at_its_own_end() -> None:
             world.frontend.on_detokenizer(text_batch(rid, text, Finish(finish), (rid,)))
         assert rows_of(world.answers[b"a"]) == [(5, 1, "xy", Finish.LENGTH), (5, 0, "ab", Finish.STOP)]
         assert [list(m.token_ids) for m in world.answers[b"a"]] == [[second] * 2, [first] * 2]
+
+    run(test)
+
+
+def test_what_is_held_of_one_choice_holds_up_no_other() -> None:
+    async def test() -> None:
+        world = World()
+        first, second = await world.choices(2, stream=False)
+        for tokens, finish in ((ints(7, 8), Finish.NONE), (ints(6, 9), Finish.LENGTH)):
+            batch = TextBatch(
+                ints(first, second), ints(0, 0), ints(1, 1), tokens, ("a", "b"), bytes([Finish.NONE, finish]),
+                ints(0, 0), ints(0, 0), array("q"),
+            )  # fmt: skip
+            world.frontend.on_detokenizer(batch)
+        (answer,) = world.answers[b"a"]
+        assert (list(answer.choices), answer.texts, list(answer.token_ids)) == ([1], ("bb",), [8, 9])
 
     run(test)
 
@@ -289,6 +306,7 @@ def test_a_deadline_is_answered_when_the_scheduler_is_silent() -> None:
     async def test() -> None:
         world = World()
         first, second = await world.choices(2, deadline_ms=500)
+        await world.choices(1, owner=b"b")  # has time for ever
         world.now += 999_000_000
         world.frontend.beat()
         assert not any(isinstance(m, RequestError) for m in world.answers.get(b"a", [])), "it may be about to answer"
@@ -297,6 +315,7 @@ def test_a_deadline_is_answered_when_the_scheduler_is_silent() -> None:
         error = world.answers[b"a"][-1]
         assert (error.rid, error.code, error.limit) == (5, ErrorCode.DEADLINE, 500)
         assert world.scheduler == [Abort(first), Abort(second)]
+        assert {type(m) for m in world.answers[b"b"]} == {Beat}
         answers = len(world.answers[b"a"])
         world.frontend.on_detokenizer(RequestError(first, ErrorCode.DEADLINE, "after 490 ms", "deadline_ms", 490))
         assert len(world.answers[b"a"]) == answers

@@ -29,6 +29,7 @@ from common.stamps import Lost
 from tests.examples import examples
 from tests.unit.frontend_world import World, request, rows_of, run, text_batch
 from tests.unit.test_streams import decoders
+from tokenizer_proc.clients import Sent
 from tokenizer_proc.streams import Streams
 
 
@@ -199,6 +200,20 @@ def test_questions_for_counters_are_asked_again() -> None:
     run(test)
 
 
+def test_prompt_scores_that_have_come_are_not_computed_again() -> None:
+    async def test() -> None:
+        world = World()
+        (rid,) = await world.choices(1, params=SamplingParams(seed=1, prompt_logprobs=0))
+        score = Logprobs(ints(2), array("f", [-1.0]), ints(1), ints(0), ints(), array("f"))
+        for _ in range(2):
+            scored = replace(text_batch(rid, "", tokens=()), prompt_logprobs=LogprobRows.of({0: score}))
+            world.frontend.on_detokenizer(replace(scored, token_bytes={2: b"b"}))
+            world.frontend.resume()
+        assert [(m.scored, m.generated) for m in world.added] == [(1, 0), (2, 0)]
+
+    run(test)
+
+
 def test_one_beam_is_a_greedy_search() -> None:
     async def test() -> None:
         world = World()
@@ -237,6 +252,29 @@ def test_a_beam_search_that_has_begun_keeps_its_place_in_the_queue() -> None:
         batch = text_batch(first.rid, "", Finish.LENGTH, (5,))
         world.frontend.on_detokenizer(replace(batch, logprobs=LogprobRows.of({0: four})))
         assert [(list(m.prompt), m.waited_ms) for m in world.added] == [([1, 2, 3, 5], 70), ([1, 2, 3, 6], 70)]
+        both = TextBatch(
+            ints(*(m.rid for m in world.added)), ints(0, 0), ints(1, 1), ints(5, 5), ("", ""),
+            bytes([Finish.LENGTH] * 2), ints(0, 0), ints(2, 2), array("q", [1, 2]), LogprobRows.of({0: four, 1: four}),
+        )  # fmt: skip
+        world.scheduler.clear()
+        world.frontend.on_detokenizer(both)
+        assert [list(m.prompt) for m in world.added] == [[1, 2, 3, 5, 5], [1, 2, 3, 5, 6]], "of both beams"
+
+    run(test)
+
+
+def test_a_beam_search_ends_at_its_deadline() -> None:
+    async def test() -> None:
+        world = World()
+        params = SamplingParams(temperature=0.0, use_beam_search=True, max_tokens=3)
+        world.receive(request(n=2, params=params, deadline_ms=5))
+        await world.settle()
+        (first,) = world.added
+        world.now += 5 * 10**6
+        four = Logprobs(ints(5), array("f", [-1]), ints(1), ints(4), ints(5, 6, 7, 8), array("f", [-1, -2, -3, -4]))
+        batch = text_batch(first.rid, "", Finish.LENGTH, (5,))
+        world.frontend.on_detokenizer(replace(batch, logprobs=LogprobRows.of({0: four})))
+        assert [(m.rid, m.code) for m in world.answers[b"a"]] == [(5, ErrorCode.DEADLINE)]
 
     run(test)
 
@@ -253,6 +291,12 @@ def test_draining_refuses_what_is_new_and_waits_for_what_is_there() -> None:
         assert not world.frontend.drained
         world.frontend.on_detokenizer(text_batch(rid, "a", Finish.LENGTH))
         assert rows_of(world.answers[b"a"][1:]) == [(5, 0, "a", Finish.LENGTH)]
+        assert world.frontend.drained and not World().frontend.drained
+        world.state[b"a"] = Sent.FULL
+        world.receive(request(7))
+        assert not world.frontend.drained, "somebody has not been told yet"
+        world.state[b"a"] = Sent.YES
+        world.frontend.flush()
         assert world.frontend.drained
 
     run(test)
