@@ -130,6 +130,36 @@ def test_a_prompt_counts_once_and_its_first_choice_says_what_was_cached() -> Non
     assert usage.as_dict()["total_tokens"] == 39
 
 
+def test_log_probabilities_of_a_chat(short_dir: Path) -> None:
+    def generate(msg: Generate) -> Iterable[Any]:
+        scores = Logprobs(ints(7), array("f", [-0.5]), ints(2), ints(2), ints(8, 7), array("f", [-0.25, -0.5]))
+        told = LogprobRows.of({0: scores})
+        row = replace(rows(msg.rid, "a", 7, finish=Finish.STOP), token_bytes={7: b"a", 8: b"\xff"})
+        wanted = msg.params.logprobs is not None, msg.params.prompt_logprobs is not None
+        yield replace(row, logprobs=told if wanted[0] else None, prompt_logprobs=told if wanted[1] else None)
+
+    async def test(world: World) -> None:
+        for more, asked_for in (
+            ({}, (None, None)),
+            ({"logprobs": True}, (0, None)),
+            ({"logprobs": True, "top_logprobs": 1, "prompt_logprobs": 2}, (1, 2)),
+        ):
+            answer = (await world.post("/v1/chat/completions", CHAT | more)).json()
+            asked = await world.generated()
+            assert (asked.params.logprobs, asked.params.prompt_logprobs) == asked_for
+            (choice,) = answer["choices"]
+            assert (choice["logprobs"] is None) == (not more) and ("prompt_logprobs" in answer) == (len(more) == 3)
+        other = {"token": "\ufffd", "logprob": -0.25, "bytes": [255]}
+        own = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [other]}
+        assert choice["logprobs"] == {"content": [own], "refusal": None}
+        assert [prompt and set(prompt) for prompt in answer["prompt_logprobs"]] == [None, {"7", "8"}]
+        for field, more in (("top_logprobs", {}), ("prompt_logprobs", {"stream": True})):
+            refused = await world.post("/v1/chat/completions", CHAT | {field: 1} | more)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+    play(short_dir, answering(generate), test)
+
+
 def test_what_ended_an_answer_is_told(short_dir: Path) -> None:
     def generate(msg: Generate) -> Iterable[Any]:
         yield replace(rows(msg.rid, "a", 7, finish=Finish.STOP), stopped=(Stopped(0, None, "END"),))

@@ -110,9 +110,16 @@ def test_questions_in_work_are_bounded_and_a_client_may_leave(monkeypatch: pytes
         world.state[b"a"] = Sent.GONE
         gate.set()
         await world.settle()
-        world.receive(Tokenize(3, "y", None), b"b")
+        for rid in (3, 4):  # together, as what was answered counts no more
+            world.receive(Tokenize(rid, "y", None), b"b")
         await world.settle()
-        assert world.answers[b"b"][-1].rid == 3 and b"a" not in world.answers
+        assert [(type(m), m.rid) for m in world.answers[b"b"][1:]] == [(Tokens, 3), (Tokens, 4)]
+        assert b"a" not in world.answers
+        monkeypatch.setattr(questions, "MAX_OPEN", 1)
+        for rid in (5, 6):
+            world.receive(Tokenize(rid, "y", None), b"b")
+        await world.settle()
+        assert [(type(m), m.rid) for m in world.answers[b"b"][3:]] == [(RequestError, 6), (Tokens, 5)]
 
     run(test)
 
