@@ -45,7 +45,7 @@ class PromptLookup:
                 self.at += 1
                 self.length += 1
                 return True
-            self.at, self._vain = -1, 0
+            self._vain = 0
         if self._vain < PATIENCE or len(self._tokens) % SELDOM == 0:
             self.search()
             self._vain = 0 if self.at >= 0 else self._vain + 1
@@ -55,7 +55,7 @@ class PromptLookup:
         """Look for the newest tokens among those before them. There is no guess while some are not indexed yet."""
         self.at, self.length = -1, 0
         tokens, end = self._tokens, len(self._tokens)
-        if not self.index() or end <= self._shortest:
+        if not self.index():
             return
         found = self._heads[hash(tuple(tokens[end - self._shortest :])) & (len(self._heads) - 1)]
         for _ in range(CHAIN):
