@@ -103,6 +103,43 @@ def test_a_held_up_step_hardly_changes_the_step_time_model():
     assert model.predict(StepShape(100, 64_000)) == pytest.approx(0.15, rel=0.1)
 
 
+def test_a_step_that_is_long_because_it_is_large_is_learned_as_it_is():
+    model = StepTimeModel()
+    for i in range(50):
+        model.learn(StepShape(1 + i % 8, 0, plain=False), 0.001 + 1e-4 * (1 + i % 8))
+    model.learn(StepShape(1000, 0, plain=False), 0.101)
+    assert model.predict(StepShape(1000, 0)) == pytest.approx(0.101, rel=0.01)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_how_many_steps_must_be_known(plain):
+    model = StepTimeModel()
+    for count in range(12):
+        assert (model.tokens_within(1.0, 0) is None) == (count < 8)
+        assert (model.seconds_of_prompts(100) is None) == (plain or count < 3)
+        assert (model.tokens_for(1.5, StepShape(8, 0)) is None) == (plain or count < 8)
+        assert (model.tokens_beside_fixed(0.1) is None) == (plain or count < 8)
+        model.learn(StepShape(10 + count, 0, plain=plain), 0.01 + 0.001 * count)
+
+
+def test_where_tokens_cost_nothing_no_number_of_them_is_known():
+    """Nor is anything ever thought to take less than no time."""
+    model = StepTimeModel()
+    for i in range(50):
+        model.learn(StepShape(100 + i, 10_000 * i, plain=False), 0.1 - 0.001 * i)
+        assert min(model.coefficients()) >= 0
+    for i in range(50):
+        model.learn(StepShape(100 + i, 0, plain=False), 0.1 - 0.001 * i)
+    assert model.coefficients()[1] == 0
+    steep = StepTimeModel()
+    for i in range(50):
+        steep.learn(StepShape(100 + i, 0), 0.001 * i)
+    assert steep.coefficients()[0] == 0
+    assert (
+        model.tokens_within(1.0, 0) is model.tokens_for(1.5, StepShape(8, 0)) is model.tokens_beside_fixed(0.1) is None
+    )
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "round-robin", "priority"])
 def test_who_is_handed_in_again_keeps_its_place(policy):
     """As each step of a beam search is: behind the queue, each of its tokens would wait as long as a request."""

@@ -2,10 +2,11 @@
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_proc.prompt_lookup import AT_ONCE, CHAIN, PromptLookup
+from scheduler_proc.prompt_lookup import AT_ONCE, CHAIN, PATIENCE, SELDOM, PromptLookup
 
 
 def follow(tokens: list[int], start: int, shortest: int, longest: int) -> tuple[PromptLookup, array]:
@@ -107,3 +108,23 @@ def test_a_table_that_is_full_is_filled_anew_bit_by_bit():
     tokens.extend(range(79_990, 80_000))
     lookup.search()
     assert lookup.at == 80_000
+
+
+def test_searches_in_vain_become_seldom_until_one_finds_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+    search = PromptLookup.search
+    monkeypatch.setattr(PromptLookup, "search", lambda self: (searched.append(len(tokens)), search(self)))
+    tokens = array("i", range(10))
+    lookup = PromptLookup(tokens, 2, 4)
+
+    def append(*more: int) -> list[int]:
+        """After how many tokens it searched."""
+        searched.clear()
+        for token in more:
+            tokens.append(token)
+            lookup.took()
+        return searched
+
+    assert append(*range(10, 210)) == [*range(11, 11 + PATIENCE), *range(11 + PATIENCE + 1, 211, SELDOM)]
+    assert append(0, 1, 2) == [212] and tokens[lookup.at] == 3
+    assert append(999, *range(1000, 1010)) == [*range(214, 214 + 11)], "as often as at first"

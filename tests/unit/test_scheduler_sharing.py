@@ -26,11 +26,17 @@ def test_a_match_inside_a_page_is_copied_and_goes_on_in_the_copy():
     assert rig.out[3] == solo_output(turn, 5)
 
 
-def test_what_is_cached_of_its_answer_is_not_counted_as_cached_of_its_prompt():
+@pytest.mark.parametrize("draw", [DrawParams(), DrawParams(prompt_logprobs=0)])
+def test_what_is_cached_of_its_answer_is_not_counted_as_cached_of_its_prompt(draw):
+    """Nor is a prompt computed again whose log probabilities are known."""
     rig = Rig()
     rig.add(1, range(10), 5)
     rig.run()
-    rig.add(2, [*range(10), *rig.out[1][:3]], 5, generated=3, waited_ms=1)
+    tokens = ints(*range(10), *rig.out[1][:3])
+    again = AddRequest(
+        2, tokens, 5, ints(), draw, generated=3, scored=9 if draw.prompt_logprobs == 0 else 0, waited_ms=1
+    )
+    rig.take(rig.scheduler.handle(again, rig.now))
     assert list(rig.step().enter_lens) == [12]
     rig.run()
     assert rig.cached[2] == 9
