@@ -58,6 +58,8 @@ def skipped(monkeypatch):
     def counting(self, steps, tokens):
         counts.append(steps)
         skip(self, steps, tokens)
+        ids = [step.step_id for step in self.in_flight]
+        assert ids == list(range(self._next_step - len(ids), self._next_step))
 
     monkeypatch.setattr(Scheduler, "skip", counting)
     return counts
