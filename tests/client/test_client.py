@@ -75,6 +75,7 @@ def test_every_sampling_flag_arrives(short_dir: Path) -> None:
         " --stop-token-id=5 --stop-token-id=6 --ignore-eos --include-stop --keep-special-tokens"
         " --repetition-penalty=1.5 --presence-penalty=0.25 --frequency-penalty=-0.5"
         " --logit-bias=7:-100 --logit-bias=8:2.5 --min-tokens=3"
+        " --allowed-token-id=9 --allowed-token-id=4 --bad-word=ugly --bad-word=worse --prompt-logprobs-start=2"
         " --logprobs=4 --prompt-logprobs=0 --beam-search --length-penalty=0.75 --early-stopping --regex=[ab]+ --json"
     )
     with FakeFrontend(short_dir, echo) as cluster:
@@ -82,7 +83,7 @@ def test_every_sampling_flag_arrives(short_dir: Path) -> None:
         params = cluster.next(Generate).params
     assert params == SamplingParams(
         0.5, 3, 0.9, 0.1, 42, 7, ("END", "."), ints(5, 6), True, False, 1.5, 0.25, -0.5, {7: -100.0, 8: 2.5}, 3, 4, 0,
-        True, 0.75, True, Grammar("regex", "[ab]+"), True,
+        True, 0.75, True, Grammar("regex", "[ab]+"), True, ints(9, 4), ("ugly", "worse"), 2,
     )  # fmt: skip
     default = SamplingParams()
     for field in dataclasses.fields(SamplingParams):

@@ -7,7 +7,6 @@ from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.graphs import GraphedDecoder, kept_bytes
 from worker_proc.cuda.interface import CudaAttention
-from worker_proc.cuda.largest_steps import measure_steps
 from worker_proc.cuda.warm_up import compile_kernels
 from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.interface import LanguageModel
@@ -39,6 +38,8 @@ def prepare_steps(
         device=device,
         progress=progress,
     )
+    from worker_proc.cuda.largest_steps import measure_steps  # needs what grammars need, which benchmarks do without
+
     largest = measure_steps(
         model, spec, steps, context_len=context_len, page_size=page_size, tp=tp, device=device,
         whole_context=isinstance(attention, CudaAttention),  # plain torch has the scores of a whole row in memory
