@@ -86,10 +86,8 @@ REQUEST = [
     click.option("--logprobs", type=int, metavar="K", help="With --json: log probabilities of the answer's tokens and "
                  "of the K likeliest."),
     click.option("--prompt-logprobs", type=int, metavar="K", help="The same of the prompt's tokens."),
-    click.option(
-        "--prompt-logprobs-start", type=int, default=0, metavar="N", help="Of the prompt's tokens from the Nth on, which "
-        "counts from 0; not over HTTP."
-    ),
+    click.option("--prompt-logprobs-start", type=int, default=0, metavar="N",
+                 help="Those of the prompt's tokens from the Nth on, counted from 0; not over HTTP."),
     click.option("--beam-search", "use_beam_search", is_flag=True, help="Find the likeliest answers with --n beams."),
     click.option("--length-penalty", type=float, default=1.0, help="Of beam search: the power of the length that "
                  "scores are divided by."),
