@@ -217,6 +217,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
                 own = route.body.model_json_schema(ref_template=REF)
                 models |= own.pop("$defs", {})
                 models[route.body.__name__] = own
+            if route.post:
+                paths = schema["paths"][route.path]
+                paths["post"] = {**paths["get"], "operationId": f"{paths['get']['operationId']}_post"}
         schema.setdefault("components", {})["schemas"] = models
         app.openapi_schema = schema
     return app.openapi_schema

@@ -116,6 +116,7 @@ def test_the_description_covers_every_endpoint(short_dir: Path) -> None:
         assert (await world.client.get("/docs")).status_code == 200
         chat = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert chat == {"$ref": "#/components/schemas/ChatRequest"}
+        assert set(schema["paths"]["/ping"]) == {"get", "post"}
         components = schema["components"]["schemas"]
         assert components["ChatRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
         text = json.dumps(schema)
