@@ -143,6 +143,9 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
         "description": "Refused or failed",
         "content": {"application/json": {"schema": {"$ref": REF.format(model="Error")}}},
     }
+    if route.post:  # before the one below, since a 405 allows what the first one takes
+        both = ["GET", "POST"]
+        app.add_api_route(route.path, serve, methods=both, include_in_schema=False, response_class=Response)
     app.add_api_route(
         route.path,
         serve,
@@ -159,8 +162,7 @@ def _add(app: FastAPI, service: Service, route: Route) -> None:
         openapi_extra=extra,
     )
     if route.body is None:  # load balancers probe with HEAD; a server leaves the body out
-        more = ["HEAD", "POST"] if route.post else ["HEAD"]
-        app.add_api_route(route.path, serve, methods=more, include_in_schema=False, response_class=Response)
+        app.add_api_route(route.path, serve, methods=["HEAD"], include_in_schema=False, response_class=Response)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
