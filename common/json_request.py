@@ -96,13 +96,10 @@ def named_here(error: RequestError) -> RequestError:
 def _chat_fields(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     """The fields of REQUEST_FIELDS as the wire has them; None leaves one of CHAT_FIELDS and CUT_FIELDS out."""
     found = {name: values[name] for name in REQUEST_FIELDS if name in values}
-    for name in CUT_FIELDS:
+    for name in (*CHAT_FIELDS, *CUT_FIELDS):
         if found.get(name, 0) is None:
             del found[name]
-    for name in CHAT_FIELDS:
-        if found.get(name, 0) is None:
-            del found[name]
-        elif name in found and not is_chat:
+        elif name in found and name in CHAT_FIELDS and not is_chat:
             raise FieldError(name, "is for chats")
     if found.get("continue_final_message") is True and found.setdefault("add_generation_prompt", False) is True:
         raise FieldError("continue_final_message", "cannot be together with add_generation_prompt")

@@ -9,6 +9,7 @@ from typing import Any, cast
 from common.async_connection import AsyncConnection
 from common.logprobs import TokenLogprobs
 from common.openai_logprobs import FirstToken, Scored
+from common.prompts import kept
 from gateway_proc.errors import told_by_cluster
 from gateway_proc.generation import Prompt
 
@@ -76,13 +77,6 @@ async def _echo(
         if not truncation:
             return Echo(prompt if with_text else "", ids)
     else:
-        ids = _kept(cast(list[int], prompt), truncation)
+        given = cast(list[int], prompt)
+        ids = kept(given, truncation["truncate_prompt_tokens"], truncation["truncation_side"]) if truncation else given
     return Echo(await connection.detokenize(ids) if with_text else "", ids)
-
-
-def _kept(tokens: list[int], truncation: Mapping[str, Any]) -> list[int]:
-    """What the cluster keeps of a prompt of token ids."""
-    most = truncation.get("truncate_prompt_tokens")
-    if most is None or len(tokens) <= most:
-        return tokens
-    return tokens[:most] if truncation["truncation_side"] == "right" else tokens[len(tokens) - most :]

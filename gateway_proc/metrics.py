@@ -171,7 +171,7 @@ def _as_vllm(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
     found, asked = stats.get("scheduler.cached_tokens", 0), stats.get("scheduler.prompt_tokens", 0)
     rate = found / asked if asked else 0.0
     yield _gauge("rhizome_prefix_cache_hit_rate", "Part of all prompt tokens that were cached (0 to 1).", rate, model)
-    yield _accepted_at(stats, model)
+    yield from _accepted_at(stats, model)
     host = stats.get("scheduler.host_cached_tokens", 0)
     yield _counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", found, model, engine=True)
     yield from _by(
@@ -205,18 +205,14 @@ def _by(name: str, text: str, label: str, model: str, values: Mapping[str, int])
     yield family
 
 
-def _accepted_at(stats: Mapping[str, int], model: str) -> Metric:
+def _accepted_at(stats: Mapping[str, int], model: str) -> Iterable[Metric]:
     """Right guesses by how many came before them."""
-    family = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Guessed tokens that were right, by their place among the guesses of a row.",
-        labels=["model_name", "engine", "position"],
-    )
     prefix = "scheduler.accepted_at/"
-    found = {n.removeprefix(prefix): value for n, value in stats.items() if n.startswith(prefix)}
-    for position, value in found.items():
-        family.add_metric([model, "0", position], value)
-    return family
+    yield from _by(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Guessed tokens that were right, by their place among the guesses of a row.", "position", model,
+        {name.removeprefix(prefix): value for name, value in stats.items() if name.startswith(prefix)},
+    )  # fmt: skip
 
 
 def _gauge(name: str, text: str, value: float, model: str, *, engine: bool = False) -> Metric:

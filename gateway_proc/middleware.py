@@ -19,9 +19,7 @@ from gateway_proc.turnstile import Turnstile
 log = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
-PROBES = frozenset(
-    {"/health", "/health/live", "/health/ready", "/ping"}
-)  # they need no key, and do not wait for others
+PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})  # need no key, and do not wait for others
 OPEN_PATHS = PROBES | {"/docs", "/openapi.json", "/metrics", "/load", "/get_load"}  # scrapers have no key either
 QUIET_STATUS = 400  # below it, only requests that generate get a line in the log
 LINGER_S = 10.0  # for the rest of a body that nobody reads

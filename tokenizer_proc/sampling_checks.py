@@ -55,23 +55,20 @@ def _given(params: SamplingParams, name: str) -> bool:
 
 def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
     """Raises Refused when the log probabilities of a prompt would be too many to hold."""
-    if params.prompt_logprobs is not None:
-        scored = prompt_tokens - params.unscored(prompt_tokens)
-        if scored * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
-            problem = f"{params.prompt_logprobs} alternatives for {scored} tokens are too many"
-            raise _refused("prompt_logprobs", problem, _most_alternatives(scored))
+    scored = prompt_tokens - params.unscored(prompt_tokens)
+    _check_named("prompt_logprobs", params.prompt_logprobs, scored, f"{scored} tokens")
 
 
 def check_beam_logprobs(params: SamplingParams, width: int, max_tokens: int) -> None:
     """Raises Refused when the log probabilities of all beams, which are kept to the end, would be too many to hold."""
-    tokens = width * max_tokens
-    if params.logprobs is not None and tokens * (1 + params.logprobs) > MAX_PROMPT_LOGPROBS:
-        problem = f"{params.logprobs} alternatives for {max_tokens} tokens of {width} beams are too many"
-        raise _refused("logprobs", problem, _most_alternatives(tokens))
+    _check_named("logprobs", params.logprobs, width * max_tokens, f"{max_tokens} tokens of {width} beams")
 
 
-def _most_alternatives(tokens: int) -> int:
-    return max(0, MAX_PROMPT_LOGPROBS // tokens - 1)  # each token is named itself, too
+def _check_named(name: str, top: int | None, tokens: int, shown: str) -> None:
+    """Each of the tokens is named itself, too."""
+    if top is not None and tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
+        most = max(0, MAX_PROMPT_LOGPROBS // tokens - 1)
+        raise _refused(name, f"{top} alternatives for {shown} are too many", most)
 
 
 def ends_of(params: SamplingParams, eos: IntArray) -> IntArray:

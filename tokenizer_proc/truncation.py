@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 
 from common.fields import IntArray
 from common.messages import ErrorCode, Generate, Tokenize, ints
+from common.prompts import kept
 from tokenizer_proc.limits import Limits, Refused
 
 
@@ -29,11 +30,7 @@ class Truncation:
         return cls(limits.max_prompt if most < 0 else most, msg.truncation_side)
 
     def of_tokens(self, tokens: IntArray) -> IntArray:
-        if len(tokens) <= self.most:
-            return tokens
-        if self.side == "right":
-            return tokens[: self.most]
-        return tokens[len(tokens) - self.most :]
+        return kept(tokens, self.most, self.side)
 
     def of_text(self, text: str, chars: int) -> str:
         """What is worth tokenizing of a text where so many characters have more tokens than are kept."""

@@ -89,6 +89,7 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.scratch_page = num_pages
+        self.head_dim = max(spec.k_head_dim, spec.v_head_dim)  # the widest of all layers
         k_shapes = [(num_pages + 1, heads.num, page_size, heads.k_dim) for heads in spec.layers]
         v_shapes = [(num_pages + 1, heads.num, page_size, heads.v_dim) for heads in spec.layers]
         # The system hands out memory only when a page is first written: nothing is zeroed here.

@@ -269,7 +269,7 @@ def shared_tiles(cache: KVCache) -> Tiles:
 
 def _head_bytes(cache: KVCache) -> int:
     """Of a head as matrix products take it."""
-    return _block(max(cache.spec.k_head_dim, cache.spec.v_head_dim)) * cache.spec.dtype.itemsize
+    return _block(cache.head_dim) * cache.spec.dtype.itemsize
 
 
 @lru_cache

@@ -11,7 +11,7 @@ from worker_proc.models.config_fields import Config, dual_chunk_limit, positive_
 from worker_proc.models.end_tokens import eos_token_ids
 from worker_proc.models.families import check_servable, is_native, parse_spec
 from worker_proc.models.interface import ModelInfo
-from worker_proc.models.language_part import is_multimodal, language_config
+from worker_proc.models.language_part import class_config, is_multimodal, language_config
 from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import Checkpoint, read_json
 
@@ -79,12 +79,7 @@ def context_limit(config: Config) -> int:
 
 
 def _with_defaults(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    from transformers import AutoConfig  # a second or more, so only for configs that leave keys to their class
-
-    try:
-        known = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError("model_type", config["model_type"], f"transformers cannot read the config: {error}") from None
+    known = class_config(directory, config)  # only for configs that leave keys to their class
     keys = ("vocab_size", "eos_token_id", *_CONTEXT_KEYS)
     return {key: getattr(known, key) for key in keys if getattr(known, key, None) is not None} | config
 

@@ -52,16 +52,21 @@ def _name_alone(name: str) -> str:
     return name
 
 
-def language_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's config.json, complete: those of multimodal models leave most to their classes. Takes a
-    second or more. Raises ModelError if transformers cannot read it."""
+def class_config(directory: Path, config: Mapping[str, Any]) -> Any:
+    """The directory's config.json as transformers' class completes it; `config` is what it holds. Takes a second or
+    more. Raises ModelError if transformers cannot read it."""
     from transformers import AutoConfig
 
     try:
-        known = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        text: dict[str, Any] = known.get_text_config(decoder=True).to_dict()
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise ModelError("model_type", config["model_type"], f"transformers cannot read the config: {error}") from None
+
+
+def language_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's config.json, complete: those of multimodal models leave most to their classes. Raises
+    ModelError as `class_config` does."""
+    text: dict[str, Any] = class_config(directory, config).get_text_config(decoder=True).to_dict()
     text["model_type"] = _BY_SECTIONS.get(text["model_type"], text["model_type"])
     rope = text.get("rope_parameters")
     if isinstance(rope, dict):

@@ -30,6 +30,7 @@ from worker_proc.models.language_part import NAMES, is_multimodal
 from worker_proc.models.loading import Progress
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
+from worker_proc.weights import Checkpoint
 
 hf: Any = transformers  # its annotations vary between the versions that are supported
 
@@ -220,10 +221,11 @@ def load_transformers_model(
     if tp.size > 1:
         reason = f"{model_type} runs through transformers, which is not split over ranks here: use tp = 1"
         raise ModelError("tp", tp.size, reason)
-    total = open_checkpoint(directory).nbytes
+    checkpoint = open_checkpoint(directory)
+    total = checkpoint.nbytes
     if progress is not None:
         progress(0, total)
-    model = _read_model(directory, raw_config, dtype).eval().to(device)
+    model = _read_model(directory, raw_config, checkpoint, dtype).eval().to(device)
     if native is not None and dtype == torch.bfloat16:
         with torch.inference_mode():
             compress = compresses(native, compression, plain_bytes(model))
@@ -239,12 +241,11 @@ def load_transformers_model(
     return served
 
 
-def _read_model(directory: Path, raw_config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _read_model(directory: Path, raw_config: Mapping[str, Any], checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
     model_type = str(raw_config["model_type"])
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    wanted = open_checkpoint(directory).tensors
     try:
         config, renamed = hf.AutoConfig.from_pretrained(directory, **local), None
         if is_multimodal(config.to_dict()):
@@ -269,7 +270,7 @@ def _read_model(directory: Path, raw_config: Mapping[str, Any], dtype: torch.dty
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in found.get(problem) or ())
         if problem == "unexpected_keys" and renamed is not None:
-            names = [name for name in names if name in wanted]  # the others are those of towers
+            names = [name for name in names if name in checkpoint.tensors]  # the others are those of towers
         if names:
             raise ModelError(names[0], problem, f"{len(names)} tensors do not fit the model")
     return model
