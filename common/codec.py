@@ -15,7 +15,7 @@ import msgpack
 
 from common.fields import PLAIN, Checker, FieldError
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_FRAME_BYTES = 32 * 2**20
 MAX_CONTAINERS = 2**17  # lists and maps of a frame: empty ones take a byte there, and seventy in memory
 

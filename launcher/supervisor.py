@@ -375,10 +375,13 @@ def _limits(workers: list[Ready]) -> Go:
         eos_token_ids=ints(*eos),
         labels=workers[0].labels | {"version": VERSION},
         host_pages=min(w.info.get("host_pages", 0) for w in workers),
+        recurrent="slots" in info,
+        slots=min(w.info.get("slots", 0) for w in workers),
+        snapshots=min(w.info.get("snapshots", 0) for w in workers),
     )
 
 
 def _bare(go: Go) -> Go:
     """Only the limits."""
     limits = Go(go.num_pages, go.page_size, go.context_len, go.vocab_size, go.eos_token_ids, go.labels)
-    return replace(limits, host_pages=go.host_pages)
+    return replace(limits, host_pages=go.host_pages, recurrent=go.recurrent, slots=go.slots, snapshots=go.snapshots)

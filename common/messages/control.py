@@ -38,6 +38,10 @@ class Go:
     """All processes are ready: serve within these limits. Sent again when one of the other fields has changed. `labels`
     are for users to read. `num_pages` are on the device, `host_pages` more in the host tier.
 
+    Of a `recurrent` model, some layers keep a state of fixed size of all that a request has computed, instead of keys
+    and values. The workers hold one for each running request, of which there may be `slots` at once (or as many as are
+    configured, if that is less), and `snapshots` more, from which requests can start.
+
     `term` numbers the conversations between tokenizer, scheduler and detokenizer, `epoch` those between scheduler and
     workers. When one of the partners was replaced, a new one begins, with sockets of its own (common/sockets.py), and
     nothing of the old one is heard any more. `draining`: finish what is there and take nothing new. `restarts` counts
@@ -57,6 +61,9 @@ class Go:
     restarts: Annotated[dict[str, int], MapOf(Int(0, MAX_COUNT), 128)] = field(default_factory=dict)
     refused: Annotated[dict[str, int], MapOf(Int(0, MAX_COUNT), 128)] = field(default_factory=dict)
     host_pages: Number = 0
+    recurrent: Annotated[bool, Bool()] = False
+    slots: Number = 0
+    snapshots: Number = 0
 
 
 @message

@@ -13,6 +13,7 @@ from common.messages.types import (
     MAX_DRAFT_TOKENS,
     MAX_RID,
     MAX_SLOTS,
+    MAX_STATE_SAVES,
     Counts,
     Times,
     TokenIds,
@@ -71,6 +72,10 @@ class StepPlan:
     `histories`      of entering slots that need one (DrawParams.needs_history)
     `enter_grammars` of entering slots that have one
     `scorings`       prompt tokens to score, of slots with `prompt_logprobs`
+    `state_loads`    of models with recurrent layers: pairs of an entering slot and the snapshot of what those layers
+                     keep of the tokens that are in its cache. Read before anything is computed
+    `state_saves`    triples of a slot, a length and a snapshot: it takes what the recurrent layers keep of the slot's
+                     first tokens, as many as the length says, which is in the slot's chunk of this step or at its end
     """
 
     TAG: ClassVar[int] = 6
@@ -94,6 +99,8 @@ class StepPlan:
     scorings: Annotated[tuple[Scoring, ...], ListOf(Struct(Scoring), MAX_SLOTS)] = ()
     enter_grammars: Annotated[tuple[EnterGrammar, ...], ListOf(Struct(EnterGrammar), MAX_SLOTS)] = ()
     chunk_drafts: Annotated[IntArray, Ints(MAX_SLOTS, 0, MAX_DRAFT_TOKENS)] = field(default_factory=no_ints)
+    state_loads: Annotated[IntArray, Ints(2 * MAX_SLOTS)] = field(default_factory=no_ints)
+    state_saves: Annotated[IntArray, Ints(3 * MAX_STATE_SAVES)] = field(default_factory=no_ints)
 
     def __post_init__(self) -> None:
         same_length("enter", self.enter_slots, self.enter_lens, self.enter_draw)
@@ -110,6 +117,10 @@ class StepPlan:
                 raise FieldError("chunk_drafts", "only in chunks that sample, after a token that is known")
         if len(self.copies) % 2:
             raise FieldError("copies", "pairs of source and destination")
+        if len(self.state_loads) % 2:
+            raise FieldError("state_loads", "pairs of slot and snapshot")
+        if len(self.state_saves) % 3:
+            raise FieldError("state_saves", "triples of slot, length and snapshot")
 
 
 @message

@@ -21,6 +21,7 @@ MAX_TOKEN_BYTES = 2**12
 MAX_TOOLS_CHARS = 2**20
 MAX_TEMPLATE_ARGS_CHARS = 2**16
 MAX_COPIES = 2**21  # of pages in a plan, so that it fits in a frame
+MAX_STATE_SAVES = 2**15  # in a plan
 MAX_COUNT = 2**62
 MAX_MS = 2**31 - 1
 

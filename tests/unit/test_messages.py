@@ -135,6 +135,8 @@ def test_token_batch_refuses_an_unknown_finish_code() -> None:
         ({"chunk_slots": ints(1), "chunk_lens": ints(1), "chunk_tokens": ints(1)}, "chunk"),
         ({"chunk_slots": ints(1), "chunk_lens": ints(2), "chunk_samples": ints(1)}, "chunk_tokens"),
         ({"copies": ints(1, 2, 3)}, "copies"),
+        ({"state_loads": ints(1)}, "state_loads"),
+        ({"state_saves": ints(1, 2)}, "state_saves"),
     ],
 )
 def test_plan_columns_must_fit(changes: dict[str, Any], field: str) -> None:

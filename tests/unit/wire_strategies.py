@@ -4,7 +4,7 @@ A message whose fields depend on each other (it has a `__post_init__`) needs an 
 """
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -20,11 +20,11 @@ FEW = 6
 
 @dataclass(frozen=True)
 class Rules:
-    """Column groups of equal length, columns whose length is the sum of another, and columns of even length."""
+    """Column groups of equal length, columns whose length is the sum of another, and columns of pairs or triples."""
 
     groups: tuple[tuple[str, ...], ...]
     sums: dict[str, str]
-    even: tuple[str, ...] = ()
+    tuples: dict[str, int] = field(default_factory=dict)
 
 
 COLUMNS = {
@@ -35,7 +35,7 @@ COLUMNS = {
             ("chunk_slots", "chunk_lens", "chunk_samples"),
         ),
         sums={"pages": "page_counts", "chunk_tokens": "chunk_lens"},
-        even=("copies",),
+        tuples={"copies": 2, "state_loads": 2, "state_saves": 3},
     ),
     Logprobs: Rules(
         groups=(("token_ids", "logprobs", "ranks", "top_counts"),),
@@ -122,8 +122,8 @@ def _with_columns(draw: st.DrawFn, cls: type, rules: Rules) -> Any:
                 fields[name] = draw(values_of(checkers[name], size))
     for name, counts_name in rules.sums.items():
         fields[name] = draw(values_of(checkers[name], sum(fields[counts_name])))
-    for name in rules.even:
-        fields[name] = draw(values_of(checkers[name], 2 * draw(st.integers(0, FEW))))
+    for name, size in rules.tuples.items():
+        fields[name] = draw(values_of(checkers[name], size * draw(st.integers(0, FEW))))
     for name, checker in checkers.items():
         if name not in fields:
             fields[name] = draw(values_of(checker)) if name != "chunk_drafts" else draw(_drafts(fields))
