@@ -20,7 +20,7 @@ class LocalLink(Connection):
     def submit(self, prompt: Prompt, params: SamplingParams, *, n: int = 1, **options: Any) -> int:
         if not is_read(prompt, params):
             return super().submit(prompt, params, n=n, **options)
-        form = ChatFormat.of_model(self.info(), **options)
+        form = ChatFormat.of_model(self.info(), **options).under(params)
         try:
             asked = form.asked(params)
         except FieldError as error:  # as if the cluster had refused it

@@ -11,10 +11,12 @@ from typing import Any
 from common.fields import FieldError
 from common.messages import ChatMessage, Finish, Info
 from common.parsers import (
+    THINK,
     AnswerParser,
     ContentDelta,
     Reasoning,
     ReasoningDelta,
+    Tags,
     ToolFormat,
     after_reasoning,
     detect_formats,
@@ -39,6 +41,7 @@ class ChatFormat:
     reasoning: Reasoning
     tools: ToolFormat | None = None
     goes_on: bool = False
+    tags: Tags = THINK  # around the reasoning
 
     @classmethod
     def of_model(
@@ -61,7 +64,12 @@ class ChatFormat:
         reasoning = formats.reasoning
         if reasoning is Reasoning.OPENED and not add_generation_prompt:
             reasoning = Reasoning.TAGS  # the prompt ends with a message
-        return cls(reasoning, formats.tools if tools else None, continue_final_message)
+        return cls(reasoning, formats.tools if tools else None, continue_final_message, formats.tags)
+
+    def under(self, params: SamplingParams) -> "ChatFormat":
+        """The same for an answer with these parameters: no grammar can name special tags, so what it rules is all."""
+        bound = params.grammar is not None and not params.grammar.closing
+        return replace(self, reasoning=Reasoning.NONE) if bound and self.tags.special else self
 
     def asked(self, params: SamplingParams) -> SamplingParams:
         """The same for an answer that will be read: with marks that are special tokens, and a grammar for what follows
@@ -69,7 +77,7 @@ class ChatFormat:
         grammar = params.grammar
         if grammar is not None and not grammar.closing and not self.goes_on:
             grammar = after_reasoning(grammar, self.reasoning)
-        marked = needs_special_tokens(self.tools, self.reasoning)
+        marked = needs_special_tokens(self.tools, self.reasoning, self.tags)
         if marked and params.include_stop_str_in_output:  # the mark at the end would be taken for text
             raise FieldError("include_stop_str_in_output", "does not go with chats of this model")
         return replace(params, grammar=grammar, skip_special_tokens=not marked)
@@ -77,7 +85,9 @@ class ChatFormat:
     def reader(self, n: int) -> "AnswerReader":
         """For the rows of a request with `n` choices."""
         verbatim = self.tools is not None
-        return AnswerReader({i: make_parser(reasoning=self.reasoning, verbatim=verbatim) for i in range(n)})
+        return AnswerReader(
+            {i: make_parser(reasoning=self.reasoning, tags=self.tags, verbatim=verbatim) for i in range(n)}
+        )
 
 
 class AnswerReader:

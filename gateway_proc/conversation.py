@@ -9,8 +9,10 @@ from typing import Any
 from common.harmony import speaks_harmony
 from common.messages import ChatMessage, Info
 from common.parsers import (
+    THINK,
     AnswerParser,
     Reasoning,
+    Tags,
     ToolFormat,
     after_reasoning,
     detect_formats,
@@ -43,6 +45,7 @@ class Conversation:
     reasoning: Reasoning
     together: bool  # reasoning is shown as content
     show_reasoning: bool
+    tags: Tags = THINK  # around the reasoning
 
     @property
     def is_read(self) -> bool:
@@ -56,13 +59,14 @@ class Conversation:
 
     @property
     def needs_special_tokens(self) -> bool:
-        return needs_special_tokens(self.tool_format, self.reasoning)
+        return needs_special_tokens(self.tool_format, self.reasoning, self.tags)
 
     def parser(self) -> AnswerParser:
         """A new parser, for one choice."""
         return make_parser(
             tools=self.tool_format,
             reasoning=self.reasoning,
+            tags=self.tags,
             offered=self.offered,
             forced=self.forced,
             parallel=self.parallel,
@@ -113,6 +117,8 @@ def conversation_of(
     if not (tools or built_in):
         choice = "none"  # nothing in an answer is a call
     parallel = request.parallel_tool_calls is not False
+    if formats.tags.special and (grammar is not None or forced):
+        reasoning = Reasoning.NONE  # no grammar can name their special tokens: what it rules is all of the answer
     tool_format = None
     if choice != "none":
         tool_format = formats.tools
@@ -148,6 +154,7 @@ def conversation_of(
         reasoning=reasoning,
         together=request.separate_reasoning is False,
         show_reasoning=request.include_reasoning is not False,
+        tags=formats.tags,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from common.async_connection import AsyncConnection
 from common.fields import FieldError
 from common.messages import ChatMessage, ErrorCode, Info
-from common.parsers.reasoning import CLOSE, OPEN
+from common.parsers import tags_of
 from common.stream import RequestFailed
 from gateway_proc.errors import told_by_cluster
 
@@ -27,7 +27,7 @@ class PromptEnds:
     async def of(self, connection: AsyncConnection, info: Info, arguments: Mapping[str, Any]) -> str:
         """The end of a prompt made with these arguments of the template; empty where it knows no reasoning, or refuses
         the arguments. Raises ApiError."""
-        if OPEN not in info.chat_template and CLOSE not in info.chat_template:
+        if tags_of(info.chat_template) is None:
             return ""
         if not arguments:
             return info.prompt_end

@@ -169,7 +169,7 @@ def _begin(index: int, request: JsonRequest, info: Info | None) -> Progress:
     """A request that begins, as it is sent: an answer to a chat is read in the model's format, where that is given."""
     if info is None or not needs_format(request):
         return Progress(index, request)
-    form = ChatFormat.of_model(info, **request.options)
+    form = ChatFormat.of_model(info, **request.options).under(request.params)
     return Progress(index, replace(request, params=form.asked(request.params)), form.reader(request.n))
 
 

@@ -1,6 +1,6 @@
 """An answer's text to what OpenAI's schema wants: reasoning, content and tool calls, while the text still comes.
 
-    formats = detect_formats(chat_template_text)                      # ToolFormat or None, Reasoning
+    formats = detect_formats(chat_template_text)                      # ToolFormat or None, Reasoning and its tags
     parser = make_parser(tools=ToolFormat.HERMES, reasoning=Reasoning.TAGS, offered={"get_weather": {...}})
     for row in rows:
         deltas = parser.feed(row.text)                                # list[Delta], in the order of the text
@@ -27,10 +27,12 @@ Everything here is plain objects without sockets, clocks, torch, tokenizer or gr
 
 from common.parsers.answer import AnswerParser, make_parser, needs_special_tokens
 from common.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from common.parsers.formats import Formats, Reasoning, ToolFormat, detect_formats
+from common.parsers.formats import Formats, Reasoning, ToolFormat, detect_formats, tags_of
 from common.parsers.grammars import after_reasoning, force_call, offer_calls
+from common.parsers.reasoning import THINK, Tags
 
 __all__ = [
+    "THINK",
     "AnswerParser",
     "ArgumentsDelta",
     "ContentDelta",
@@ -38,6 +40,7 @@ __all__ = [
     "Formats",
     "Reasoning",
     "ReasoningDelta",
+    "Tags",
     "ToolCallDelta",
     "ToolFormat",
     "after_reasoning",
@@ -46,4 +49,5 @@ __all__ = [
     "make_parser",
     "needs_special_tokens",
     "offer_calls",
+    "tags_of",
 ]

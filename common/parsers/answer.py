@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 from common.parsers.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from common.parsers.driver import TextParser
-from common.parsers.formats import Reasoning, ToolFormat
+from common.parsers.formats import LISTS, Reasoning, ToolFormat
 from common.parsers.harmony import HarmonyParser
 from common.parsers.hermes import HermesParser
 from common.parsers.llama3 import Llama3Parser
-from common.parsers.mistral import GRANITE, MistralParser
-from common.parsers.reasoning import ReasoningPasser, ReasoningSplitter, Split
+from common.parsers.marked import DEEPSEEK_MARKS, GEMMA_MARKS, KIMI_MARKS, MarkedParser
+from common.parsers.mistral import COHERE, GRANITE, HUNYUAN, MistralParser
+from common.parsers.pythonic import PythonicParser
+from common.parsers.reasoning import THINK, ReasoningPasser, ReasoningSplitter, Split, Tags, Unwrapper
+from common.parsers.tag_forms import DSML, MINIMAX, SEED
 from common.parsers.tagged_call import Schemas
 
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -19,10 +22,18 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 class AnswerParser:
     """See the package's docstring. Without a splitter all is content and calls, without tools all is content. Of calls
-    beyond `most` nothing is shown (None: of all calls everything is)."""
+    beyond `most` nothing is shown (None: of all calls everything is). What is around content in some formats goes
+    through `unwrapper`."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, tools: TextParser | None, most: int | None = None) -> None:
+    def __init__(
+        self,
+        splitter: ReasoningSplitter | None,
+        tools: TextParser | None,
+        most: int | None = None,
+        unwrapper: Unwrapper | None = None,
+    ) -> None:
         self._splitter = splitter
+        self._unwrapper = unwrapper
         self._tools = tools
         self._most = most
 
@@ -34,17 +45,21 @@ class AnswerParser:
         return self._read(self._splitter.feed(text) if self._splitter is not None else Split("", text))
 
     def finish(self) -> list[Delta]:
-        deltas = self._read(self._splitter.finish()) if self._splitter is not None else []
+        split = self._splitter.finish() if self._splitter is not None else Split("", "")
+        deltas = self._read(split, final=True)
         return deltas + (self._wanted(self._tools.finish()) if self._tools is not None else [])
 
-    def _read(self, split: Split) -> list[Delta]:
+    def _read(self, split: Split, *, final: bool = False) -> list[Delta]:
+        content = split.content
+        if self._unwrapper is not None:
+            content = self._unwrapper.feed(content, final=final)
         deltas: list[Delta] = []
         if split.reasoning:
             passed = isinstance(self._splitter, ReasoningPasser)
             deltas.append(ContentDelta(split.reasoning) if passed else ReasoningDelta(split.reasoning))
         if self._tools is not None:
-            return deltas + self._wanted(self._tools.feed(split.content))
-        return deltas + ([ContentDelta(split.content)] if split.content else [])
+            return deltas + self._wanted(self._tools.feed(content))
+        return deltas + ([ContentDelta(content)] if content else [])
 
     def _wanted(self, deltas: list[Delta]) -> list[Delta]:
         if self._most is None:
@@ -56,6 +71,7 @@ def make_parser(
     *,
     tools: ToolFormat | None = None,
     reasoning: Reasoning = Reasoning.NONE,
+    tags: Tags = THINK,
     offered: Schemas | None = None,
     forced: bool = False,
     parallel: bool = True,
@@ -63,11 +79,11 @@ def make_parser(
     verbatim: bool = False,
     new_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
-    """A parser for one choice. `tools` is None where none are offered (or tool_choice is "none"), `offered` has the
-    JSON schemas of the parameters of those that are, by their names (None: every name is one), `forced` says that the
-    grammar of `force_call` was used, and `new_id` makes the ids of calls. Without `parallel` only the first call is
-    shown. `together` shows reasoning as content, tags and all. `verbatim`: without `tools`, calls are content just as
-    the model wrote them."""
+    """A parser for one choice. Reasoning is between the `tags`. `tools` is None where none are offered (or tool_choice
+    is "none"), `offered` has the JSON schemas of the parameters of those that are, by their names (None: every name is
+    one), `forced` says that the grammar of `force_call` was used, and `new_id` makes the ids of calls. Without
+    `parallel` only the first call is shown. `together` shows reasoning as content, tags and all. `verbatim`: without
+    `tools`, calls are content just as the model wrote them."""
     most = None if parallel else 1
     if reasoning is Reasoning.CHANNEL or tools is ToolFormat.HARMONY:
         separate, calls = reasoning is Reasoning.CHANNEL and not together, tools is ToolFormat.HARMONY
@@ -75,24 +91,63 @@ def make_parser(
         return AnswerParser(None, harmony, most)
     splitter = None
     if reasoning is not Reasoning.NONE:
-        splitter = (ReasoningPasser if together else ReasoningSplitter)(opened=reasoning is Reasoning.OPENED)
-    parser: TextParser | None = None
+        until = _ENDS_REASONING.get(tools, ()) if tools is not None else ()
+        kind = ReasoningPasser if together else ReasoningSplitter
+        splitter = kind(opened=reasoning is Reasoning.OPENED, tags=tags, until=until)
+    parser = None if tools is None else _tool_parser(tools, offered, forced, new_id)
+    return AnswerParser(splitter, parser, most, Unwrapper(tags.around) if tags.around else None)
+
+
+# Marks that models write without closing their reasoning, and that are tokens of their own, so that no text has them.
+_ENDS_REASONING = {
+    ToolFormat.GEMMA: ("<|tool_call>",),
+    ToolFormat.DEEPSEEK: DEEPSEEK_MARKS.section,
+    ToolFormat.KIMI: KIMI_MARKS.section,
+    ToolFormat.DSML: DSML.opens,
+    ToolFormat.MINIMAX: MINIMAX.opens,
+}
+
+
+def _tool_parser(
+    tools: ToolFormat, offered: Schemas | None, forced: bool, new_id: Callable[[], str] | None
+) -> TextParser:
+    ids = new_id or (_short_id if tools is ToolFormat.MISTRAL else _call_id)
+    if forced and tools in LISTS:
+        return MistralParser(ids, forced=True)
     match tools:
-        case ToolFormat.HERMES:
-            parser = HermesParser(new_id or _call_id, offered)
         case ToolFormat.LLAMA3_JSON:
-            parser = Llama3Parser(new_id or _call_id, offered)
+            return Llama3Parser(ids, offered)
         case ToolFormat.MISTRAL:
-            parser = MistralParser(new_id or _short_id, forced=forced)
+            return MistralParser(ids)
         case ToolFormat.GRANITE:
-            parser = MistralParser(new_id or _call_id, GRANITE, forced=forced)
-    return AnswerParser(splitter, parser, most)
+            return MistralParser(ids, GRANITE)
+        case ToolFormat.COHERE:
+            return MistralParser(ids, COHERE)
+        case ToolFormat.HUNYUAN:
+            return MistralParser(ids, HUNYUAN)
+        case ToolFormat.GEMMA:
+            return MarkedParser(ids, GEMMA_MARKS, offered)
+        case ToolFormat.DEEPSEEK:
+            return MarkedParser(ids, DEEPSEEK_MARKS, offered)
+        case ToolFormat.KIMI:
+            return MarkedParser(ids, KIMI_MARKS, offered)
+        case ToolFormat.PYTHONIC:
+            return PythonicParser(ids, offered)
+        case ToolFormat.DSML:
+            return HermesParser(ids, offered, DSML)
+        case ToolFormat.MINIMAX:
+            return HermesParser(ids, offered, MINIMAX)
+        case ToolFormat.SEED:
+            return HermesParser(ids, offered, SEED)
+        case _:
+            return HermesParser(ids, offered)
 
 
-def needs_special_tokens(tools: ToolFormat | None, reasoning: Reasoning) -> bool:
+def needs_special_tokens(tools: ToolFormat | None, reasoning: Reasoning, tags: Tags = THINK) -> bool:
     """Whether the markers may be special tokens, which the answer must then show (`skip_special_tokens=False`):
     `<tool_call>` is one in Granite 4's vocabulary and none in Qwen's."""
-    return reasoning is Reasoning.CHANNEL or tools is not None
+    marked = tags.special and reasoning is not Reasoning.NONE
+    return reasoning is Reasoning.CHANNEL or tools is not None or marked
 
 
 def _call_id() -> str:

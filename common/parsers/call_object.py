@@ -25,8 +25,11 @@ class CallObject(Call):
     null, are `{}`. `accepts` says which names are calls.
     """
 
-    def __init__(self, writer: DeltaWriter, accepts: Callable[[str], bool] = lambda name: True) -> None:
+    def __init__(
+        self, writer: DeltaWriter, accepts: Callable[[str], bool] = lambda name: True, name_key: str = "name"
+    ) -> None:
         super().__init__(writer)
+        self._name_key = name_key
         self._accepts = accepts
         self._expects = _Expects.OBJECT
         self._value: JsonValue | None = None
@@ -89,7 +92,7 @@ class CallObject(Call):
         return end
 
     def _take_value(self, whole: str) -> None:
-        if self._key == "name" and self._name is None:
+        if self._key == self._name_key and self._name is None:
             name = _decoded(whole)
             if whole[0] != '"' or not name or not self._accepts(name):
                 self.broken = True

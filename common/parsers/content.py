@@ -13,6 +13,7 @@ class Content:
     def __init__(self, writer: DeltaWriter) -> None:
         self._writer = writer
         self.after_call = False
+        self.said = False  # anything since this was set to False
 
     def scan(self, text: str, markers: Sequence[str], *, final: bool) -> tuple[str, str]:
         """Pass `text` on as far as it is known. Returns what must be seen again together with what comes, and, where
@@ -23,6 +24,7 @@ class Content:
         at, marker = find_marker(text, markers, final=final)
         end = len(text[:at].rstrip()) if marker or not final else at
         self._writer.content(text[:end])
+        self.said = self.said or end > 0
         if marker:
             return text[at + len(marker) :], text[end : at + len(marker)]
         return text[end:], ""
@@ -30,4 +32,5 @@ class Content:
     def restore(self, raw: str) -> None:
         """Text that looked like a call was none."""
         self._writer.content(raw)
+        self.said = True
         self.after_call = False

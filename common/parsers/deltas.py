@@ -41,6 +41,7 @@ class DeltaWriter:
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
         self._deltas: list[Delta] = []
+        self._ids: set[str] = set()
         self.calls = 0
 
     def content(self, text: str) -> None:
@@ -49,8 +50,11 @@ class DeltaWriter:
     def reasoning(self, text: str) -> None:
         self._add(ReasoningDelta(text))
 
-    def start_call(self, name: str) -> None:
-        self._deltas.append(ToolCallDelta(self.calls, self._new_id(), name))
+    def start_call(self, name: str, call_id: str = "") -> None:
+        """A call with the id that the model gave it, where it did and no call before has it."""
+        own = call_id and call_id not in self._ids
+        self._ids.add(call_id)
+        self._deltas.append(ToolCallDelta(self.calls, call_id if own else self._new_id(), name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:

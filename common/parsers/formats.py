@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.harmony import speaks_harmony
-from common.parsers.reasoning import CLOSE, OPEN
+from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, MISTRAL, SEED, THINK, Tags
 
 
 class ToolFormat(Enum):
@@ -14,24 +14,62 @@ class ToolFormat(Enum):
     MISTRAL = "mistral"
     GRANITE = "granite"  # 3; 4 writes as Hermes
     HARMONY = "harmony"  # gpt-oss
+    GEMMA = "gemma"  # 4
+    DEEPSEEK = "deepseek"  # V3, R1, V3.1
+    DSML = "dsml"  # DeepSeek V3.2
+    KIMI = "kimi"  # K2
+    PYTHONIC = "pythonic"  # Llama 4, LFM2, Olmo 3
+    MINIMAX = "minimax"  # M2
+    SEED = "seed"  # Seed-OSS
+    COHERE = "cohere"  # Command R7B, Command A
+    HUNYUAN = "hunyuan"
+
+
+# Those in which forced calls are a list of JSON objects without any marks.
+LISTS = frozenset(ToolFormat) - {ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.HARMONY}
 
 
 class Reasoning(Enum):
     NONE = "none"
-    TAGS = "tags"  # the answer may begin with <think>
-    OPENED = "opened"  # the prompt ends with <think>
+    TAGS = "tags"  # the answer may begin with <think>, or what the model has instead
+    OPENED = "opened"  # the prompt ends with that
     CHANNEL = "channel"  # the answer is in the harmony format, with a channel for it
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """`tools` is None where the template has no format that is known here."""
+    """`tools` is None where the template has no format that is known here. Reasoning is between the `tags`."""
 
     tools: ToolFormat | None
     reasoning: Reasoning
+    tags: Tags = THINK
 
 
-_THINK_LEFT_OPEN = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*[-~+]?\s*(?:\}\}|$|\{%)")
+# The first of these that is in a template tells the format, but for those that Hermes' tags come before.
+_MARKS = {
+    "[TOOL_CALLS]": ToolFormat.MISTRAL,
+    "<|tool_call|>": ToolFormat.GRANITE,
+    "<|tool_call>": ToolFormat.GEMMA,
+    "<｜tool▁calls▁begin｜>": ToolFormat.DEEPSEEK,
+    "｜DSML｜": ToolFormat.DSML,
+    "<|tool_calls_section_begin|>": ToolFormat.KIMI,
+    "<minimax:tool_call>": ToolFormat.MINIMAX,
+    "<seed:tool_call>": ToolFormat.SEED,
+    "<|START_ACTION|>": ToolFormat.COHERE,
+    "<|tool_call_start|>": ToolFormat.PYTHONIC,
+    "<tool_call>": ToolFormat.HERMES,
+    "<function name=": ToolFormat.HERMES,
+    "<tool_calls>": ToolFormat.HUNYUAN,
+    "<function_calls>": ToolFormat.PYTHONIC,
+}
+_PYTHONIC = re.compile(r"\[\w+\(\w+=")  # the list that the model is shown
+_LLAMA4 = "<|header_start|>"
+_TAGS = {
+    "<|channel>": GEMMA, "<seed:think>": SEED, "[THINK]": MISTRAL, "<|START_THINKING|>": COHERE,
+    "<|START_RESPONSE|>": COHERE,
+}  # fmt: skip
+_HUNYUAN = re.compile(r"<\|extra_0\|>|<｜hy_")
+_LEFT_OPEN = r"(?:\\n|\s)*['\"]?\s*[-~+]?\s*(?:\}\}|$|\{%)"
 
 
 def detect_formats(template: str, *, takes_tools: bool = True, thinking: bool = True, prompt: str = "") -> Formats:
@@ -41,29 +79,38 @@ def detect_formats(template: str, *, takes_tools: bool = True, thinking: bool = 
     has to tell."""
     if speaks_harmony(template):
         return Formats(ToolFormat.HARMONY, Reasoning.CHANNEL)
-    tools = None
-    if not takes_tools:
-        tools = ToolFormat.HERMES
-    elif "[TOOL_CALLS]" in template:
-        tools = ToolFormat.MISTRAL
-    elif "<|tool_call|>" in template:
-        tools = ToolFormat.GRANITE
-    elif "<tool_call>" in template or "<function name=" in template:
-        tools = ToolFormat.HERMES
-    elif "<|python_tag|>" in template or ('"parameters":' in template and "<|start_header_id|>" in template):
-        tools = ToolFormat.LLAMA3_JSON
-    return Formats(tools, _reasoning(template, thinking, prompt.rstrip()))
+    tags = tags_of(template)
+    tools = _tools(template) if takes_tools else ToolFormat.HERMES
+    reasoning = Reasoning.NONE if tags is None else _reasoning(template, tags, thinking, prompt.rstrip())
+    return Formats(tools, reasoning, tags or THINK)
 
 
-def _reasoning(template: str, thinking: bool, prompt: str) -> Reasoning:
-    if CLOSE not in template and OPEN not in template:
-        return Reasoning.NONE
-    if prompt.endswith(OPEN):
+def tags_of(template: str) -> Tags | None:
+    """Between which tags a model with this template reasons, None where it does not."""
+    tags = next((tags for mark, tags in _TAGS.items() if mark in template), None)
+    if tags is None and (THINK.open in template or THINK.close in template):
+        tags = HUNYUAN if _HUNYUAN.search(template) else THINK
+    return tags
+
+
+def _tools(template: str) -> ToolFormat | None:
+    found = next((tools for mark, tools in _MARKS.items() if mark in template), None)
+    if found is None and (_PYTHONIC.search(template) or _LLAMA4 in template):
+        found = ToolFormat.PYTHONIC
+    if found is None and (
+        "<|python_tag|>" in template or ('"parameters":' in template and "<|start_header_id|>" in template)
+    ):
+        found = ToolFormat.LLAMA3_JSON
+    return found
+
+
+def _reasoning(template: str, tags: Tags, thinking: bool, prompt: str) -> Reasoning:
+    if re.search(rf"{re.escape(tags.open)}(<[\w:]+>)?$", prompt):  # Seed-OSS opens its budget there
         return Reasoning.OPENED
-    if prompt.endswith(CLOSE) or not thinking:
+    if prompt.endswith(tags.close) or not thinking:
         return Reasoning.NONE
     if prompt:
         return Reasoning.TAGS
     # What is written behind the last message is where the prompt ends.
     ending = template[template.rfind("add_generation_prompt") :]
-    return Reasoning.OPENED if _THINK_LEFT_OPEN.search(ending) else Reasoning.TAGS
+    return Reasoning.OPENED if re.search(re.escape(tags.open) + _LEFT_OPEN, ending) else Reasoning.TAGS

@@ -11,8 +11,8 @@ from typing import Any
 
 from common.grammars import JSON_OPTIONS
 from common.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
-from common.parsers.formats import Reasoning, ToolFormat
-from common.parsers.reasoning import CLOSE, OPEN
+from common.parsers.formats import LISTS, Reasoning, ToolFormat
+from common.parsers.reasoning import THINK
 from common.sampling_params import Grammar
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -34,15 +34,14 @@ def force_call(
     if tool_format is ToolFormat.HARMONY:
         return _force_harmony(tools)
     call, definitions = _call(tools, "parameters" if tool_format is ToolFormat.LLAMA3_JSON else "arguments")
-    match tool_format:
-        case ToolFormat.MISTRAL | ToolFormat.GRANITE:
-            most = {} if parallel else {"maxItems": 1}
-            schema = {"type": "array", "items": call, "minItems": 1, **most, "$defs": definitions}
-            return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
-        case ToolFormat.HERMES:
-            around, between = ('"<tool_call>\\n" object "\\n</tool_call>"', '"\\n"')
-        case ToolFormat.LLAMA3_JSON:
-            around, between = ("object", '"; "')
+    if tool_format in LISTS:
+        most = {} if parallel else {"maxItems": 1}
+        schema = {"type": "array", "items": call, "minItems": 1, **most, "$defs": definitions}
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+    if tool_format is ToolFormat.HERMES:
+        around, between = ('"<tool_call>\\n" object "\\n</tool_call>"', '"\\n"')
+    else:
+        around, between = ("object", '"; "')
     several = f" ({between} call)*" if parallel else ""
     return Grammar("lark", f"start: call{several}\ncall: {around}\n{_rule('object', call, definitions)}")
 
@@ -69,7 +68,7 @@ def offer_calls(
     if reasoning is not Reasoning.TAGS:
         return after_reasoning(Grammar("lark", f'{rules}first[lazy]: ANY "<tool_call>"\n'), reasoning)
     # Text could be a thought as well, so what is in one must be told from it here.
-    opened, closed = f"/[ \\n]{{0,8}}{OPEN}(?s:.*)/", f"/(?s:.*){CLOSE}/".replace("</", "<\\/")
+    opened, closed = f"/[ \\n]{{0,8}}{THINK.open}(?s:.*)/", f"/(?s:.*){THINK.close}/".replace("</", "<\\/")
     rules += f'first[lazy]: (THOUGHT ANY | ANY & ~OPENED) "<tool_call>"\nOPENED: {opened}\n'
     return Grammar("lark", f"{rules}THOUGHT: OPENED & {closed}\n")
 
@@ -129,9 +128,9 @@ def after_reasoning(grammar: Grammar, reasoning: Reasoning, *, forced: bool = Fa
         case Reasoning.NONE:
             return grammar
         case Reasoning.OPENED:
-            return replace(grammar, closing=CLOSE)
+            return replace(grammar, closing=THINK.close)
         case Reasoning.TAGS:
-            return replace(grammar, opening=OPEN, closing=CLOSE)
+            return replace(grammar, opening=THINK.open, closing=THINK.close)
         case Reasoning.CHANNEL:
             heading = "" if forced else f"{CHANNEL}final{MESSAGE}"
             opening, closing = f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"

@@ -1,9 +1,11 @@
 """Calls as Mistral's models write them. Older: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer:
 `[TOOL_CALLS]name[ARGS]{...}` for each call, some with `[CALL_ID]id` before the arguments, some without `[ARGS]`.
-Granite 3 writes the older form behind a marker of its own."""
+Granite 3, Cohere's Command and Hunyuan write the older form behind markers of their own, the last two with one at its
+end."""
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.parsers.call import Call
@@ -11,8 +13,20 @@ from common.parsers.call_object import CallObject
 from common.parsers.driver import CallParser
 from common.parsers.scanning import JsonValue
 
-MISTRAL = ("[TOOL_CALLS]",)
-GRANITE = ("<|tool_call|>", "<tool_call>")
+
+@dataclass(frozen=True, slots=True)
+class ListForm:
+    """Calls come behind one of the `markers`, and what follows them may begin with one of the `ends`."""
+
+    markers: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+    name_key: str = "name"
+
+
+MISTRAL = ListForm(("[TOOL_CALLS]",))
+GRANITE = ListForm(("<|tool_call|>", "<tool_call>"))
+COHERE = ListForm(("<|START_ACTION|>",), ("<|END_ACTION|>",), "tool_name")
+HUNYUAN = ListForm(("<tool_calls>",), ("</tool_calls>",))
 _MAX_HEADER = 256  # characters between the marker and the arguments
 _HEADER = re.compile(r"([^\s\[\]{}\"\\]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
@@ -25,12 +39,11 @@ class _State(Enum):
 
 
 class MistralParser(CallParser):
-    """Calls come behind one of the `markers`. `forced` reads the list alone, without a marker, as a grammar for forced
-    calls allows it."""
+    """`forced` reads the list alone, without a marker, as a grammar for forced calls allows it."""
 
-    def __init__(self, new_id: Callable[[], str], markers: tuple[str, ...] = MISTRAL, *, forced: bool = False) -> None:
+    def __init__(self, new_id: Callable[[], str], form: ListForm = MISTRAL, *, forced: bool = False) -> None:
         super().__init__(new_id)
-        self._markers = markers
+        self._form = form
         self._state = _State.MARKED if forced else _State.CONTENT
         self._raw = ""  # behind content and before what can be a call: content again if it is none
         self._value = JsonValue()
@@ -43,10 +56,14 @@ class MistralParser(CallParser):
     def _step(self, *, final: bool) -> bool:
         match self._state:
             case _State.CONTENT:
-                self._text, self._raw = self._content.scan(self._text, self._markers, final=final)
-                if self._raw:
-                    self._state = _State.MARKED
-                return bool(self._raw)
+                form = self._form
+                markers = form.markers + form.ends if self.calls else form.markers
+                self._text, marker = self._content.scan(self._text, markers, final=final)
+                if marker.endswith(form.markers):
+                    self._raw, self._state = marker, _State.MARKED
+                elif marker:
+                    self._content.after_call = True
+                return bool(marker)
             case _State.MARKED:
                 return self._read_header(final)
             case _State.BETWEEN:
@@ -88,6 +105,9 @@ class MistralParser(CallParser):
         elif text.startswith("]"):
             self._text = text[1:]
             self._to_content(after_call=True)
+        elif text.startswith("{") and self._form.ends:  # MiniMax M1 writes no list
+            self._raw, self._text = "", text
+            self._begin_object()
         elif text or final:
             self._to_content(after_call=True)
         else:
@@ -95,7 +115,7 @@ class MistralParser(CallParser):
         return True
 
     def _begin_object(self) -> None:
-        self._call = CallObject(self._writer)
+        self._call = CallObject(self._writer, name_key=self._form.name_key)
         self._state = _State.BETWEEN
 
     def _end_call(self, call: Call) -> None:

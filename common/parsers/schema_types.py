@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MAX_PYTHON = 2**14  # characters
-_STRING = frozenset({"string"})
+STRING = frozenset({"string"})
 _KINDS: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object",
 }  # fmt: skip
+ANY_BUT_STRING = frozenset(_KINDS.values()) - STRING
 
 
 def types_of(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]:
@@ -18,7 +19,13 @@ def types_of(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]:
     root = schema or {}
     properties = root.get("properties")
     own = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset(_types(root.get("additionalProperties") if own is None else own, root)) or _STRING
+    return frozenset(_types(root.get("additionalProperties") if own is None else own, root)) or STRING
+
+
+def is_text(schema: Mapping[str, Any] | None, key: str) -> bool:
+    """Whether the object's schema says that this property is a string."""
+    properties = (schema or {}).get("properties")
+    return isinstance(properties, Mapping) and key in properties and types_of(schema, key) == STRING
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -38,7 +45,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         kinds.add("integer")
     if "integer" in kinds:
         kinds.add("number")
-    return bare if kinds - _STRING & types else _string(text)
+    return bare if kinds - STRING & types else _string(text)
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:

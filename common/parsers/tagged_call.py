@@ -1,70 +1,18 @@
-"""Reads calls whose parameters stand in tags. Models of Qwen3-Coder, GLM and MiniCPM5 write them so, the last without
-`<tool_call>` around them:
-
-    <function=NAME>             NAME                                    <function name="NAME">
-    <parameter=KEY>             <arg_key>KEY</arg_key>                  <param name="KEY">a value</param>
-    a value                     <arg_value>a value</arg_value>          <param name="KEY"><![CDATA[any value]]></param>
-    </parameter>                                                        </function>
-    </function>
-
-A value is a text, so what it is in JSON depends on the schema of the parameter.
-"""
+"""Reads calls whose parameters stand in tags, in the forms of tag_forms.py, while they come."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
 from common.parsers.call import Call
 from common.parsers.deltas import DeltaWriter
 from common.parsers.scanning import find_marker
-from common.parsers.schema_types import as_json, types_of
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION = "<function"
-_MAX_TAG = 300  # characters of tags with a name in them
+from common.parsers.schema_types import ANY_BUT_STRING, STRING, as_json, types_of
+from common.parsers.tag_forms import HERMES, MAX_TAG, MINICPM, MINICPM_CDATA, Block
 
 Schemas = Mapping[str, Mapping[str, Any] | None]  # of the parameters of tools, by the tools' names
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """`name` and `key` find a name in its tags, which have not come yet where `name_end` and `key_end` have not. A
-    value may begin with `begin`, which is no part of it, and ends with one of the `ends`; where that was left out, with
-    what begins `instead`. A call ends with `call_end`."""
-
-    name: re.Pattern[str]
-    name_end: str
-    key: re.Pattern[str]
-    key_end: str
-    key_begin: str
-    begin: str
-    ends: tuple[str, ...]
-    instead: tuple[str, ...]
-    call_end: str
-
-
-_QWEN = _Form(
-    name=re.compile(rf"{FUNCTION}=([^\s<>]+)>"), name_end=">",
-    key=re.compile(r"<parameter=([^\n<>]+)>"), key_end=">", key_begin="<parameter=",
-    begin="\n", ends=("\n</parameter>", "</parameter>"), instead=("\n<parameter=", "\n</function>", f"\n{CLOSE}"),
-    call_end="</function>",
-)  # fmt: skip
-_GLM = _Form(
-    name=re.compile(rf"([^\s<>]+)\s*(?=<arg_key>|{CLOSE})"), name_end=">",
-    key=re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"), key_end="<arg_value>", key_begin="<arg_key>",
-    begin="", ends=("</arg_value>",), instead=(f"\n{CLOSE}",),
-    call_end=CLOSE,
-)  # fmt: skip
-_MINICPM = _Form(
-    name=re.compile(rf"{FUNCTION}\s+name=[\"']([^\s<>\"']+)[\"']>"), name_end=">",
-    key=re.compile(r"<param\s+name=[\"']([^\n<>\"']+)[\"']>"), key_end=">", key_begin="<param",
-    begin="<![CDATA[", ends=("</param>",), instead=("<param name=", "</function>"),
-    call_end="</function>",
-)  # fmt: skip
-_CDATA = replace(_MINICPM, ends=("]]></param>",), instead=())  # of a value that begins so
 
 
 class _Expects(Enum):
@@ -76,18 +24,21 @@ class _Expects(Enum):
 class TaggedCall(Call):
     """`schemas` are those of the offered tools, and `accepts` says which names are calls."""
 
-    def __init__(self, writer: DeltaWriter, schemas: Schemas | None, accepts: Callable[[str], bool]) -> None:
+    def __init__(
+        self, writer: DeltaWriter, schemas: Schemas | None, accepts: Callable[[str], bool], block: Block = HERMES
+    ) -> None:
         super().__init__(writer)
+        self._block = block
         self._schemas = schemas or {}
         self._accepts = accepts
-        self._form = _QWEN
+        self._form = block.form("")
         self._expects = _Expects.NAME
         self._schema: Mapping[str, Any] | None = None  # of the parameters
         self._types: frozenset[str] = frozenset()  # of the value that is being read
         self._streams = False  # it can be nothing but a string, which is shown while it comes
         self._value: list[str] = []  # of one that is shown as a whole
         self._fresh = True  # nothing of it has come
-        self._ends = _QWEN  # the form that has its ends
+        self._ends = self._form  # the form that has its ends
         self._written = False  # a parameter
 
     def _read(self, text: str, final: bool) -> int:
@@ -104,14 +55,15 @@ class TaggedCall(Call):
 
     def _read_name(self, text: str, at: int, final: bool) -> tuple[int, bool]:
         """How far this has read, and whether more can be read without more text."""
-        begun = text[at : at + _MAX_TAG]
-        form = self._form = _form_of(begun)
+        begun = text[at : at + MAX_TAG]
+        form = self._form = self._block.form(begun)
         found = form.name.match(begun)
-        if found is None and not final and form.name_end not in begun and _may_come(begun):
+        if found is None and not final and form.name_end not in begun and _may_come(begun, self._block.function):
             return at, False
         if found is None or not self._accepts(found[1]):
             self.broken = True
-            return at + (len(FUNCTION) if begun.startswith(FUNCTION) else 0), False
+            function = self._block.function
+            return at + (len(function) if begun.startswith(function) else 0), False
         self.began = True
         self._schema = self._schemas.get(found[1])
         self._writer.start_call(found[1])
@@ -123,27 +75,31 @@ class TaggedCall(Call):
         form = self._form
         while at < len(text) and text[at].isspace():
             at += 1
-        begun = text[at : at + _MAX_TAG]
+        begun = text[at : at + MAX_TAG]
         found = form.key.match(begun)
         if found is not None:
-            self._begin_value(found[1])
+            self._begin_value(found)
             return at + found.end(), True
-        ends = (form.call_end, CLOSE)
+        ends = (form.call_end, *self._block.closes)
         closed = begun.startswith(ends)
-        if not closed and not final and form.key_end not in begun and len(begun) < _MAX_TAG:
+        if not closed and not final and form.key_end not in begun and len(begun) < MAX_TAG:
             return at, False
         if final and (not begun or form.key_begin.startswith(begun) or begun.startswith(form.key_begin)):
             return at, False
         self._writer.arguments("}" if self._written else "{}")
         self.done = True
-        if begun.startswith(form.call_end) and form.call_end != CLOSE:  # which is for the reader of the text
+        if (
+            begun.startswith(form.call_end) and form.call_end not in self._block.closes
+        ):  # which is for the reader of the text
             at += len(form.call_end)
         elif not closed and any(end.startswith(begun) for end in ends):
             at = len(text)
         return at, False
 
-    def _begin_value(self, key: str) -> None:
-        self._types = types_of(self._schema, key)
+    def _begin_value(self, found: re.Match[str]) -> None:
+        key, kind = found["key"], found.groupdict().get("string")  # DeepSeek says itself what is a string
+        types = {"true": STRING, "false": ANY_BUT_STRING}
+        self._types = types[kind] if kind else types_of(self._schema, key)
         self._streams = self._types == {"string"}
         before, after = ", " if self._written else "{", '"' if self._streams else ""
         self._writer.arguments(f"{before}{_quoted(key)}: {after}")
@@ -158,7 +114,7 @@ class TaggedCall(Call):
                 return at, False
             self._fresh = False
             at += len(begun) if begun == form.begin else 0
-            self._ends = _CDATA if form is _MINICPM and begun == form.begin else form
+            self._ends = MINICPM_CDATA if form is MINICPM and begun == form.begin else form
         length, marker = find_marker(text[at:], (*self._ends.ends, *self._ends.instead), final=False)
         self._show(text[at : at + length])
         if not marker:
@@ -178,17 +134,11 @@ class TaggedCall(Call):
         self._value.clear()
 
 
-def _form_of(begun: str) -> _Form:
-    if not begun.startswith("<"):
-        return _GLM
-    return _MINICPM if begun.startswith(FUNCTION) and begun[len(FUNCTION) :][:1].isspace() else _QWEN
-
-
-def _may_come(begun: str) -> bool:
+def _may_come(begun: str, function: str) -> bool:
     """Whether a name may stand in tags that begin like this, as far as can be told without their end."""
-    behind = begun[len(FUNCTION) :][:1]
-    tag = FUNCTION.startswith(begun[: len(FUNCTION)]) and (not behind or behind == "=" or behind.isspace())
-    return len(begun) < _MAX_TAG and (tag or not begun.startswith("<"))
+    behind = begun[len(function) :][:1]
+    tag = function.startswith(begun[: len(function)]) and (not behind or behind == "=" or behind.isspace())
+    return len(begun) < MAX_TAG and (tag or not begun.startswith("<"))
 
 
 def _quoted(text: str) -> str:

@@ -13,7 +13,8 @@ import zmq
 from client_cli.sse import SseError, SseParser
 from common.codec import FrameError, decode, encode, message_types
 from common.messages import Abort, AddRequest, GetStats
-from common.parsers import Reasoning, ToolFormat, make_parser
+from common.parsers import THINK, Reasoning, ToolFormat, make_parser
+from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, MISTRAL, SEED
 from common.sockets import Inbox
 from common.stamps import Stamper
 from gateway_proc.app import ROUTES
@@ -24,6 +25,7 @@ _ALL = frozenset(message_types())
 _BODIES = [route.body for route in ROUTES if route.body is not None]
 _READER = BodyReader(2**26)
 _FORMATS = (None, *ToolFormat)
+_TAGS = (THINK, HUNYUAN, COHERE, GEMMA, SEED, MISTRAL)
 
 
 def frame(data: bytes) -> None:
@@ -65,12 +67,12 @@ def body(data: bytes) -> None:
 def answer(data: bytes) -> None:
     """The parser of tool calls and reasoning finds the same, however the text is cut."""
     head, text = data[:2].ljust(2, b"\0"), data[2:].decode(errors="replace")
-    tools, reasoning = _FORMATS[head[0] % len(_FORMATS)], list(Reasoning)[head[0] // 8 % len(Reasoning)]
-    step = head[1] % 7 + 1
+    tools, reasoning = _FORMATS[head[0] % len(_FORMATS)], list(Reasoning)[head[0] // 16 % len(Reasoning)]
+    step, tags = head[1] % 7 + 1, _TAGS[head[1] // 8 % len(_TAGS)]
 
     def read(pieces: list[str]) -> list[Any]:
         ids = count()
-        parser = make_parser(tools=tools, reasoning=reasoning, new_id=lambda: f"id{next(ids)}")
+        parser = make_parser(tools=tools, reasoning=reasoning, tags=tags, new_id=lambda: f"id{next(ids)}")
         found = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
         merged: list[Any] = []
         for delta in found:

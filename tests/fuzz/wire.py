@@ -28,6 +28,14 @@ TEXTS = (
     "<tool_call><function=f><parameter=s>\nx\n</parameter></function></tool_call>", "<arg_key>s</arg_key><arg_value>",
     '<function name="f"><param name="s"><![CDATA[x]]></param></function>', '<|tool_call|>[{"name": "f"}]',
     '[TOOL_CALLS][{"name": "f", "arguments": {}}]', '<|python_tag|>{"name": "f", "parameters": {"x": 1}}',
+    '<|channel>thought\nx<channel|><|tool_call>call:f{s:<|"|>x<|"|>,o:{l:[1,true]}}<tool_call|>',
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+    "[f(a='it\\'s', b=[None, {'c': (1, True)}])]", "<|tool_call_start|>[f()]<|tool_call_end|>",
+    '<minimax:tool_call><invoke name="f"><parameter name="s">x</parameter></invoke></minimax:tool_call>',
+    '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="false">1</｜DSML｜parameter>',
+    '<|START_THINKING|>x<|END_THINKING|><|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>',
+    '<answer>\n<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls></answer>', "[THINK]x[/THINK]",
 )  # fmt: skip
 
 
@@ -47,7 +55,7 @@ def seeds(target: str) -> list[bytes]:
         case "body":
             return [bytes([i]) + json.dumps(NEEDED.get(path, {})).encode() for i, path in enumerate(bodies())]
         case "answer":
-            return [bytes([i, 2]) + text.encode() for i in range(32) for text in TEXTS]
+            return [bytes([i, 2]) + text.encode() for i in range(64) for text in TEXTS]
     return [b"data: {}\n\n", b"event: x\r\ndata: a\r\ndata: b\r\n\r\n: c\n", b"\xef\xbb\xbfid: 1\ndata\n\n"]
 
 

@@ -231,3 +231,29 @@ def test_streamed_reasoning(short_dir: Path) -> None:
         assert found[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
 
     play(short_dir, THOUGHT, test)
+
+
+GEMMA = (
+    "{% if tools %}<|tool_call>{% endif %}{{ messages }}{% if enable_thinking %}<|channel>thought<channel|>{% endif %}"
+)
+
+
+def test_special_tokens_around_reasoning_are_shown_and_end_where_a_grammar_begins() -> None:
+    found = conversation(GEMMA)
+    assert (found.reasoning, found.tool_format, found.needs_special_tokens) == (Reasoning.TAGS, None, True)
+    reader = ChoiceReader(found)
+    for text in ("<|channel>thought\n", "hm", "<channel|>Y", "es."):
+        reader.collect(row(text))
+    assert reader.message() == {
+        "role": "assistant", "content": "Yes.", "refusal": None, "reasoning": "hm", "reasoning_content": "hm",
+    }  # fmt: skip
+    bound = conversation(GEMMA, response_format={"type": "json_object"})
+    assert (bound.reasoning, bound.grammar) == (Reasoning.NONE, Grammar("json_object"))
+    assert not bound.needs_special_tokens and not bound.is_read
+    forced = conversation(GEMMA, tools=TOOLS, tool_choice="required")
+    assert forced.grammar == force_call([("weather", SCHEMA), ("clock", None)], ToolFormat.GEMMA)
+    reader = ChoiceReader(forced)
+    reader.collect(row('[{"name": "weather", "arguments": {"city": "Köln"}}]', Finish.STOP))
+    (call,) = reader.message()["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+    assert reader.finish_reason(Finish.STOP) == "tool_calls"

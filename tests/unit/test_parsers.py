@@ -16,15 +16,17 @@ from common.parsers import (
     detect_formats,
     make_parser,
 )
+from common.parsers.formats import LISTS
 from tests.helpers_parsers import parse, shown, split
 
 HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
 GRANITE, HARMONY = ToolFormat.GRANITE, ToolFormat.HARMONY
+COHERE, HUNYUAN = ToolFormat.COHERE, ToolFormat.HUNYUAN
 CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}}'
 ARGUMENTS = '{"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}'
 PIECES = (
     "<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>",
-    "</think>",
+    "</think>", "<tool_calls>", "</tool_calls>", "<|START_ACTION|>", "<|END_ACTION|>", '{"tool_name": "f"}',
     CALL, '{"name": "g"}', '{"parameters": {}, "name": "f"}', '{"name": "f", "arguments": "{}"}', "[", "]", "{", "}",
     ",", ";", ":", '"', '"name"', '"arguments"', '"f"', "\\", "f", "g", "null", "1.5", " ", "\n", "é🙂", "<", "text",
     '"\\ud800"',
@@ -127,7 +129,7 @@ def test_mistral(text, expected):
     assert shown(parse([text], MISTRAL)) == expected
 
 
-@pytest.mark.parametrize("tools", [MISTRAL, GRANITE])
+@pytest.mark.parametrize("tools", sorted(LISTS, key=str))
 def test_lists_that_are_forced(tools):
     assert shown(parse([f"[{CALL}, {CALL}]"], tools, forced=True)) == [("f", ARGUMENTS), ("f", ARGUMENTS)]
 
@@ -145,6 +147,26 @@ def test_lists_that_are_forced(tools):
 )
 def test_granite(text, expected):
     assert shown(parse([text], GRANITE)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "expected"),
+    [
+        (
+            COHERE,
+            'Hm. <|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}},\n    '
+            '{"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>\nDone.',
+            ["Hm.", ("f", '{"x": 1}'), ("g", "{}"), "Done."],
+        ),
+        (COHERE, '<|START_ACTION|>[{"tool_name": "f", "parameters": {"x": 1', [("f", '{"x": 1')]),
+        (COHERE, f"<|START_ACTION|>[{CALL}]", [f"<|START_ACTION|>[{CALL}]"]),
+        (HUNYUAN, f"Hm.<tool_calls>[{CALL}, {CALL}]</tool_calls> k", ["Hm.", ("f", ARGUMENTS), ("f", ARGUMENTS), "k"]),
+        (HUNYUAN, f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", [("f", ARGUMENTS), ("f", ARGUMENTS)]),
+        (HUNYUAN, "<tool_calls>[]</tool_calls>", ["<tool_calls>[]</tool_calls>"]),
+    ],
+)
+def test_other_lists(tools, text, expected):
+    assert shown(parse([text], tools)) == expected
 
 
 @pytest.mark.parametrize(
