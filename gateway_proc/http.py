@@ -1,7 +1,7 @@
 """The pieces of HTTP that endpoints share: reading a body, watching for a disconnect, answers and event streams."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -103,13 +103,21 @@ def named_event(content: Mapping[str, Any]) -> bytes:
 
 class EventStream(Response):
     """An answer of server-sent events. `events` yields bytes of whole events. An error before the first of them is an
-    error response with its own status; later ones come as an event, and the stream ends. `end` is sent last."""
+    error response with its own status; later ones come as an event, which `failure` makes where the API has one of its
+    own, and the stream ends. `end` is sent last."""
 
-    def __init__(self, events: AsyncIterator[bytes], story: Story, end: bytes = DONE):
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        story: Story,
+        end: bytes = DONE,
+        failure: Callable[[ApiError], bytes] | None = None,
+    ):
         super().__init__()
         self._events = events
         self._story = story
         self._end = end
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -135,11 +143,16 @@ class EventStream(Response):
                 if not started:
                     await error_response(error, scope["path"])(scope, receive, send)
                     return
-                told = error.body(scope["path"])
-                await body.write(named_event(told) if "type" in told else event(told))
+                await body.write(self._told(error, scope["path"]))
         if not started:
             await body.begin()
         await body.write(self._end, more=False)
+
+    def _told(self, error: ApiError, path: str) -> bytes:
+        if self._failure is not None:
+            return self._failure(error)
+        told = error.body(path)
+        return named_event(told) if "type" in told else event(told)
 
 
 _START: Message = {

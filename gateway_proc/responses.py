@@ -33,7 +33,12 @@ async def create(service: Service, request: Request) -> Any:
     answer = _Answer(body, story.id, body.model or info.names[0], params.temperature, params.top_p)
     reader = ChoiceReader(conversation)
     if body.stream:
-        return EventStream(_stream(answer, generation, reader), story)
+        events = _Events()
+        return EventStream(
+            _stream(answer, generation, reader, events),
+            story,
+            failure=lambda error: events("response.failed", response=answer.failed(error)),
+        )
     return await while_connected(request.receive, _whole(answer, generation, reader))
 
 
@@ -42,6 +47,9 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
     if form is not None and form.type == "json_schema" and form.schema_ is None:
         raise refused("text.format.schema", "is required when type is json_schema")
     return body.as_chat()
+
+
+_FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class _Answer:
@@ -83,6 +91,12 @@ class _Answer:
         status = "completed" if whole else "incomplete"
         return self._state(status, [self.message(status, [text_part(text)])], details, _usage(usage))
 
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """OpenAI has a few codes, for all that can go wrong in the middle of an answer; `type` and `param` say more."""
+        code = _FAILURES.get(error.status, "server_error")
+        told = {"code": code, "message": error.message, "param": error.param, "type": error.type}
+        return self._state("failed", [], None, None) | {"error": told}
+
     def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
@@ -123,8 +137,9 @@ async def _whole(answer: _Answer, generation: Generation, reader: ChoiceReader) 
     return Json(answer.ended("".join(text), finish, generation.usage))
 
 
-async def _stream(answer: _Answer, generation: Generation, reader: ChoiceReader) -> AsyncIterator[bytes]:
-    events = _Events()
+async def _stream(
+    answer: _Answer, generation: Generation, reader: ChoiceReader, events: "_Events"
+) -> AsyncIterator[bytes]:
     place = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}
     texts: list[str] = []
     finish = Finish.NONE

@@ -22,6 +22,12 @@ LATE, BROKEN, AWAY, BUSY = (
         ("service_unavailable_error", "not_ready"), ("rate_limit_error", "overloaded"),
     )
 )  # fmt: skip
+FAILED, OVERDUE = (
+    json.dumps(
+        {"type": "response.failed", "response": {"error": {"code": "server_error", "message": "m", "type": kind}}}
+    )
+    for kind in ("server_error", "timeout_error")
+)
 STREAM = 'data: {"choices": []}\n\n'
 
 
@@ -69,6 +75,9 @@ def test_of_5xx_only_a_deadline_that_was_set_is_right(status: int, answer: str, 
         (AWAY, b"{}", False),
         (LATE, b'{"deadline_ms": 1}', True),
         (LATE, b"{}", False),
+        (FAILED, b'{"deadline_ms": 1}', False),
+        (OVERDUE, b'{"deadline_ms": 1}', True),
+        (OVERDUE, b"{}", False),
     ],
 )
 def test_the_end_of_a_stream_counts(last: str, asked: bytes, right: bool) -> None:

@@ -1,6 +1,7 @@
 """/v1/responses against a played cluster."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,51 @@ def test_a_streamed_response(short_dir: Path, finish: Finish, status: str) -> No
 def test_an_answer_that_the_cluster_cuts_off(short_dir: Path, stream: bool) -> None:
     async def test(world: World) -> None:
         response = await world.post(PATH, {"input": "hi", "stream": stream})
-        if stream:
-            *_, last = (json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {"))
-        else:
-            assert response.status_code == 503
-            last = response.json()
-        assert last["error"]["code"] == "shutting_down"
+        if not stream:
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+            return
+        last = failed(response.text)
+        assert last["error"] == {
+            "code": "server_error", "message": "the answer was cut off", "param": None,
+            "type": "service_unavailable_error",
+        }  # fmt: skip
 
     play(short_dir, answering(words("He", "llo", finish=Finish.ABORT)), test)
+
+
+def failed(text: str) -> dict[str, Any]:
+    """The response with which a stream ended that failed after it had begun."""
+    *events, done = text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]" and events[0].startswith("event: response.created\n")
+    assert events[-1].startswith("event: response.failed\n")
+    data = [json.loads(event.split("data: ")[1]) for event in events]
+    assert [each["sequence_number"] for each in data] == list(range(len(data)))
+    for each in data:
+        TypeAdapter(ResponseStreamEvent).validate_python(each)
+    last: dict[str, Any] = data[-1]["response"]
+    assert (last["id"], last["status"], last["output"]) == (data[0]["response"]["id"], "failed", [])
+    return last
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (ErrorCode.INVALID, "invalid_prompt", "invalid_request_error"),
+        (ErrorCode.OVERLOADED, "rate_limit_exceeded", "rate_limit_error"),
+        (ErrorCode.INTERNAL, "server_error", "server_error"),
+        (ErrorCode.DEADLINE, "server_error", "timeout_error"),
+    ],
+)
+def test_a_stream_that_fails_ends_with_a_typed_event(short_dir: Path, error: ErrorCode, code: str, kind: str) -> None:
+    def generate(msg: Generate) -> Iterable[Any]:
+        yield from words("He", finish=Finish.NONE)(msg)
+        yield RequestError(msg.rid, error, "no more", "params.grammar")
+
+    async def test(world: World) -> None:
+        last = failed((await world.post(PATH, {"input": "hi", "stream": True})).text)
+        assert (last["error"]["code"], last["error"]["type"]) == (code, kind)
+
+    play(short_dir, answering(generate), test)
 
 
 def test_a_format(short_dir: Path) -> None:
