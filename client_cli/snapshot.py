@@ -25,6 +25,7 @@ GAUGES = frozenset(
     {
         "scheduler.waiting", "scheduler.running", "scheduler.in_flight", "scheduler.suspects", "scheduler.total_pages",
         "scheduler.host_total_pages", "scheduler.host_used_pages", *(f"scheduler.{name}_pages" for name in PAGES),
+        "scheduler.total_snapshots", "scheduler.used_snapshots",
         "tokenizer.live_requests", "tokenizer.live_choices", "tokenizer.clients", "tokenizer.slow_clients",
         "detokenizer.streams",
     }

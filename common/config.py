@@ -119,7 +119,8 @@ class SchedulerConfig:
 
     `policy` orders waiting requests and `admission` keeps room for tokens to come; both are names. `ageing_s` bounds
     how long a policy may favour others. `itl_target_ms` sizes prefill chunks so that running decodes keep it, 0 is off.
-    `in_batch_gain` tokens are the least for which a request waits for another one to compute a common prefix.
+    `in_batch_gain` tokens are the least for which a request waits for another one to compute a common prefix, and for
+    which a snapshot of recurrent states is taken.
 
     `speculation` "ngram" guesses tokens where the last `prompt_lookup_min` to `prompt_lookup_max` ones have come before
     in the same request, up to `num_speculative_tokens` per request and step (docs/speculation.md).

@@ -70,6 +70,7 @@ _GAUGES = frozenset(
     {
         "scheduler.waiting", "scheduler.running", "scheduler.in_flight", "scheduler.suspects", "scheduler.total_pages",
         "scheduler.host_total_pages", "scheduler.host_used_pages",
+        "scheduler.total_snapshots", "scheduler.used_snapshots",
         "scheduler.free_pages", "scheduler.evictable_pages", "scheduler.locked_pages", "scheduler.held_pages",
         "tokenizer.live_requests", "tokenizer.live_choices", "tokenizer.clients", "tokenizer.slow_clients",
         "detokenizer.streams",

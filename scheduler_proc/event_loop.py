@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -151,8 +152,17 @@ def main(child: Child) -> None:
         return
     loop = EventLoop(child, go)
     cache = child.config.cache
-    kv = KVManager(go.num_pages, go.page_size, prefix_cache=cache.prefix_cache, host_pages=go.host_pages)
+    kv = KVManager(
+        go.num_pages,
+        go.page_size,
+        prefix_cache=cache.prefix_cache,
+        host_pages=go.host_pages,
+        recurrent=go.recurrent,
+        snapshots=go.snapshots,
+    )
     config, record = child.config.scheduler, child.config.record
+    if go.recurrent:
+        config = replace(config, max_running=min(config.max_running, go.slots))
     recorder = None if record is None else new_recorder(Path(record), go.term)
     if recorder is None:
         loop.run(Scheduler(config, kv, go.context_len, epoch=go.epoch, vocab_size=go.vocab_size))

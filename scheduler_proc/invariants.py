@@ -24,6 +24,7 @@ def check(scheduler: Scheduler) -> None:
     nodes = list(scheduler.kv.tree.nodes())
     _check_pages(scheduler, live, nodes)
     _check_host(scheduler, nodes)
+    _check_snapshots(scheduler, live, nodes)
     _check_tree(scheduler, live, nodes)
     _check_requests(scheduler, live)
     _check_promises(scheduler, live)
@@ -87,6 +88,27 @@ def _check_host(scheduler: Scheduler, nodes: list[Node]) -> None:
         _require(
             all(child.on_host for child in node.children.values()), "a node on the host is above one on the device"
         )
+
+
+def _check_snapshots(scheduler: Scheduler, live: list[Request], nodes: list[Node]) -> None:
+    """Every snapshot is free or at one place, a whole number of pages of a node, and others are taken ahead of what is
+    planned."""
+    snapshots, size = scheduler.kv.snapshots, scheduler.kv.page_size
+    places = {(number, node) for node in nodes for number in (node.states or {}).values()}
+    if snapshots is None:
+        _require(not places, "a node has a snapshot, and the model is not recurrent")
+        return
+    free = snapshots.free_numbers()
+    numbers = sorted(free + [number for node in nodes for number in (node.states or {}).values()])
+    _require(numbers == list(range(snapshots.total)), "snapshots that are free or at a place: {}", numbers)
+    _require(places == set(snapshots.places().items()), "snapshots are not where their nodes say")
+    for node in nodes:
+        ends = all(0 < pages <= len(node.key) // (size * 4) for pages in node.states or ())
+        _require(ends, "a snapshot is not at the end of a whole page of its node")
+    for request in live:
+        points = request.saving.points if request.saving is not None else []
+        ahead = all(request.cached_len < point <= len(request.tokens) and not point % size for point in points)
+        _require(ahead and points == sorted(set(points)), "request {} is to leave snapshots at {}", request.rid, points)
 
 
 def _check_tree(scheduler: Scheduler, live: list[Request], nodes: list[Node]) -> None:

@@ -6,37 +6,57 @@ Who owns the pages of a request's table, by token:
     |  tree and request: locked in the tree  |  request alone: freed or given to the tree at its end  |
 """
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from common.fields import IntArray
 from common.messages import ints
 from scheduler_proc.block_pool import BlockPool, PoolExhausted
 from scheduler_proc.host_tier import HostTier
-from scheduler_proc.radix_node import Match
+from scheduler_proc.radix_node import Match, Node
 from scheduler_proc.radix_tree import RadixTree
 from scheduler_proc.request import Request
+from scheduler_proc.snapshots import Found, Snapshots, find
 
 _FORGOTTEN_AHEAD, _MOVED_AHEAD = 256, 16  # pages evicted at once, at most; a step waits for those that go to the host
 _AHEAD_SHARE = 64  # the part of those that could be evicted
 
 
 class KVManager:
-    """Owns the block pool, the radix tree and, with `host_pages`, the host tier below it."""
+    """Owns the block pool, the radix tree and, with `host_pages`, the host tier below it.
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True, host_pages: int = 0):
+    A `recurrent` model's requests start where there is one of `snapshots` snapshots of its state, and nowhere else.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        host_pages: int = 0,
+        recurrent: bool = False,
+        snapshots: int = 0,
+    ):
         if host_pages and not prefix_cache:
             raise ValueError("a host tier holds pages of the prefix cache, which is off")
+        if host_pages and recurrent:
+            raise ValueError("the states of recurrent layers do not go to the host tier")
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.copies = ints()  # pairs of source and target that the next plan has to make, in their order
         self.pool = BlockPool(num_pages)
         self.tier = HostTier(host_pages, num_pages, self.copies) if host_pages else None
-        self.tree = RadixTree(self.pool, page_size, self.tier)
+        self.snapshots = Snapshots(snapshots) if recurrent else None
+        self.tree = RadixTree(self.pool, page_size, self.tier, self.snapshots)
 
     def forget(self) -> None:
         """The pages hold nothing any more: empty pools and an empty tree. Requests must drop their pages, too."""
         self.copies = ints()
         self.pool = BlockPool(self.pool.num_pages)
         self.tier = self.tier.emptied(self.copies) if self.tier is not None else None
-        self.tree = self.tree.emptied(self.pool, self.tier)
+        self.snapshots = self.snapshots.emptied() if self.snapshots is not None else None
+        self.tree = self.tree.emptied(self.pool, self.tier, self.snapshots)
 
     def take_copies(self) -> IntArray:
         """The copies since this was asked last."""
@@ -56,7 +76,14 @@ class KVManager:
         """How many tokens of a waiting request are in the cache now."""
         if not self.prefix_cache:
             return 0
+        if self.snapshots is not None:
+            return self._find(request).start
         return self.tree.peek(request.tokens.tobytes(), request.match_limit, request.salt)
+
+    def _find(self, request: Request) -> Found:
+        length = len(request.tokens)
+        way = self.tree.walk(request.tokens[: length - 1].tobytes(), request.salt)
+        return find(way, self.page_size, request.match_limit, length)
 
     def lock_prefix(self, request: Request) -> Match | None:
         """Give `request`, which holds nothing, the longest cached prefix of its tokens that is on the device, and lock
@@ -67,7 +94,12 @@ class KVManager:
         """
         if not self.prefix_cache:
             return None
-        match = self.tree.match(request.tokens.tobytes(), request.match_limit, request.salt)
+        if self.snapshots is None:
+            match = self.tree.match(request.tokens.tobytes(), request.match_limit, request.salt)
+        else:
+            found = self._find(request)
+            match = self.tree.match(request.tokens[: found.start].tobytes(), found.start, request.salt)
+            match = replace(match, found=found)
         self.tree.lock(match.node)
         if match.lender is not None:
             self.tree.lock(match.lender)  # the room that is made for this request is not to be made there
@@ -142,22 +174,58 @@ class KVManager:
         """Put the whole pages of a running request, all computed, into the tree so that others can share them.
 
         When another request was faster with the same tokens, this one keeps its duplicates to itself until it ends:
-        locking the other's pages as well would take room that admission has promised to someone.
+        locking the other's pages as well would take room that admission has promised to someone. A recurrent model
+        computes again what is there but has no snapshot: then the tree takes the new pages and frees its own, where
+        nobody uses them.
         """
         whole = request.cached_len // self.page_size
         if not self.prefix_cache or whole <= request.shared_pages:
             return
         tokens = request.tokens[: whole * self.page_size].tobytes()
         known = self.tree.peek(tokens, len(tokens), request.salt, on_device=True)
-        if known // self.page_size > request.shared_pages:
+        if known // self.page_size > request.shared_pages and not self._takes_over(request, tokens):
             return
         node, _ = self.tree.insert(tokens, request.pages[:whole], request.salt, request.node)
+        if self.snapshots is not None:
+            self._take_over(node, request.pages[:whole], request.shared_pages)
         if node is not request.node:
             self.tree.lock(node)
             if request.node is not None:
                 self.tree.unlock(request.node)
             request.node = node
         request.shared_pages = whole
+
+    def _takes_over(self, request: Request, tokens: bytes) -> bool:
+        if self.snapshots is None:
+            return False
+        way = self.tree.walk(tokens, request.salt)
+        return not any(node.locks for node, before, _ in way if before >= request.shared_pages)
+
+    def _take_over(self, node: Node, pages: list[int], first: int) -> None:
+        """The nodes on the way down to `node`, which nobody has locked, hold `pages` from number `first` on, in place
+        of others with the same tokens."""
+        end = len(pages)
+        while end > first and not node.locks and node.parent is not None:
+            own = pages[end - len(node.pages) : end]
+            if node.pages != own:
+                self.pool.share(own)
+                self.pool.release(node.pages)
+                node.pages = own
+            end -= len(own)
+            node = node.parent
+
+    def save_state(self, request: Request, length: int, busy: Collection[int]) -> int | None:
+        """The snapshot that takes the state after the first `length` tokens of a request, whole pages that the step
+        under construction computes; `busy` are those that it saves already. None when there is one of these tokens, or
+        none can be had, or they are not in the tree."""
+        assert self.snapshots is not None
+        for node, before, whole in self.tree.walk(request.tokens[:length].tobytes(), request.salt):
+            if (before + whole) * self.page_size == length:
+                number = self.snapshots.save(node, whole, busy)
+                if number is not None:
+                    self.tree.version += 1
+                return number
+        return None
 
     def returned_by(self, request: Request) -> int:
         """Pages that can be had once `request` lets go: its own, and those of the tree that nobody else has locked."""

@@ -37,6 +37,7 @@ class PlanBuilder:
         self._other_chunks: list[Request] = []
         self._histories: list[History] = []
         self._scorings: list[Scoring] = []
+        self._state_loads, self._state_saves = ints(), ints()
         self.scored: list[Scored] = []  # in the order of the scorings
         self.num_tokens = 0
         self.num_scored_tokens = 0
@@ -81,6 +82,19 @@ class PlanBuilder:
         self.append_pages(request, request.pages)
         if request.draw.needs_history:
             self._histories.append(History(request.slot, request.prompt_len, request.tokens[:]))
+
+    def load_state(self, request: Request, snapshot: int) -> None:
+        """The request, which enters, starts from it."""
+        self._state_loads.extend((request.slot, snapshot))
+
+    def save_state(self, request: Request, length: int, snapshot: int) -> None:
+        """It takes the state after the request's first `length` tokens, the last of them in its chunk."""
+        self._state_saves.extend((request.slot, length, snapshot))
+
+    @property
+    def saved_states(self) -> IntArray:
+        """The snapshots that are taken in this step."""
+        return self._state_saves[2::3]
 
     def copy(self, pairs: IntArray) -> None:
         """Copy pages before anything is computed: source, target, source, target, ..."""
@@ -140,4 +154,6 @@ class PlanBuilder:
             histories=tuple(self._histories),
             scorings=tuple(self._scorings),
             chunk_drafts=self._chunk_drafts if any(self._chunk_drafts) else ints(),
+            state_loads=self._state_loads,
+            state_saves=self._state_saves,
         )

@@ -10,7 +10,7 @@ from common.fields import IntArray
 from common.messages import ints
 from scheduler_proc.admission import ADMISSIONS, Admission
 from scheduler_proc.chunk_budget import ChunkBudget
-from scheduler_proc.in_batch import better_off_waiting
+from scheduler_proc.in_batch import awaited_snapshot, better_off_waiting
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.measures import Measures
 from scheduler_proc.plan_builder import PlanBuilder
@@ -20,6 +20,7 @@ from scheduler_proc.quarantine import Quarantine
 from scheduler_proc.ramp_up import RampUp
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
+from scheduler_proc.snapshots import Found, saving_of
 from scheduler_proc.speculation import Speculation
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
@@ -197,7 +198,15 @@ class Planner:
         prefilling, gain = self._residents.prefilling, self._config.in_batch_gain
         if not (prefilling and self._kv.prefix_cache):
             return False
-        return better_off_waiting(request, self._kv, self._waiting.not_behind(request, prefilling), gain)
+        ahead = self._waiting.not_behind(request, prefilling)
+        if self._kv.snapshots is None:
+            return better_off_waiting(request, self._kv, ahead, gain)
+        awaited = awaited_snapshot(request, self._kv, ahead, gain)
+        if awaited is None:
+            return False
+        saving, point = awaited
+        saving.add(point)
+        return True
 
     def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
         match = self._kv.lock_prefix(request)
@@ -215,8 +224,21 @@ class Planner:
                 self._measures.found(request, 0 if match is None else match.from_host)
         self.chunks.admitted(request.extend_len)
         step.enter(request)
+        if match is not None and match.found is not None:
+            self._starts_from(step, request, match.found)
         self._speculation.follow(request)
         return True
+
+    def _starts_from(self, step: PlanBuilder, request: Request, found: Found) -> None:
+        """With a recurrent model."""
+        snapshots = self._kv.snapshots
+        assert snapshots is not None
+        if found.start:
+            snapshots.load(found.number)
+            step.load_state(request, found.number)
+        if snapshots.total:
+            length, size = len(request.tokens), self._kv.page_size
+            request.saving = saving_of(found, length, size, self._config.in_batch_gain)
 
     def _plan_chunk(self, step: PlanBuilder, request: Request, budget: int) -> int:
         length = min(request.extend_len, budget)
@@ -236,10 +258,15 @@ class Planner:
 
     def _share_prefills(self, step: PlanBuilder) -> None:
         """Publish what prompts compute in this step, chunk by chunk, so that the next one can share it: workers execute
-        steps in order."""
+        steps in order. Of what is published, snapshots are taken."""
         for request in step.chunks:
-            if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len:
+            saving = request.saving
+            if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len or saving is not None:
                 self._kv.publish(request)
+            for length in saving.due(request.cached_len) if saving is not None else ():
+                snapshot = self._kv.save_state(request, length, step.saved_states)
+                if snapshot is not None:
+                    step.save_state(request, length, snapshot)
 
 
 class _Load:

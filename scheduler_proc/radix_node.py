@@ -1,6 +1,11 @@
 """What the radix tree is made of, and what it finds."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler_proc.snapshots import Found
 
 TOKEN_BYTES = 4
 
@@ -12,7 +17,9 @@ class Node:
     """One edge: `key` holds the tokens of `pages`, which are numbers of host pages where `on_host`. A root has no
     pages; its key is its namespace."""
 
-    __slots__ = ("children", "heap", "key", "last_access", "live", "locks", "on_host", "order", "pages", "parent")
+    __slots__ = (
+        "children", "heap", "key", "last_access", "live", "locks", "on_host", "order", "pages", "parent", "states",
+    )  # fmt: skip
 
     def __init__(self, key: bytes, pages: list[int], parent: "Node | None"):
         self.key = key
@@ -25,6 +32,7 @@ class Node:
         self.on_host = False
         self.live = 0  # children on the device
         self.heap: Heap | None = None  # in which it can be found for eviction
+        self.states: dict[int, int] | None = None  # snapshots (snapshots.py) by how many of its pages they are of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class Match:
 
     `pages` are on the device. The last nodes of the way, `hosted`, are on the host and must be loaded. If `source` is
     on the host, it is a number as in a plan's copies, and `lender` its node. `from_host` tokens are there, in all.
+    `found` is what there is for a recurrent model, of which this is the part that is used.
     """
 
     node: Node
@@ -42,6 +51,7 @@ class Match:
     hosted: tuple[Node, ...] = ()
     lender: Node | None = None
     from_host: int = 0
+    found: "Found | None" = None
 
 
 def common_prefix(a: bytes, b: bytes) -> bytes:
@@ -57,3 +67,16 @@ def common_prefix(a: bytes, b: bytes) -> bytes:
         else:
             high = middle
     return a[:low]
+
+
+def walk(node: Node, tokens: bytes, page_bytes: int) -> Iterator[tuple[Node, int, int]]:
+    """The nodes on the way of the whole pages of `tokens` below a root, each with how many pages are before it and how
+    many of its own match."""
+    position = 0
+    while (child := node.children.get(tokens[position : position + page_bytes])) is not None:
+        whole = len(common_prefix(child.key, tokens[position : position + len(child.key)])) // page_bytes
+        if whole:
+            yield child, position // page_bytes, whole
+        if whole * page_bytes < len(child.key):
+            return
+        node, position = child, position + len(child.key)

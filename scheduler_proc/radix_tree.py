@@ -14,6 +14,8 @@ When a heap has doubled, entries of nodes that moved between device and host sin
 With a host tier (host_tier.py), evicted pages go to the host as long as there is room, and their node stays. A node is
 on the device or on the host as a whole; nodes on the host hang below those on the device, never above one. So the
 leaves of the device are nodes whose children, if any, are on the host, and leaves of the host make room there.
+
+Of recurrent models, nodes have snapshots (snapshots.py), which stay with their pages.
 """
 
 import heapq
@@ -23,7 +25,8 @@ from collections.abc import Iterator
 
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.host_tier import HostTier
-from scheduler_proc.radix_node import TOKEN_BYTES, Heap, Match, Node, common_prefix
+from scheduler_proc.radix_node import TOKEN_BYTES, Heap, Match, Node, common_prefix, walk
+from scheduler_proc.snapshots import Snapshots
 
 _FEW_ENTRIES = 64  # not worth tidying
 
@@ -31,9 +34,12 @@ _FEW_ENTRIES = 64  # not worth tidying
 class RadixTree:
     """Owns one reference of `pool` for each page in it, or of the pool of `tier` for those on the host."""
 
-    def __init__(self, pool: BlockPool, page_size: int, tier: HostTier | None = None):
+    def __init__(
+        self, pool: BlockPool, page_size: int, tier: HostTier | None = None, snapshots: Snapshots | None = None
+    ):
         self._pool = pool
         self._tier = tier
+        self._snapshots = snapshots
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
         self.num_pages = 0  # on the device, as the next two
@@ -46,9 +52,9 @@ class RadixTree:
         self._host_leaves: Heap = []
         self._most_entries = _FEW_ENTRIES  # of a heap, before it is tidied
 
-    def emptied(self, pool: BlockPool, tier: HostTier | None = None) -> "RadixTree":
+    def emptied(self, pool: BlockPool, tier: HostTier | None = None, snapshots: Snapshots | None = None) -> "RadixTree":
         """A tree over other pools that knows nothing, with counters that go on."""
-        tree = RadixTree(pool, self._page_bytes // TOKEN_BYTES, tier)
+        tree = RadixTree(pool, self._page_bytes // TOKEN_BYTES, tier, snapshots)
         tree.evicted, tree.version = self.evicted, self.version + 1
         return tree
 
@@ -85,6 +91,10 @@ class RadixTree:
             node = child
         _, shared = self._neighbour(node, tokens[position : min(end, position + self._page_bytes)])
         return position // TOKEN_BYTES + shared
+
+    def walk(self, tokens: bytes, salt: str = "") -> Iterator[tuple[Node, int, int]]:
+        """The way of the whole pages of `tokens`, as radix_node.walk; nothing is touched or split."""
+        return walk(self._root(salt), tokens, self._page_bytes)
 
     def insert(self, tokens: bytes, pages: list[int], salt: str = "", own: Node | None = None) -> tuple[Node, int]:
         """Make `pages`, which hold the KV of `tokens` (the last one perhaps in part), known to all.
@@ -338,6 +348,8 @@ class RadixTree:
             self.evictable -= take
         del node.pages[keep:]
         node.key = node.key[: keep * self._page_bytes]
+        if node.states and self._snapshots is not None:
+            self._snapshots.cut(node, keep)
         self._offer(node)
 
     def _drop(self, node: Node) -> None:
@@ -353,6 +365,8 @@ class RadixTree:
         del parent.children[first]
         del parent.order[bisect_left(parent.order, first)]
         node.parent = None
+        if node.states and self._snapshots is not None:
+            self._snapshots.cut(node, 0)
         if parent.parent is None and not parent.children:
             self._roots.pop(parent.key, None)
         self._offer(parent)
@@ -375,4 +389,6 @@ class RadixTree:
         node.pages = node.pages[at:]
         node.parent = upper
         self._adopt(upper, node)
+        if node.states and self._snapshots is not None:
+            self._snapshots.split(upper, node)
         return upper

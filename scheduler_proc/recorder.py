@@ -40,7 +40,9 @@ class Recorder:
     def header(self, scheduler: Scheduler) -> None:
         config, kv = dataclasses.asdict(scheduler.config), scheduler.kv
         host_pages = kv.tier.pool.num_pages if kv.tier is not None else 0
-        pool = (kv.pool.num_pages, kv.page_size, kv.prefix_cache, host_pages)
+        snapshots = kv.snapshots.total if kv.snapshots is not None else 0
+        states = (kv.snapshots is not None, snapshots)
+        pool = (kv.pool.num_pages, kv.page_size, kv.prefix_cache, host_pages, *states)
         limits = (scheduler.context_len, scheduler.epoch, scheduler.vocab_size)
         self._write((MAGIC, FORMAT, PROTOCOL_VERSION, config, *pool, *limits))
 

@@ -3,8 +3,8 @@
 A recording holds every input of a scheduler and every plan that it answered with, so that a run can be replayed
 exactly. It is a stream of msgpack objects, a header and then one list per call, in order:
 
-    [MAGIC, FORMAT, PROTOCOL_VERSION, {SchedulerConfig}, num_pages, page_size, prefix_cache, host_pages, context_len,
-     epoch, vocab_size]
+    [MAGIC, FORMAT, PROTOCOL_VERSION, {SchedulerConfig}, num_pages, page_size, prefix_cache, host_pages, recurrent,
+     snapshots, context_len, epoch, vocab_size]
     [HANDLE, now, frame]    [EXPIRE, now]    [PLAN, now, frame of the plan or nil]    [COMMIT, now, frame]
     [RESET, now, epoch, crashed]    [END, now, why]
 
@@ -29,7 +29,7 @@ from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
 
 MAGIC = "rhizome-recording"
-FORMAT = 3
+FORMAT = 4
 CLOSED = "closed"
 _MAX_NOW = 2**63 - 1
 
@@ -82,6 +82,8 @@ class Recording:
     page_size: int
     prefix_cache: bool
     host_pages: int
+    recurrent: bool
+    snapshots: int
     context_len: int
     epoch: int
     vocab_size: int
@@ -100,7 +102,14 @@ class Recording:
 
     def new_scheduler(self) -> Scheduler:
         """A scheduler as it was when the recording began."""
-        kv = KVManager(self.num_pages, self.page_size, prefix_cache=self.prefix_cache, host_pages=self.host_pages)
+        kv = KVManager(
+            self.num_pages,
+            self.page_size,
+            prefix_cache=self.prefix_cache,
+            host_pages=self.host_pages,
+            recurrent=self.recurrent,
+            snapshots=self.snapshots,
+        )
         return Scheduler(self.config, kv, self.context_len, epoch=self.epoch, vocab_size=self.vocab_size)
 
     def records(self) -> Iterator[Record]:
@@ -146,18 +155,20 @@ def _check_header(path: Path, header: object) -> tuple[Any, ...]:
     if header[1:3] != [FORMAT, PROTOCOL_VERSION]:
         here = f"format {FORMAT} with protocol {PROTOCOL_VERSION}"
         raise RecordingError(f"{path}: recorded in format {header[1]} with protocol {header[2]}, this is {here}")
-    if len(header) != 11:
-        raise RecordingError(f"{path}: the header has {len(header)} fields, 11 belong there")
+    if len(header) != 13:
+        raise RecordingError(f"{path}: the header has {len(header)} fields, 13 belong there")
     config = _check_config(path, header[3])
     limits = {
-        "num_pages": 1, "page_size": 1, "prefix_cache": None, "host_pages": 0, "context_len": 2, "epoch": 0,
-        "vocab_size": 1,
+        "num_pages": 1, "page_size": 1, "prefix_cache": None, "host_pages": 0, "recurrent": None, "snapshots": 0,
+        "context_len": 2, "epoch": 0, "vocab_size": 1,
     }  # fmt: skip
     for (name, least), value in zip(limits.items(), header[4:], strict=True):
         if type(value) is not (bool if least is None else int) or (least is not None and not least <= value <= 2**31):
             raise RecordingError(f"{path}: {name} in the header is {value!r}")
     if header[7] and not header[6]:
         raise RecordingError(f"{path}: host_pages in the header is {header[7]} without a prefix cache")
+    if header[8] and (header[7] or config.speculation != "off"):
+        raise RecordingError(f"{path}: recurrent in the header goes with no host tier and no speculation")
     return (config, *header[4:])
 
 

@@ -9,6 +9,7 @@ from common.sampling_params import DrawParams, Grammar
 
 if TYPE_CHECKING:
     from scheduler_proc.radix_node import Node
+    from scheduler_proc.snapshots import Saving
     from scheduler_proc.speculation import Guesser
 
 
@@ -87,6 +88,7 @@ class Request:
     cached_len: int = 0
     pending: int = 0  # sampled by plans in flight, not yet known; all guesses of one count as right until then
     guesser: "Guesser | None" = None
+    saving: "Saving | None" = None  # where its prompt leaves snapshots, with a recurrent model
     steps_in_flight: int = 0
     preemptions: int = 0
     losses: int = 0  # how often the workers were lost with a step of it in flight, since it got on

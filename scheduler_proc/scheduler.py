@@ -55,6 +55,7 @@ from scheduler_proc.token_rows import TokenRows, drawn_rows, prompt_logprobs_of
 
 GROUP = "0"
 _FEW_DEADLINES = 64  # not worth tidying
+STATE_STATS = ("total_snapshots", "used_snapshots", "saved_snapshots", "loaded_snapshots")
 HOST_STATS = ("host_total_pages", "host_used_pages", "offloaded_pages", "loaded_pages", "host_dropped_pages")
 
 
@@ -63,7 +64,8 @@ class ProtocolError(RuntimeError):
 
 
 class Scheduler:
-    """See the module's docstring. `context_len` bounds prompt and output together, in tokens."""
+    """See the module's docstring. `context_len` bounds prompt and output together, in tokens. Raises ValueError when
+    the configuration is not for such a model."""
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class Scheduler:
         epoch: int = 0,
         vocab_size: int = MAX_TOKEN_ID + 1,
     ):
+        if kv.snapshots is not None and config.speculation != "off":
+            raise ValueError("wrong guesses cannot be taken back from the states of recurrent layers")
         self.config = config
         self.context_len = context_len
         self.vocab_size = vocab_size
@@ -357,6 +361,13 @@ class Scheduler:
         values = (pages, pages - tier.pool.free, tier.offloaded, tier.loaded, tier.dropped)
         return dict(zip(HOST_STATS, values, strict=True))
 
+    def _state_stats(self) -> dict[str, int]:
+        snapshots = self.kv.snapshots
+        if snapshots is None:
+            return dict.fromkeys(STATE_STATS, 0)
+        values = (snapshots.total, snapshots.used, snapshots.saved, snapshots.loaded)
+        return dict(zip(STATE_STATS, values, strict=True))
+
     def stats(self) -> dict[str, int]:
         """Gauges and counters by name; free + evictable + locked + held pages are the total."""
         tree, pool = self.kv.tree, self.kv.pool
@@ -372,5 +383,6 @@ class Scheduler:
             "held_pages": pool.num_pages - pool.free - tree.num_pages,
             "evicted_pages": tree.evicted,
             **self._host_stats(),
+            **self._state_stats(),
             **self.measures.counts,
         }

@@ -80,8 +80,10 @@ def _describe(node: Node) -> str:
     length = len(node.key) // TOKEN_BYTES
     ids = " ".join(map(str, tokens)) + (" ..." if length > len(tokens) else "")
     locks = f", locks {node.locks}" if node.locks else ""
+    at = " ".join(str(pages) for pages in sorted(node.states or ()))
+    states = f", snapshots after pages {at}" if at else ""
     where = "host pages" if node.on_host else "pages"
-    return f"{length} tokens, {where} {_ranges(node.pages)}{locks}, used at {node.last_access}: {ids}"
+    return f"{length} tokens, {where} {_ranges(node.pages)}{locks}{states}, used at {node.last_access}: {ids}"
 
 
 def _summary(nodes: list[Node]) -> str:

@@ -1,7 +1,8 @@
 """A worker on paper: executes StepPlans on pages that hold tokens instead of keys and values.
 
 It checks what a real worker cannot: that every page a request reads holds exactly that request's tokens. Its "model"
-is a hash of the whole context, so any wrong page, order or length changes the output.
+is a hash of the whole context, so any wrong page, order or length changes the output. A recurrent one also has a state
+for each slot, of all tokens that passed in their order, and hashes that.
 """
 
 from array import array
@@ -76,18 +77,26 @@ class Slot:
     drawn: list[int] = field(default_factory=list)
     answer: list[int] | None = None  # what a grammar has seen of the answer, where there is one
     fails_after: int = -1  # tokens of the answer
+    passed: list[int] = field(default_factory=list)  # the state of a recurrent model
 
 
 class PaperWorker:
-    """`num_pages` are on the device, further ones on the host, where nothing is computed."""
+    """`num_pages` are on the device, further ones on the host, where nothing is computed. With `snapshots`, of which
+    there may be none, the model is recurrent."""
 
-    def __init__(self, page_size: int, num_pages: int | None = None):
+    def __init__(self, page_size: int, num_pages: int | None = None, snapshots: int | None = None):
         self.page_size = page_size
         self.num_pages = num_pages
+        self.recurrent = snapshots is not None
+        self.snapshots: list[list[int] | None] = [None] * (snapshots or 0)
         self.slots: dict[int, Slot] = {}
         self.cells: dict[tuple[int, int], int] = {}  # (page, offset) -> token
         self.next_step = 0
         self.largest_frame = 0
+
+    def replacement(self) -> "PaperWorker":
+        """One like it that has forgotten everything."""
+        return PaperWorker(self.page_size, self.num_pages, len(self.snapshots) if self.recurrent else None)
 
     def execute(self, plan: StepPlan) -> StepResult:
         frame = encode(plan)
@@ -96,9 +105,12 @@ class PaperWorker:
         assert plan.step_id == self.next_step
         self.next_step += 1
         self._enter(plan)
+        self._load_states(plan)
         self._copy(plan)
         rows = self._rows(plan)
+        begins = {row.slot: self.slots[row.slot].length for row in rows}
         self._write(rows)
+        self._save_states(plan, begins)
         drawn = _Drawn()
         for row in rows:
             if row.samples:
@@ -136,6 +148,25 @@ class PaperWorker:
         if self.num_pages is not None:
             assert all(page < self.num_pages for page in plan.pages), "a request computes in a host page"
 
+    def _load_states(self, plan: StepPlan) -> None:
+        loads = dict(zip(plan.state_loads[::2], plan.state_loads[1::2], strict=True))
+        assert 2 * len(loads) == len(plan.state_loads) and loads.keys() <= set(plan.enter_slots)
+        for slot in plan.enter_slots:
+            state = self.slots[slot]
+            assert (slot in loads) == (self.recurrent and state.length > 0), "a state is missing, or one too many"
+            if slot in loads:
+                snapshot = self.snapshots[loads[slot]]
+                assert snapshot is not None and len(snapshot) == state.length, "a snapshot of another length"
+                state.passed = list(snapshot)
+
+    def _save_states(self, plan: StepPlan, begins: dict[int, int]) -> None:
+        columns = [plan.state_saves[i::3] for i in range(3)]
+        assert len(set(columns[2])) == len(columns[2]), "a snapshot is taken twice in a step"
+        for slot, length, number in zip(*columns, strict=True):
+            state = self.slots[slot]
+            assert slot in plan.chunk_slots and begins[slot] < length <= state.length and not length % self.page_size
+            self.snapshots[number] = state.passed[:length]
+
     def _copy(self, plan: StepPlan) -> None:
         for source, target in zip(plan.copies[::2], plan.copies[1::2], strict=True):
             if self.num_pages is not None:
@@ -169,10 +200,14 @@ class PaperWorker:
                 written.add(cell)
                 self.cells[cell] = token
                 state.length += 1
+                if self.recurrent:
+                    state.passed.append(token)
 
     def _draw(self, row: _Row, drawn: _Drawn) -> None:
         """The row's next token, and one more for each guess that was right."""
         state, context = self.slots[row.slot], self.read(row.slot)
+        if self.recurrent:
+            assert state.passed == context, "a state of other tokens than those in the cache"
         known, right = len(context) - row.guesses, 0
         while True:
             now = context[: known + right]

@@ -14,13 +14,15 @@ from tests.paper_worker import PaperWorker
 class Rig:
     """A scheduler with a paper worker, stepped by the test."""
 
-    def __init__(self, pages=100, page_size=4, context=200, vocab=2**31, host_pages=0, **config):
+    def __init__(self, pages=100, page_size=4, context=200, vocab=2**31, host_pages=0, snapshots=None, **config):
+        """With `snapshots`, of which there may be none, the model is recurrent."""
         settings = {"max_running": 8, "max_batch_tokens": 64, "chunk_tokens": 8, "steps_in_flight": 1} | config
         self.now = 1  # ns
         self._waiting: deque[StepPlan] = deque()
-        kv = KVManager(pages, page_size, host_pages=host_pages)
+        recurrent = snapshots is not None
+        kv = KVManager(pages, page_size, host_pages=host_pages, recurrent=recurrent, snapshots=snapshots or 0)
         self.scheduler = Scheduler(SchedulerConfig(**settings), kv, context, vocab_size=vocab)
-        self.worker = PaperWorker(page_size, pages)
+        self.worker = PaperWorker(page_size, pages, snapshots)
         self.out: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finish: dict[int, Finish] = {}
@@ -33,7 +35,7 @@ class Rig:
     def restart_worker(self):
         """Plans on their way are lost with the worker."""
         self._waiting.clear()
-        self.worker = PaperWorker(self.worker.page_size, self.worker.num_pages)
+        self.worker = self.worker.replacement()
 
     def abort(self, rid):
         self.take(self.scheduler.handle(Abort(rid), self.now))

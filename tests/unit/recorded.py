@@ -70,7 +70,7 @@ class RecordedRun:
     def lose_workers(self, epoch: int, *, crashed: bool = True) -> None:
         """The workers are gone with all they had, and new ones are there."""
         self.unfinished.clear()
-        self.worker = PaperWorker(self.worker.page_size)
+        self.worker = self.worker.replacement()
         self.take(self.scheduler.reset(epoch, self.tick(), crashed=crashed))
 
     def finish(self) -> None:
@@ -82,12 +82,16 @@ class RecordedRun:
 @contextmanager
 def recorded(
     path: Path, pages: int = 30, page_size: int = 4, *, prefix_cache: bool = True, host_pages: int = 0,
-    max_bytes: int = MAX_BYTES, **config,
+    snapshots: int | None = None, max_bytes: int = MAX_BYTES, **config,
 ) -> Iterator[RecordedRun]:  # fmt: skip
-    kv = KVManager(pages, page_size, prefix_cache=prefix_cache, host_pages=host_pages)
+    recurrent = snapshots is not None
+    kv = KVManager(
+        pages, page_size, prefix_cache=prefix_cache, host_pages=host_pages, recurrent=recurrent,
+        snapshots=snapshots or 0,
+    )  # fmt: skip
     with Recorder(path, max_bytes=max_bytes) as recorder:
         scheduler = RecordedScheduler(recorder, SchedulerConfig(**SMALL | config), kv, 60)
-        yield RecordedRun(scheduler, PaperWorker(page_size))
+        yield RecordedRun(scheduler, PaperWorker(page_size, snapshots=snapshots))
 
 
 def random_workload(run: RecordedRun, seed: int, requests: int = 40) -> None:

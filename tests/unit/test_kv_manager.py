@@ -104,3 +104,33 @@ def test_copies_of_pages_that_hold_nothing_any_more_are_not_made():
     kv.release(first)
     kv.tree.evict(2)
     assert len(kv.take_copies()) == 4, "those that come later are"
+
+
+def test_a_new_snapshot_is_news_for_who_has_remembered_what_is_cached():
+    kv = KVManager(60, 4, recurrent=True, snapshots=1)
+    one = request(0, range(9))
+    kv.tree.insert(one.tokens.tobytes(), kv.pool.allocate(3))
+    before = kv.tree.version
+    assert kv.cached(one) == 0 and kv.save_state(one, 12, ()) is None, "there is no such page"
+    assert kv.tree.version == before
+    assert kv.save_state(one, 8, ()) == 0 and kv.cached(one) == 8
+    assert kv.tree.version > before
+    assert kv.cached(request(1, range(8))) == 0, "one token is to be computed"
+
+
+def test_pages_that_nobody_uses_are_freed_for_those_that_hold_the_same():
+    """What can be had stays the same, so nothing that admission has promised is lost."""
+    kv = KVManager(30, 1, recurrent=True)
+    old = kv.pool.allocate(10)
+    kv.tree.insert(request(0, range(10)).tokens.tobytes(), old)
+    kv.pool.release(old)
+    one = request(1, range(12))
+    kv.take_room(one, kv.lock_prefix(one))
+    one.cached_len = 6
+    kv.publish(one)
+    assert kv.available == 30 - 12 and kv.pool.free == 30 - 12 - 10 + 6 and one.shared_pages == 6
+    one.cached_len = 12
+    kv.publish(one)
+    assert kv.available == kv.pool.free == 30 - 12 and one.shared_pages == 12 == kv.tree.num_pages
+    kv.release(one)
+    assert kv.available == 30 and kv.tree.num_pages == 12

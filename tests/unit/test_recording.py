@@ -6,7 +6,7 @@ import resource
 import stat
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import launch
 from common.codec import PROTOCOL_VERSION, decode, encode
-from common.config import ADMISSIONS, POLICIES
+from common.config import ADMISSIONS, POLICIES, SchedulerConfig
 from common.messages import AddRequest, StepPlan, StepResult, ints
 from scheduler_proc import replay
 from scheduler_proc.event_loop import new_recorder
@@ -57,7 +57,8 @@ def test_plans_are_identical(tmp_path: Path, policy: str, admission: str, in_fli
     for seed in range(4):
         path = tmp_path / f"{seed}.rec"
         settings = {"prefix_cache": seed != 3, "itl_target_ms": 1.2 * (seed % 2), "page_size": (4, 1, 8, 3)[seed]}
-        settings["host_pages"] = (20, 0, 5, 0)[seed]
+        settings |= {"host_pages": (20, 0, 5, 0)[seed], "snapshots": (None, 3, None, 0)[seed]}
+        settings["in_batch_gain"] = (32, 4)[seed % 2]
         with recorded(path, policy=policy, admission=admission, steps_in_flight=in_flight, **settings) as run:
             random_workload(run, seed, requests=20)
         timeline = replayed(path)
@@ -250,6 +251,12 @@ def test_damage_is_refused_clearly(small: Path, tmp_path: Path) -> None:
     assert outcomes == {Recording, RecordingError, Diverged}
 
 
+def header(*cache: Any, **config: Any) -> bytes:
+    """`cache` are prefix_cache, host_pages, recurrent and snapshots."""
+    values = asdict(SchedulerConfig(**config))
+    return msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION, values, 9, 4, *cache, 20, 0, 50])
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -261,9 +268,13 @@ def test_damage_is_refused_clearly(small: Path, tmp_path: Path) -> None:
         (msgpack.packb(["rhizome-recording", 99, PROTOCOL_VERSION]), "recorded in format 99"),
         (msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION]), "3 fields"),
         (
-            msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION, {"a": 1}, 1, 1, True, 0, 2, 0, 9]),
+            msgpack.packb(["rhizome-recording", FORMAT, PROTOCOL_VERSION, {"a": 1}, 1, 1, True, 0, False, 0, 2, 0, 9]),
             "not that of this version",
         ),
+        (header(True, 9, True, 0), "recurrent in the header goes with no host tier"),
+        (header(True, 0, True, 0, speculation="ngram"), "recurrent in the header goes with no host tier"),
+        (header(True, 0, 1, 0), "recurrent in the header is 1"),
+        (header(True, 0, True, -1), "snapshots in the header is -1"),
     ],
 )
 def test_what_is_no_recording_is_refused(tmp_path: Path, data: bytes, problem: str) -> None:

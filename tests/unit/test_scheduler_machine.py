@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(
         self, page_size, pages, running, budget, chunk, in_flight, prefix_cache, policy, admission, itl_target, gain,
-        guesses, host_pages,
+        guesses, host_pages, snapshots=None,
     ):  # fmt: skip
         config = SchedulerConfig(
             max_running=running,
@@ -65,7 +65,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
         def new_scheduler(epoch):
-            kv = KVManager(pages, page_size, prefix_cache=prefix_cache, host_pages=host_pages * prefix_cache)
+            kv = KVManager(
+                pages,
+                page_size,
+                prefix_cache=prefix_cache,
+                host_pages=host_pages * prefix_cache,
+                recurrent=snapshots is not None,
+                snapshots=snapshots or 0,
+            )
             scheduler = Scheduler(config, kv, CONTEXT, epoch=epoch)
             if isinstance(guesses, int):
                 speculate(scheduler, guesses)
@@ -73,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.new_scheduler = new_scheduler
         self.scheduler = self.new_scheduler(0)
-        self.new_worker = lambda: PaperWorker(page_size, pages)
+        self.new_worker = lambda: PaperWorker(page_size, pages, snapshots)
         self.worker = self.new_worker()
         self.plans: deque[StepPlan] = deque()
         self.results = deque()

@@ -1,0 +1,152 @@
+"""Snapshots in the radix tree against a list of prefixes, and the rules of where they are taken."""
+
+from array import array
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from scheduler_proc.block_pool import BlockPool
+from scheduler_proc.radix_tree import RadixTree
+from scheduler_proc.snapshots import Found, Saving, Snapshots, find, saving_of
+from tests.examples import examples
+
+
+def raw(tokens):
+    return array("i", tokens).tobytes()
+
+
+def in_tree(total, page_size):
+    pool, snapshots = BlockPool(1000), Snapshots(total)
+    tree = RadixTree(pool, page_size, snapshots=snapshots)
+
+    def insert(tokens):
+        pages = pool.allocate(-(-len(tokens) // page_size))
+        tree.insert(raw(tokens), pages)
+        pool.release(pages)
+
+    def save(tokens, busy=()):
+        *_, (node, _, whole) = tree.walk(raw(tokens))
+        return snapshots.save(node, whole, busy)
+
+    return tree, snapshots, insert, save
+
+
+@st.composite
+def workloads(draw):
+    sequence = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+    action = st.tuples(st.sampled_from(["insert", "save", "save", "evict", "find", "match"]), sequence)
+    return draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([0, 1, 3, 30])), draw(st.lists(action, max_size=40))
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(workloads())
+def test_same_as_a_list_of_prefixes(workload):
+    """`kept` are the tokens of each number, the one used longest ago first; the tree says only what it still has."""
+    size, total, actions = workload
+    tree, snapshots, insert, save = in_tree(total, size)
+    kept: dict[int, tuple[int, ...]] = {}
+    for action, tokens in actions:
+        whole = tuple(tokens[: tree.peek(raw(tokens), len(tokens)) // size * size])
+        match action:
+            case "insert":
+                insert(tokens)
+            case "evict":
+                tree.evict(len(tokens) // 3)
+                kept = {n: own for n, own in kept.items() if tree.peek(raw(own), len(own)) == len(own)}
+            case "match":
+                tree.match(raw(tokens), len(tokens))
+            case "save" if whole:
+                there = next((n for n, own in kept.items() if own == whole), None)
+                oldest = next(iter(kept), None)
+                number = save(whole)
+                if there is not None:
+                    assert number is None
+                    kept[there] = kept.pop(there)
+                elif total:
+                    assert (number == oldest) == (len(kept) == total)
+                    kept.pop(number, None)
+                    kept[number] = whole
+                else:
+                    assert number is None
+        found = find(tree.walk(raw(tokens)), size, len(tokens) - 1, len(tokens))
+        usable = {own: n for n, own in kept.items() if tuple(tokens[: len(own)]) == own}
+        starts = {len(own): n for own, n in usable.items() if len(own) < len(tokens)}
+        assert found.start == max(starts, default=0) and found.number == starts.get(found.start, -1)
+        assert found.deepest == max(map(len, usable), default=0)
+        assert found.known == tree.peek(raw(tokens), len(tokens)) // size * size
+        assert found.reach == len(tokens), "nobody has locked anything"
+        if found.number >= 0 and action == "find":
+            snapshots.load(found.number)
+            kept[found.number] = kept.pop(found.number)
+        assert list(snapshots.places()) == list(kept)
+        assert sorted([*snapshots.free_numbers(), *kept]) == list(range(total))
+    tree.evict(1000)
+    assert not snapshots.used and sorted(snapshots.free_numbers()) == list(range(total))
+
+
+def test_those_that_the_plan_saves_already_are_not_reused():
+    _, snapshots, insert, save = in_tree(1, 1)
+    insert([1, 2, 3])
+    assert save([1]) == 0
+    assert save([1, 2], busy=[0]) is None
+    assert save([1, 2], busy=[]) == 0 and snapshots.saved == 2 and snapshots.used == 1
+
+
+def test_counters_go_on_when_all_is_forgotten():
+    _, snapshots, insert, save = in_tree(3, 1)
+    insert([1])
+    snapshots.load(save([1]))
+    again = snapshots.emptied()
+    assert (again.total, again.used, again.saved, again.loaded) == (3, 0, 1, 1)
+
+
+def test_what_somebody_else_uses_bounds_what_can_be_kept():
+    tree, _, insert, save = in_tree(9, 2)
+    insert([1, 1, 2, 2, 3, 3, 4, 4])
+    assert save([1, 1]) is not None
+
+    def reach():
+        return find(tree.walk(raw([1, 1, 2, 2, 3, 3, 9, 9])), 2, 99, 99).reach
+
+    assert reach() == 99
+    tree.lock(tree.match(raw([1, 1]), 2).node)
+    assert reach() == 99, "it starts there"
+    node = tree.match(raw([1, 1, 2, 2]), 4).node
+    tree.lock(node)
+    assert reach() == 6
+    tree.unlock(node)
+    assert reach() == 99
+
+
+@pytest.mark.parametrize(
+    ("found", "length", "points"),
+    [
+        (Found(0, -1, 0, 0, 100), 100, [96]),
+        (Found(0, -1, 0, 0, 97), 97, [96]),
+        (Found(0, -1, 0, 0, 96), 96, [92]),
+        (Found(0, -1, 0, 40, 100), 100, [40, 96]),
+        (Found(20, 3, 20, 40, 100), 100, [40, 96]),
+        (Found(20, 3, 20, 28, 100), 100, [28, 96]),
+        (Found(20, 3, 20, 24, 100), 100, [96]),
+        (Found(0, -1, 0, 88, 100), 100, [88, 96]),
+        (Found(0, -1, 0, 92, 100), 100, [92]),
+        (Found(0, -1, 92, 96, 100), 100, []),
+        (Found(92, 1, 92, 92, 100), 100, []),
+        (Found(0, -1, 0, 40, 40), 100, [40]),
+        (Found(0, -1, 0, 0, 8), 8, []),
+        (Found(0, -1, 0, 0, 9), 9, [8]),
+    ],
+)
+def test_where_a_prompt_leaves_snapshots(found, length, points):
+    """Pages of 4 tokens, and 8 that are worth one."""
+    saving = saving_of(found, length, 4, 8)
+    assert saving.points == points and saving.reach == found.reach
+
+
+def test_a_prompt_comes_to_its_points_one_after_the_other():
+    saving = Saving([12, 4], 20)
+    saving.add(8)
+    saving.add(8)
+    assert saving.points == [4, 8, 12]
+    assert (saving.due(3), saving.due(8), saving.due(11), saving.due(12), saving.due(99)) == ([], [4, 8], [], [12], [])
