@@ -10,11 +10,11 @@ from common.parsers.formats import LISTS, Reasoning, ToolFormat
 from common.parsers.harmony import HarmonyParser
 from common.parsers.hermes import HermesParser
 from common.parsers.llama3 import Llama3Parser
-from common.parsers.marked import DEEPSEEK_MARKS, GEMMA_MARKS, KIMI_MARKS, MarkedParser
+from common.parsers.marked import DEEPSEEK_MARKS, FUNCTION_GEMMA_MARKS, GEMMA_MARKS, KIMI_MARKS, MarkedParser
 from common.parsers.mistral import COHERE, GRANITE, HUNYUAN, MistralParser
 from common.parsers.pythonic import PythonicParser
 from common.parsers.reasoning import THINK, ReasoningPasser, ReasoningSplitter, Split, Tags, Unwrapper
-from common.parsers.tag_forms import DSML, MINIMAX, SEED
+from common.parsers.tag_forms import DSML, HUNYUAN3, MINIMAX, SEED
 from common.parsers.tagged_call import Schemas
 
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -127,6 +127,8 @@ def _tool_parser(
             return MistralParser(ids, HUNYUAN)
         case ToolFormat.GEMMA:
             return MarkedParser(ids, GEMMA_MARKS, offered)
+        case ToolFormat.FUNCTION_GEMMA:
+            return MarkedParser(ids, FUNCTION_GEMMA_MARKS, offered)
         case ToolFormat.DEEPSEEK:
             return MarkedParser(ids, DEEPSEEK_MARKS, offered)
         case ToolFormat.KIMI:
@@ -139,6 +141,8 @@ def _tool_parser(
             return HermesParser(ids, offered, MINIMAX)
         case ToolFormat.SEED:
             return HermesParser(ids, offered, SEED)
+        case ToolFormat.HUNYUAN3:
+            return HermesParser(ids, offered, HUNYUAN3)
         case _:
             return HermesParser(ids, offered)
 

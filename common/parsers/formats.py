@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.harmony import speaks_harmony
-from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, MISTRAL, SEED, THINK, Tags
+from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED, THINK, Tags
 
 
 class ToolFormat(Enum):
@@ -15,6 +15,7 @@ class ToolFormat(Enum):
     GRANITE = "granite"  # 3; 4 writes as Hermes
     HARMONY = "harmony"  # gpt-oss
     GEMMA = "gemma"  # 4
+    FUNCTION_GEMMA = "function_gemma"
     DEEPSEEK = "deepseek"  # V3, R1, V3.1
     DSML = "dsml"  # DeepSeek V3.2
     KIMI = "kimi"  # K2
@@ -22,7 +23,8 @@ class ToolFormat(Enum):
     MINIMAX = "minimax"  # M2
     SEED = "seed"  # Seed-OSS
     COHERE = "cohere"  # Command R7B, Command A
-    HUNYUAN = "hunyuan"
+    HUNYUAN = "hunyuan"  # A13B; MiniMax M1, Apriel, Jamba, Nemotron Nano 2
+    HUNYUAN3 = "hunyuan3"
 
 
 # Those in which forced calls are a list of JSON objects without any marks.
@@ -45,7 +47,7 @@ class Formats:
     tags: Tags = THINK
 
 
-# The first of these that is in a template tells the format, but for those that Hermes' tags come before.
+# The first of these that is in a template tells the format.
 _MARKS = {
     "[TOOL_CALLS]": ToolFormat.MISTRAL,
     "<|tool_call|>": ToolFormat.GRANITE,
@@ -57,16 +59,21 @@ _MARKS = {
     "<seed:tool_call>": ToolFormat.SEED,
     "<|START_ACTION|>": ToolFormat.COHERE,
     "<|tool_call_start|>": ToolFormat.PYTHONIC,
+    "<|tool_list_start|>": ToolFormat.PYTHONIC,  # LFM2's templates show no calls
+    "List of tools: [": ToolFormat.PYTHONIC,  # LFM2.5's neither
+    "<start_function_call>": ToolFormat.FUNCTION_GEMMA,
+    "<TOOLCALL>": ToolFormat.HUNYUAN,
+    "<tool_calls>": ToolFormat.HUNYUAN,
+    "<tool_sep{}>": ToolFormat.HUNYUAN3,
     "<tool_call>": ToolFormat.HERMES,
     "<function name=": ToolFormat.HERMES,
-    "<tool_calls>": ToolFormat.HUNYUAN,
     "<function_calls>": ToolFormat.PYTHONIC,
 }
 _PYTHONIC = re.compile(r"\[\w+\(\w+=")  # the list that the model is shown
 _LLAMA4 = "<|header_start|>"
 _TAGS = {
     "<|channel>": GEMMA, "<seed:think>": SEED, "[THINK]": MISTRAL, "<|START_THINKING|>": COHERE,
-    "<|START_RESPONSE|>": COHERE,
+    "<|START_RESPONSE|>": COHERE, "<think{}>": HUNYUAN3, "<think:opensource>": HUNYUAN3,
 }  # fmt: skip
 _HUNYUAN = re.compile(r"<\|extra_0\|>|<｜hy_")
 _LEFT_OPEN = r"(?:\\n|\s)*['\"]?\s*[-~+]?\s*(?:\}\}|$|\{%)"

@@ -13,7 +13,7 @@ _MAX_HEADER = 256  # characters before the arguments
 _NAME = r"[^\s()\[\]{}<>=,:;'\"|]"
 _PYTHON = re.compile(rf"({_NAME}+)\s*(?=\(\s*(?:\)|\w+\s*=))")
 _PYTHON_BEGUN = re.compile(rf"{_NAME}+\s*(?:\(\s*(?:\w+\s*)?)?")
-_GEMMA = re.compile(r"\s*(?:call)?\s*:\s*([^\s{}<>\"]+)\s*(?=\{|<tool_call\|>)")
+_GEMMA = re.compile(r"\s*(?:call)?\s*:\s*([^\s{}<>\"]+)\s*(?=\{|<tool_call\|>|<end_function_call>)")
 _GEMMA_BEGUN = re.compile(r"\s*(?:c|ca|cal|(?:call)?\s*(?::\s*[^\s{}<>\"]*\s*<?[a-z_]*\|?)?)")
 
 

@@ -1,7 +1,8 @@
-"""Reads values as Python writes them, or as Gemma 4 does, and writes them as JSON while they come.
+"""Reads values as Python writes them, or as Gemma 4 and FunctionGemma do, and writes them as JSON while they come.
 
     (a=1, b='it\\'s', c=[None, {"d": (True,)}])             Python: the arguments of a call, in round brackets
     {a:1,b:<|"|>it's<|"|>,c:[null,{d:[true]}]}               Gemma: strings between marks, and keys without any
+    {a:1,b:<escape>it's<escape>}                             FunctionGemma
 
 Nothing is evaluated: a value is a text, a number, a word, or these in brackets. There is no recursion.
 """
@@ -19,7 +20,6 @@ MAX_DEPTH = 100  # of brackets
 _MAX_WORD = 1024  # characters of keys, and of values that are no strings in quotes
 _MAX_SPACE = 64  # behind what may be the quote at a string's end
 _MAX_ESCAPE = 10  # characters, of \U0001f600
-_MARK = '<|"|>'
 _STRING = frozenset({"string"})
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _QUOTE = re.compile(r"([rRbBuUfF]{0,2})('''|\"\"\"|'|\")")
@@ -32,8 +32,11 @@ _PYTHON_NUMBER = re.compile(r"[+-]?[\d.][\w.+-]*", re.ASCII)
 
 
 class Dialect(Enum):
-    PYTHON = auto()
-    GEMMA = auto()
+    """The value is the mark around strings."""
+
+    PYTHON = ""
+    GEMMA = '<|"|>'
+    FUNCTION_GEMMA = "<escape>"
 
 
 class _Expects(Enum):
@@ -61,6 +64,7 @@ class ArgumentsLiteral:
 
     def __init__(self, dialect: Dialect, is_text: Callable[[str], bool] = lambda key: False) -> None:
         self._python = dialect is Dialect.PYTHON
+        self._mark = dialect.value
         self._is_text = is_text
         self._stack: list[_Bracket] = []
         self._expects = _Expects.VALUE
@@ -95,7 +99,7 @@ class ArgumentsLiteral:
         """The index behind what was read, None where more text is needed."""
         match self._expects:
             case _Expects.STRING:
-                return self._in_mark(text, at, final) if self._quote == _MARK else self._in_quotes(text, at, final)
+                return self._in_mark(text, at, final) if self._quote == self._mark else self._in_quotes(text, at, final)
             case _Expects.COLON if text[at] == self._stack[-1].colon:
                 self._expects = _Expects.VALUE
                 return at + 1
@@ -120,9 +124,9 @@ class ArgumentsLiteral:
         """A value, or a key that may be in quotes."""
         if text[at] in _CLOSES:
             return self._break(at) if as_key or len(self._stack) >= MAX_DEPTH else self._push(text[at], at)
-        if not self._python and text.startswith(_MARK, at):
-            return self._open(_MARK, False, at + len(_MARK), as_key=as_key)
-        if not self._python and _MARK.startswith(text[at:]):
+        if not self._python and text.startswith(self._mark, at):
+            return self._open(self._mark, False, at + len(self._mark), as_key=as_key)
+        if not self._python and self._mark.startswith(text[at:]):
             return len(text) if final else None
         begun = text[at : at + 5]  # two letters, three quotes
         if not final and len(begun) < 5 and _QUOTE_PREFIX.fullmatch(begun):
@@ -178,7 +182,7 @@ class ArgumentsLiteral:
             self._key.append(text)
 
     def _in_mark(self, text: str, at: int, final: bool) -> int | None:
-        end, mark = find_marker(text[at:], (_MARK,), final=final)
+        end, mark = find_marker(text[at:], (self._mark,), final=final)
         self._show(text[at : at + end])
         if mark:
             self._close()

@@ -1,4 +1,4 @@
-"""Calls between marks that are tokens of their own: DeepSeek's (V3, V3.1), Kimi K2's and Gemma 4's."""
+"""Calls between marks that are tokens of their own: DeepSeek's (V3, V3.1), Kimi K2's, Gemma 4's and FunctionGemma's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +35,11 @@ KIMI_MARKS = Marks(
 GEMMA_MARKS = Marks(
     (), "<|tool_call>", ("<tool_call|>",),
     lambda writer, schemas: LiteralCall(writer, Dialect.GEMMA, schemas),
+)  # fmt: skip
+
+FUNCTION_GEMMA_MARKS = Marks(  # it writes the last one where it waits for the result
+    (), "<start_function_call>", ("<end_function_call>", "<start_function_response>"),
+    lambda writer, schemas: LiteralCall(writer, Dialect.FUNCTION_GEMMA, schemas),
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class ListForm:
 MISTRAL = ListForm(("[TOOL_CALLS]",))
 GRANITE = ListForm(("<|tool_call|>", "<tool_call>"))
 COHERE = ListForm(("<|START_ACTION|>",), ("<|END_ACTION|>",), "tool_name")
-HUNYUAN = ListForm(("<tool_calls>",), ("</tool_calls>",))
+HUNYUAN = ListForm(("<tool_calls>", "<TOOLCALL>"), ("</tool_calls>", "</TOOLCALL>"))
 _MAX_HEADER = 256  # characters between the marker and the arguments
 _HEADER = re.compile(r"([^\s\[\]{}\"\\]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 

@@ -19,6 +19,7 @@ class Tags:
 
 THINK = Tags("<think>", "</think>", special=False)
 HUNYUAN = Tags(THINK.open, THINK.close, special=False, around=(("<answer>", "</answer>"), ("助手：", "")))
+HUNYUAN3 = Tags("<think:opensource>", "</think:opensource>")
 COHERE = Tags(
     "<|START_THINKING|>", "<|END_THINKING|>",
     around=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),

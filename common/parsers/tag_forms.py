@@ -15,6 +15,8 @@ without `<tool_call>` around them, and Seed-OSS, MiniMax M2 and DeepSeek V3.2 in
     </function>            </invoke>                    </｜DSML｜invoke>
     </seed:tool_call>      </minimax:tool_call>         </｜DSML｜function_calls>
 
+Hunyuan 3 writes GLM's form with `:opensource` in each tag, and `<tool_sep:opensource>` behind the name.
+
 A value is a text, so what it is in JSON depends on the schema of the parameter.
 """
 
@@ -77,6 +79,13 @@ _DEEPSEEK = TagForm(
     begin="", ends=("</｜DSML｜parameter>",), instead=("\n<｜DSML｜parameter", "\n</｜DSML｜invoke>"),
     call_end="</｜DSML｜invoke>",
 )  # fmt: skip
+_HUNYUAN3 = TagForm(
+    name=re.compile(r"<tool_call:opensource>([^\s<>]+)\s*<tool_sep:opensource>"), name_end="<tool_sep:opensource>",
+    key=re.compile(r"<arg_key:opensource>(?P<key>[^<>]+)</arg_key:opensource>\s*<arg_value:opensource>"),
+    key_end="<arg_value:opensource>", key_begin="<arg_key:opensource>",
+    begin="", ends=("</arg_value:opensource>",), instead=("\n</tool_call:opensource>",),
+    call_end="</tool_call:opensource>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +112,6 @@ DSML = Block(  # as V3.2 names it, and V4
     ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
     "<｜DSML｜invoke", lambda begun: _DEEPSEEK,
 )  # fmt: skip
+HUNYUAN3 = Block(
+    ("<tool_calls:opensource>",), ("</tool_calls:opensource>",), "<tool_call:opensource>", lambda begun: _HUNYUAN3
+)

@@ -137,7 +137,9 @@ class TaggedCall(Call):
 def _may_come(begun: str, function: str) -> bool:
     """Whether a name may stand in tags that begin like this, as far as can be told without their end."""
     behind = begun[len(function) :][:1]
-    tag = function.startswith(begun[: len(function)]) and (not behind or behind == "=" or behind.isspace())
+    tag = function.startswith(begun[: len(function)]) and (
+        not behind or function.endswith(">") or behind == "=" or behind.isspace()
+    )
     return len(begun) < MAX_TAG and (tag or not begun.startswith("<"))
 
 

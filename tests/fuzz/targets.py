@@ -14,7 +14,7 @@ from client_cli.sse import SseError, SseParser
 from common.codec import FrameError, decode, encode, message_types
 from common.messages import Abort, AddRequest, GetStats
 from common.parsers import THINK, Reasoning, ToolFormat, make_parser
-from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, MISTRAL, SEED
+from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED
 from common.sockets import Inbox
 from common.stamps import Stamper
 from gateway_proc.app import ROUTES
@@ -25,7 +25,7 @@ _ALL = frozenset(message_types())
 _BODIES = [route.body for route in ROUTES if route.body is not None]
 _READER = BodyReader(2**26)
 _FORMATS = (None, *ToolFormat)
-_TAGS = (THINK, HUNYUAN, COHERE, GEMMA, SEED, MISTRAL)
+_TAGS = (THINK, HUNYUAN, HUNYUAN3, COHERE, GEMMA, SEED, MISTRAL)
 
 
 def frame(data: bytes) -> None:
@@ -67,7 +67,7 @@ def body(data: bytes) -> None:
 def answer(data: bytes) -> None:
     """The parser of tool calls and reasoning finds the same, however the text is cut."""
     head, text = data[:2].ljust(2, b"\0"), data[2:].decode(errors="replace")
-    tools, reasoning = _FORMATS[head[0] % len(_FORMATS)], list(Reasoning)[head[0] // 16 % len(Reasoning)]
+    tools, reasoning = _FORMATS[head[0] % len(_FORMATS)], list(Reasoning)[head[0] // 32 % len(Reasoning)]
     step, tags = head[1] % 7 + 1, _TAGS[head[1] // 8 % len(_TAGS)]
 
     def read(pieces: list[str]) -> list[Any]:

@@ -35,6 +35,8 @@ TEXTS = (
     '<minimax:tool_call><invoke name="f"><parameter name="s">x</parameter></invoke></minimax:tool_call>',
     '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="false">1</｜DSML｜parameter>',
     '<|START_THINKING|>x<|END_THINKING|><|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>',
+    "<start_function_call>call:f{a:<escape>x<escape>}<end_function_call>",
+    "<tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource></tool_call:opensource></tool_calls:opensource>",
     '<answer>\n<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls></answer>', "[THINK]x[/THINK]",
 )  # fmt: skip
 
@@ -55,7 +57,7 @@ def seeds(target: str) -> list[bytes]:
         case "body":
             return [bytes([i]) + json.dumps(NEEDED.get(path, {})).encode() for i, path in enumerate(bodies())]
         case "answer":
-            return [bytes([i, 2]) + text.encode() for i in range(64) for text in TEXTS]
+            return [bytes([i, 2]) + text.encode() for i in range(96) for text in TEXTS]
     return [b"data: {}\n\n", b"event: x\r\ndata: a\r\ndata: b\r\n\r\n: c\n", b"\xef\xbb\xbfid: 1\ndata\n\n"]
 
 

@@ -1,4 +1,4 @@
-"""Calls between marks of their own: Gemma 4's, DeepSeek's (V3 and V3.1) and Kimi K2's."""
+"""Calls between marks of their own: Gemma 4's and FunctionGemma's, DeepSeek's (V3 and V3.1) and Kimi K2's."""
 
 import json
 
@@ -145,6 +145,17 @@ def test_ids_of_kimi_are_the_models_own():
     assert [c.name for c in calls] == ["f"] * 4
 
 
+def test_function_gemma():
+    tools = ToolFormat.FUNCTION_GEMMA
+    arguments = 's:<escape>a {"b"}, <|"|><escape>,n:5,o:{k:[<escape>v<escape>,true]}'
+    text = f"Hm.\n<start_function_call>call:f{{{arguments}}}<end_function_call><start_function_response>"
+    expected = ["Hm.", ("f", '{"s": "a {\\"b\\"}, <|\\"|>", "n": 5, "o": {"k": ["v", true]}}')]
+    assert found(text, tools) == expected
+    assert found("<start_function_call>call:f{}<end_function_call>", tools) == [("f", "{}")]
+    assert found("<start_function_call>call:f{s:<escape>cu", tools) == [("f", '{"s": "cu')]
+    assert found("<start_function_call> f", tools) == ["<start_function_call> f"]
+
+
 def test_a_call_ends_reasoning_that_was_not_closed():
     for tools, call in ((GEMMA, gemma(("f", ""))), (DEEPSEEK, v31(("f", "{}"))), (KIMI, kimi(("f", "{}")))):
         assert shown(parse([f"hm\n{call}"], tools, Reasoning.OPENED)) == [("think", "hm"), ("f", "{}")]
@@ -167,7 +178,8 @@ POINTS = st.lists(st.integers(0, 10**6), max_size=20)
 
 @given(TEXTS | GEMMA_TEXTS.map(lambda text: "<|tool_call>call:f{" + text), POINTS, st.booleans())
 def test_a_split_changes_nothing(text, points, offered):
-    for tools in (GEMMA, DEEPSEEK, KIMI):
+    function_gemma = text.replace(Q, "<escape>").replace("<|tool_call>", "<start_function_call>")
+    for tools, text in (*((t, text) for t in (GEMMA, DEEPSEEK, KIMI)), (ToolFormat.FUNCTION_GEMMA, function_gemma)):
         for reasoning in (Reasoning.NONE, Reasoning.OPENED):
             more = {"offered": OFFERED if offered else None}
             whole = parse([text], tools, reasoning, **more)

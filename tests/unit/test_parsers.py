@@ -162,6 +162,7 @@ def test_granite(text, expected):
         (COHERE, f"<|START_ACTION|>[{CALL}]", [f"<|START_ACTION|>[{CALL}]"]),
         (HUNYUAN, f"Hm.<tool_calls>[{CALL}, {CALL}]</tool_calls> k", ["Hm.", ("f", ARGUMENTS), ("f", ARGUMENTS), "k"]),
         (HUNYUAN, f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", [("f", ARGUMENTS), ("f", ARGUMENTS)]),
+        (HUNYUAN, f"<TOOLCALL>[{CALL}]</TOOLCALL>", [("f", ARGUMENTS)]),
         (HUNYUAN, "<tool_calls>[]</tool_calls>", ["<tool_calls>[]</tool_calls>"]),
     ],
 )

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.parsers import THINK, Formats, Reasoning, ToolFormat, detect_formats, needs_special_tokens, tags_of
-from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, MISTRAL, SEED
+from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED
 from tests.helpers_parsers import parse, shown, split
 
-TAGS = [THINK, HUNYUAN, COHERE, GEMMA, SEED, MISTRAL]
+TAGS = [THINK, HUNYUAN, HUNYUAN3, COHERE, GEMMA, SEED, MISTRAL]
 ANSWERING, ANSWERED = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
 
 
@@ -87,6 +87,12 @@ def test_a_split_changes_nothing(text, points, tags, together):
         ("<function_calls>\nget_weather(city='New York')\n</function_calls>", ToolFormat.PYTHONIC, None),
         ("Use exact format: [func_name1(param1=value1, param2=value2)]<|start_header_id|>", ToolFormat.PYTHONIC, None),
         ("<|header_start|>assistant<|header_end|>{'name': ", ToolFormat.PYTHONIC, None),
+        ('{% set s = "List of tools: <|tool_list_start|>[" %}', ToolFormat.PYTHONIC, None),
+        ('{% set s = "List of tools: [" %}<think></think>', ToolFormat.PYTHONIC, THINK),
+        ("<start_function_call>call:f{}<end_function_call>", ToolFormat.FUNCTION_GEMMA, None),
+        ("within <tool_call></tool_call> tags: <tool_calls>[{}]</tool_calls>", ToolFormat.HUNYUAN, None),
+        ("<TOOLCALL>[{}]</TOOLCALL><think></think>", ToolFormat.HUNYUAN, THINK),
+        ("{{ '<tool_sep{}>'.format(x) }}{{ '<think{}>'.format(x) }}", ToolFormat.HUNYUAN3, HUNYUAN3),
         ("[THINK][/THINK][TOOL_CALLS]", ToolFormat.MISTRAL, MISTRAL),
     ],
 )

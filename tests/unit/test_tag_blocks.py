@@ -1,4 +1,4 @@
-"""Calls whose parameters stand in tags, in the blocks of Seed-OSS, MiniMax M2 and DeepSeek V3.2."""
+"""Calls whose parameters stand in tags, in the blocks of Seed-OSS, MiniMax M2, DeepSeek V3.2 and Hunyuan 3."""
 
 import json
 
@@ -11,7 +11,7 @@ from common.parsers.reasoning import SEED as SEED_TAGS
 from tests.helpers_parsers import parse, shown, split
 from tests.unit.test_tagged_calls import OFFERED, TEXTS
 
-SEED, MINIMAX, DSML = ToolFormat.SEED, ToolFormat.MINIMAX, ToolFormat.DSML
+SEED, MINIMAX, DSML, HUNYUAN = ToolFormat.SEED, ToolFormat.MINIMAX, ToolFormat.DSML, ToolFormat.HUNYUAN3
 
 
 def seed(*calls):
@@ -43,7 +43,21 @@ def dsml_call(call, string=None):
     return f'<｜DSML｜invoke name="{call[0]}">\n{body}</｜DSML｜invoke>\n'
 
 
-FORMATS = {seed: SEED, minimax: MINIMAX, dsml: DSML}
+def hunyuan(*calls):
+    body = "".join(map(hunyuan_call, calls))
+    return f"<tool_calls:opensource>\n{body}</tool_calls:opensource>"
+
+
+def hunyuan_call(call):
+    name, values = call
+    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    text = f"<tool_call>{name}<tool_sep>\n{''.join(pairs)}</tool_call>\n"
+    for tag in ("tool_call", "tool_sep", "arg_key", "arg_value"):
+        text = text.replace(f"{tag}>", f"{tag}:opensource>")
+    return text
+
+
+FORMATS = {seed: SEED, minimax: MINIMAX, dsml: DSML, hunyuan: HUNYUAN}
 
 
 def found(text, tools, **more):
@@ -99,6 +113,9 @@ def test_deepseek_says_itself_what_is_a_string():
         (DSML, dsml(), [dsml()]),
         (DSML, "<｜DSML｜function_calls><｜DSML｜invoke name=", ["<｜DSML｜function_calls><｜DSML｜invoke name="]),
         (DSML, f"{dsml(('f', {}))} {dsml_call(('nope', {}))}", [("f", "{}"), dsml_call(("nope", {}))]),
+        (HUNYUAN, hunyuan(("f", {}))[:47], [hunyuan(("f", {}))[:47]]),
+        (HUNYUAN, hunyuan(("f", {"s": "x"}))[:-70], [("f", '{"s": "x')]),
+        (HUNYUAN, hunyuan_call(("nope", {})), [hunyuan_call(("nope", {}))]),
     ],
 )  # fmt: skip
 def test_forms(tools, text, expected):
@@ -120,13 +137,15 @@ PIECES = (
     '<｜DSML｜invoke name="f">', '<｜DSML｜invoke name="no">', '<｜DSML｜parameter name="i" string="false">',
     '<｜DSML｜parameter name="s" string="true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>",
     "5", '{"name": "f"}', "\n", " ", "<", ">", '"', "é🙂", "x" * 300, "</think>",
+    "<tool_calls:opensource>", "<tool_call:opensource>", "f<tool_sep:opensource>", "<arg_value:opensource>",
+    "</arg_value:opensource>", hunyuan(("f", {"i": "5"})),
     seed(("f", {"s": "x"})), minimax(("f", {"i": "5"})), dsml(("f", {"i": "5"})),
 )  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=24).map("".join), st.lists(st.integers(0, 10**6), max_size=20))
 def test_a_split_changes_nothing(text, points):
-    for tools in (SEED, MINIMAX, DSML):
+    for tools in FORMATS.values():
         for more in ({"offered": OFFERED}, {"reasoning": Reasoning.OPENED}):
             whole = parse([text], tools, **more)
             assert parse(split(text, points), tools, **more) == whole
