@@ -50,7 +50,9 @@ class Conversation:
     @property
     def is_read(self) -> bool:
         """Whether answers go through a parser."""
-        return self.tool_format is not None or self.tells_reasoning or self.reasoning is Reasoning.CHANNEL
+        if self.tool_format is not None or self.tells_reasoning:
+            return True
+        return self.reasoning is Reasoning.CHANNEL or bool(self.tags.around)
 
     @property
     def tells_reasoning(self) -> bool:

@@ -115,7 +115,9 @@ def _reasoning(template: str, tags: Tags, thinking: bool, prompt: str) -> Reason
     if re.search(rf"{re.escape(tags.open)}(<[\w:]+>)?$", prompt):  # Seed-OSS opens its budget there
         return Reasoning.OPENED
     if prompt.endswith(tags.close) or not thinking:
-        return Reasoning.NONE
+        # Special tokens are no text: where the model writes them all the same, as Gemma 4 does behind results of tools,
+        # they are not shown.
+        return Reasoning.TAGS if tags.special else Reasoning.NONE
     if prompt:
         return Reasoning.TAGS
     # What is written behind the last message is where the prompt ends.

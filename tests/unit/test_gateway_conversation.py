@@ -247,6 +247,10 @@ def test_special_tokens_around_reasoning_are_shown_and_end_where_a_grammar_begin
     assert reader.message() == {
         "role": "assistant", "content": "Yes.", "refusal": None, "reasoning": "hm", "reasoning_content": "hm",
     }  # fmt: skip
+    off = conversation(GEMMA, chat_template_kwargs={"enable_thinking": False})
+    reader = ChoiceReader(off)
+    reader.collect(row("<|channel>thought\n<channel|>Yes."))
+    assert off.needs_special_tokens and reader.message()["content"] == "Yes."
     bound = conversation(GEMMA, response_format={"type": "json_object"})
     assert (bound.reasoning, bound.grammar) == (Reasoning.NONE, Grammar("json_object"))
     assert not bound.needs_special_tokens and not bound.is_read
@@ -257,3 +261,12 @@ def test_special_tokens_around_reasoning_are_shown_and_end_where_a_grammar_begin
     (call,) = reader.message()["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
     assert reader.finish_reason(Finish.STOP) == "tool_calls"
+
+
+def test_what_is_around_answers_is_not_shown_without_thoughts() -> None:
+    template = "{{ messages }}<|extra_0|>{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
+    found = conversation(template, chat_template_kwargs={"enable_thinking": False})
+    assert found.reasoning is Reasoning.NONE and not found.needs_special_tokens
+    reader = ChoiceReader(found)
+    reader.collect(row("<answer>\nYes.\n</answer>", Finish.STOP))
+    assert reader.message()["content"] == "Yes."

@@ -107,7 +107,9 @@ def test_where_a_prompt_ends():
     for tags in TAGS:
         template = f"{tags.open} {tags.close}<|extra_0|>" + "".join(mark for pair in tags.around for mark in pair)
         opened, closed = f"{tags.open}\n", f"{tags.open}\n{tags.close}\n"
-        for end, reasoning in (("", Reasoning.TAGS), (opened, Reasoning.OPENED), (closed, Reasoning.NONE)):
+        none = Reasoning.TAGS if tags.special else Reasoning.NONE  # special tokens are never text
+        for end, reasoning in (("", Reasoning.TAGS), (opened, Reasoning.OPENED), (closed, none)):
             assert detect_formats(template, prompt=f"hi{end}").reasoning is reasoning
+        assert detect_formats(template, thinking=False).reasoning is none
     budget = "<seed:think><seed:cot_budget_reflect>"
     assert detect_formats(budget, prompt=budget).reasoning is Reasoning.OPENED
