@@ -11,7 +11,7 @@ from common.parsers.harmony import HarmonyParser
 from common.parsers.hermes import HermesParser
 from common.parsers.llama3 import Llama3Parser
 from common.parsers.marked import DEEPSEEK_MARKS, FUNCTION_GEMMA_MARKS, GEMMA_MARKS, KIMI_MARKS, MarkedParser
-from common.parsers.mistral import COHERE, GRANITE, HUNYUAN, MistralParser
+from common.parsers.mistral import APERTUS, COHERE, GRANITE, HUNYUAN, MISTRAL, MistralParser
 from common.parsers.pythonic import PythonicParser
 from common.parsers.reasoning import THINK, ReasoningPasser, ReasoningSplitter, Split, Tags, Unwrapper
 from common.parsers.tag_forms import DSML, HUNYUAN3, MINIMAX, SEED
@@ -105,6 +105,11 @@ _ENDS_REASONING = {
     ToolFormat.KIMI: KIMI_MARKS.section,
     ToolFormat.DSML: DSML.opens,
     ToolFormat.MINIMAX: MINIMAX.opens,
+    ToolFormat.SEED: SEED.opens,
+    ToolFormat.HUNYUAN3: HUNYUAN3.opens,
+    ToolFormat.MISTRAL: MISTRAL.markers,
+    ToolFormat.COHERE: COHERE.markers,
+    ToolFormat.APERTUS: APERTUS.markers,
 }
 
 
@@ -123,6 +128,8 @@ def _tool_parser(
             return MistralParser(ids, GRANITE)
         case ToolFormat.COHERE:
             return MistralParser(ids, COHERE)
+        case ToolFormat.APERTUS:
+            return MistralParser(ids, APERTUS)
         case ToolFormat.HUNYUAN:
             return MistralParser(ids, HUNYUAN)
         case ToolFormat.GEMMA:

@@ -21,12 +21,12 @@ class _Expects(Enum):
 
 class CallObject(Call):
     """It begins in `writer` once its name and the beginning of its arguments are known, whichever comes first in the
-    object, and other keys are passed over. Arguments that are a string are taken to be JSON text in a string; none, or
-    null, are `{}`. `accepts` says which names are calls.
+    object, and other keys are passed over; where `name_key` is None, the first key is the name. Arguments that are a
+    string are taken to be JSON text in a string; none, or null, are `{}`. `accepts` says which names are calls.
     """
 
     def __init__(
-        self, writer: DeltaWriter, accepts: Callable[[str], bool] = lambda name: True, name_key: str = "name"
+        self, writer: DeltaWriter, accepts: Callable[[str], bool] = lambda name: True, name_key: str | None = "name"
     ) -> None:
         super().__init__(writer)
         self._name_key = name_key
@@ -84,21 +84,30 @@ class CallObject(Call):
             whole = self._value.take()
             self._value = None
             if self._expects is _Expects.KEY:
-                self._key = _decoded(whole)
+                self._take_key(_decoded(whole))
                 self._expects = _Expects.COLON
             else:
                 self._take_value(whole)
                 self._expects = _Expects.NEXT
         return end
 
+    def _take_key(self, key: str) -> None:
+        if self._name_key is not None:
+            self._key = key
+        elif self._name is None:
+            self._take_name(key)
+            self._key = _ARGUMENTS[0]
+
+    def _take_name(self, name: str) -> None:
+        if not name or not self._accepts(name):
+            self.broken = True
+            return
+        self._name = name
+        self._begin()
+
     def _take_value(self, whole: str) -> None:
         if self._key == self._name_key and self._name is None:
-            name = _decoded(whole)
-            if whole[0] != '"' or not name or not self._accepts(name):
-                self.broken = True
-                return
-            self._name = name
-            self._begin()
+            self._take_name(_decoded(whole) if whole[0] == '"' else "")
         elif self._key in _ARGUMENTS and not self._has_arguments:
             self._has_arguments = True
             if not self._streaming:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.harmony import speaks_harmony
-from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED, THINK, Tags
+from common.parsers.reasoning import APERTUS, COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED, THINK, Tags
 
 
 class ToolFormat(Enum):
@@ -25,6 +25,7 @@ class ToolFormat(Enum):
     COHERE = "cohere"  # Command R7B, Command A
     HUNYUAN = "hunyuan"  # A13B; MiniMax M1, Apriel, Jamba, Nemotron Nano 2
     HUNYUAN3 = "hunyuan3"
+    APERTUS = "apertus"
 
 
 # Those in which forced calls are a list of JSON objects without any marks.
@@ -61,6 +62,7 @@ _MARKS = {
     "<|tool_call_start|>": ToolFormat.PYTHONIC,
     "<|tool_list_start|>": ToolFormat.PYTHONIC,  # LFM2's templates show no calls
     "List of tools: [": ToolFormat.PYTHONIC,  # LFM2.5's neither
+    "<|tools_prefix|>": ToolFormat.APERTUS,
     "<start_function_call>": ToolFormat.FUNCTION_GEMMA,
     "<TOOLCALL>": ToolFormat.HUNYUAN,
     "<tool_calls>": ToolFormat.HUNYUAN,
@@ -74,6 +76,7 @@ _LLAMA4 = "<|header_start|>"
 _TAGS = {
     "<|channel>": GEMMA, "<seed:think>": SEED, "[THINK]": MISTRAL, "<|START_THINKING|>": COHERE,
     "<|START_RESPONSE|>": COHERE, "<think{}>": HUNYUAN3, "<think:opensource>": HUNYUAN3,
+    "<|inner_prefix|>": APERTUS,
 }  # fmt: skip
 _HUNYUAN = re.compile(r"<\|extra_0\|>|<｜hy_")
 _LEFT_OPEN = r"(?:\\n|\s)*['\"]?\s*[-~+]?\s*(?:\}\}|$|\{%)"

@@ -1,7 +1,7 @@
 """Calls as Mistral's models write them. Older: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer:
 `[TOOL_CALLS]name[ARGS]{...}` for each call, some with `[CALL_ID]id` before the arguments, some without `[ARGS]`.
-Granite 3, Cohere's Command and Hunyuan write the older form behind markers of their own, the last two with one at its
-end."""
+Granite 3, Cohere's Command, Hunyuan and Apertus write the older form behind markers of their own, all but the first
+with one at its end, and the last with `{name: arguments}` for a call."""
 
 import re
 from collections.abc import Callable
@@ -20,12 +20,13 @@ class ListForm:
 
     markers: tuple[str, ...]
     ends: tuple[str, ...] = ()
-    name_key: str = "name"
+    name_key: str | None = "name"
 
 
 MISTRAL = ListForm(("[TOOL_CALLS]",))
 GRANITE = ListForm(("<|tool_call|>", "<tool_call>"))
 COHERE = ListForm(("<|START_ACTION|>",), ("<|END_ACTION|>",), "tool_name")
+APERTUS = ListForm(("<|tools_prefix|>",), ("<|tools_suffix|>",), None)
 HUNYUAN = ListForm(("<tool_calls>", "<TOOLCALL>"), ("</tool_calls>", "</TOOLCALL>"))
 _MAX_HEADER = 256  # characters between the marker and the arguments
 _HEADER = re.compile(r"([^\s\[\]{}\"\\]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")

@@ -25,6 +25,7 @@ COHERE = Tags(
     around=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
 )  # fmt: skip
 GEMMA = Tags("<|channel>thought", "<channel|>")
+APERTUS = Tags("<|inner_prefix|>", "<|inner_suffix|>")
 SEED = Tags("<seed:think>", "</seed:think>")
 MISTRAL = Tags("[THINK]", "[/THINK]")
 

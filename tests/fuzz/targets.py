@@ -14,7 +14,7 @@ from client_cli.sse import SseError, SseParser
 from common.codec import FrameError, decode, encode, message_types
 from common.messages import Abort, AddRequest, GetStats
 from common.parsers import THINK, Reasoning, ToolFormat, make_parser
-from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED
+from common.parsers.reasoning import APERTUS, COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED
 from common.sockets import Inbox
 from common.stamps import Stamper
 from gateway_proc.app import ROUTES
@@ -25,7 +25,7 @@ _ALL = frozenset(message_types())
 _BODIES = [route.body for route in ROUTES if route.body is not None]
 _READER = BodyReader(2**26)
 _FORMATS = (None, *ToolFormat)
-_TAGS = (THINK, HUNYUAN, HUNYUAN3, COHERE, GEMMA, SEED, MISTRAL)
+_TAGS = (THINK, HUNYUAN, HUNYUAN3, COHERE, GEMMA, SEED, MISTRAL, APERTUS)
 
 
 def frame(data: bytes) -> None:

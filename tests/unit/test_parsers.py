@@ -21,12 +21,13 @@ from tests.helpers_parsers import parse, shown, split
 
 HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
 GRANITE, HARMONY = ToolFormat.GRANITE, ToolFormat.HARMONY
-COHERE, HUNYUAN = ToolFormat.COHERE, ToolFormat.HUNYUAN
+COHERE, HUNYUAN, APERTUS = ToolFormat.COHERE, ToolFormat.HUNYUAN, ToolFormat.APERTUS
 CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}}'
 ARGUMENTS = '{"a": [1, {"b": "}]"}], "c": "\\"<\\/tool_call>"}'
 PIECES = (
     "<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>",
     "</think>", "<tool_calls>", "</tool_calls>", "<|START_ACTION|>", "<|END_ACTION|>", '{"tool_name": "f"}',
+    "<|tools_prefix|>", "<|tools_suffix|>", '{"f": {}}',
     CALL, '{"name": "g"}', '{"parameters": {}, "name": "f"}', '{"name": "f", "arguments": "{}"}', "[", "]", "{", "}",
     ",", ";", ":", '"', '"name"', '"arguments"', '"f"', "\\", "f", "g", "null", "1.5", " ", "\n", "é🙂", "<", "text",
     '"\\ud800"',
@@ -162,6 +163,14 @@ def test_granite(text, expected):
         (COHERE, f"<|START_ACTION|>[{CALL}]", [f"<|START_ACTION|>[{CALL}]"]),
         (HUNYUAN, f"Hm.<tool_calls>[{CALL}, {CALL}]</tool_calls> k", ["Hm.", ("f", ARGUMENTS), ("f", ARGUMENTS), "k"]),
         (HUNYUAN, f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", [("f", ARGUMENTS), ("f", ARGUMENTS)]),
+        (
+            APERTUS,
+            'Hm. <|tools_prefix|>[{"f": {"x": {"name": "g"}}}, {"name": {}}]<|tools_suffix|>ok',
+            ["Hm.", ("f", '{"x": {"name": "g"}}'), ("name", "{}"), "ok"],
+        ),
+        (APERTUS, '<|tools_prefix|>[{"f": {"x": 1', [("f", '{"x": 1')]),
+        (APERTUS, '<|tools_prefix|>[{"f": {"x": 1}, "g": {}}', [("f", '{"x": 1}')]),
+        (APERTUS, "<|tools_prefix|>[{}]", ["<|tools_prefix|>[{}]"]),
         (HUNYUAN, f"<TOOLCALL>[{CALL}]</TOOLCALL>", [("f", ARGUMENTS)]),
         (HUNYUAN, "<tool_calls>[]</tool_calls>", ["<tool_calls>[]</tool_calls>"]),
     ],

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.parsers import THINK, Formats, Reasoning, ToolFormat, detect_formats, needs_special_tokens, tags_of
-from common.parsers.reasoning import COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED
+from common.parsers.reasoning import APERTUS, COHERE, GEMMA, HUNYUAN, HUNYUAN3, MISTRAL, SEED
 from tests.helpers_parsers import parse, shown, split
 
-TAGS = [THINK, HUNYUAN, HUNYUAN3, COHERE, GEMMA, SEED, MISTRAL]
+TAGS = [THINK, HUNYUAN, HUNYUAN3, COHERE, GEMMA, SEED, MISTRAL, APERTUS]
 ANSWERING, ANSWERED = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
 
 
@@ -58,6 +58,26 @@ def test_calls_behind_what_is_around_content():
     assert shown(parse(text, ToolFormat.HUNYUAN, Reasoning.TAGS, tags=HUNYUAN)) == [("think", "hm"), ("f", "{}")]
 
 
+@pytest.mark.parametrize(
+    ("tools", "tags", "call"),
+    [
+        (ToolFormat.MISTRAL, MISTRAL, "[TOOL_CALLS]f[ARGS]{}"),
+        (ToolFormat.COHERE, COHERE, '<|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>'),
+        (ToolFormat.SEED, SEED, "<seed:tool_call><function=f></function></seed:tool_call>"),
+        (ToolFormat.APERTUS, APERTUS, '<|tools_prefix|>[{"f": {}}]<|tools_suffix|>'),
+        (
+            ToolFormat.HUNYUAN3,
+            HUNYUAN3,
+            "<tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource></tool_call:opensource>",
+        ),
+    ],
+)
+def test_a_call_ends_reasoning_that_was_not_closed(tools, tags, call):
+    for text in (f"{tags.open}hm\n{call}", f"{tags.open}hm{tags.close}{call}"):
+        for pieces in ([text], text):
+            assert shown(parse(pieces, tools, Reasoning.TAGS, tags=tags)) == [("think", "hm"), ("f", "{}")]
+
+
 PIECES = [*(mark for tags in TAGS for mark in (tags.open, tags.close, *(m for pair in tags.around for m in pair)))]
 TEXTS = st.lists(st.sampled_from([*filter(None, PIECES), " ", "\n", "text", "<", "[", "é🙂"]), max_size=16).map("".join)
 
@@ -93,6 +113,7 @@ def test_a_split_changes_nothing(text, points, tags, together):
         ("within <tool_call></tool_call> tags: <tool_calls>[{}]</tool_calls>", ToolFormat.HUNYUAN, None),
         ("<TOOLCALL>[{}]</TOOLCALL><think></think>", ToolFormat.HUNYUAN, THINK),
         ("{{ '<tool_sep{}>'.format(x) }}{{ '<think{}>'.format(x) }}", ToolFormat.HUNYUAN3, HUNYUAN3),
+        ("<|inner_prefix|><|inner_suffix|><|tools_prefix|>[", ToolFormat.APERTUS, APERTUS),
         ("[THINK][/THINK][TOOL_CALLS]", ToolFormat.MISTRAL, MISTRAL),
     ],
 )
