@@ -110,7 +110,7 @@ class Supervisor:
             more = ("--store", f"store-{self._groups}")
             self._groups += 1
             if self._go is not None:
-                more += ("--num-pages", str(self._go.num_pages))
+                more += ("--settled", *map(str, (self._go.num_pages, self._go.slots, self._go.snapshots)))
         elif unit.spec.name == GATEWAY and self._http_port is not None:
             more = ("--port", str(self._http_port))  # clients know it
         self._former |= {proc.control_identity for proc in unit.procs.values()}

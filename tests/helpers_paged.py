@@ -11,6 +11,7 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import LanguageModel
 from worker_proc.parallel import TensorParallel
+from worker_proc.recurrent import StateRows
 from worker_proc.staging import Staging
 
 NEW_TOKENS = 24
@@ -44,6 +45,8 @@ def poison(cache: KVCache) -> None:
     """Fill every slot with NaN: what is read without having been written shows."""
     for numbers in (*cache.k_scales, *cache.v_scales) if cache.spec.int8 else (*cache.k, *cache.v):
         numbers.fill_(float("nan"))
+    for states in cache.states.tensors.values() if cache.states is not None else ():
+        states.fill_(float("nan"))
 
 
 def fill(cache: KVCache) -> None:
@@ -120,9 +123,11 @@ def generate(
     the model's precision or in int8. With several ranks all of them call this alike, and follow the tokens of rank 0.
     """
     need = [-(-(len(prompt) + new_tokens) // page_size) for prompt in prompts]
-    cache = KVCache(replace(model.kv_spec, int8=int8), sum(need) + 3, page_size)
+    cache = KVCache(replace(model.kv_spec, int8=int8), sum(need) + 3, page_size, slots=len(prompts))
     if poisoned:
         poison(cache)
+    if cache.states is not None:
+        cache.states.clear(range(len(prompts)))
     free = list(range(cache.num_pages))
     random.Random(seed).shuffle(free)
     rows = [Row(list(prompt), [free.pop() for _ in range(n)]) for prompt, n in zip(prompts, need, strict=True)]
@@ -130,6 +135,8 @@ def generate(
         q_lens = [min(chunk, len(row.tokens) - row.cached) for row in running]
         batch = make_batch(running, q_lens, page_size)
         order = sorted(range(len(running)), key=lambda i: q_lens[i] == 1)
+        if cache.states is not None:
+            batch = replace(batch, states=StateRows([rows.index(running[i]) for i in order]))
         logits = model.forward(batch, cache)
         best = logits.argmax(-1) if logits.shape[0] else torch.zeros(len(order), dtype=torch.int64)
         best = tp.broadcast(best) if tp is not None else best

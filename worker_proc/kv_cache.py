@@ -10,6 +10,7 @@ from torch import Tensor
 
 from worker_proc.cpu.memory import HugePages
 from worker_proc.quantization.kv import dequantize_heads, quantize_heads
+from worker_proc.recurrent import RecurrentStates, StateSpec
 from worker_proc.staging import Staging
 
 
@@ -23,11 +24,12 @@ class KVHeads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one token costs in the cache of one rank."""
+    """What one token costs in the cache of one rank, and what recurrent layers keep of each sequence."""
 
     layers: tuple[KVHeads, ...]
     dtype: torch.dtype  # in which attention computes
     int8: bool = False  # held as one byte a number and one float32 scale per token and head
+    states: tuple[StateSpec, ...] = ()
 
     @classmethod
     def uniform(
@@ -68,6 +70,11 @@ class KVSpec:
         size, scales = (1, 2 * torch.float32.itemsize) if self.int8 else (self.dtype.itemsize, 0)
         return sum(heads.num * ((heads.k_dim + heads.v_dim) * size + scales) for heads in self.layers)
 
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of all that recurrent layers keep of one sequence, on one rank."""
+        return sum(state.nbytes for state in self.states)
+
 
 class KVCache:
     """K and V of every layer, `[num_pages + 1, num_kv_heads, page_size, head_dim]` each, in pages as in vLLM's
@@ -78,9 +85,20 @@ class KVCache:
     tokens and is never read for a result. A slot is `page * page_size + offset`.
 
     In int8, `k_scales` and `v_scales` of a layer are `[num_pages + 1, num_kv_heads, page_size]`, else there are none.
+
+    `states` are those of recurrent layers, of `slots` sequences and `snapshots` more; None in models without.
     """
 
-    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        slots: int = 0,
+        snapshots: int = 0,
+    ) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages = {num_pages}: at least one page is needed")
         if page_size < 1:
@@ -98,6 +116,7 @@ class KVCache:
         scaled = k_shapes if spec.int8 else []
         self.k_scales = [torch.empty(shape[:3], dtype=torch.float32, device=device) for shape in scaled]
         self.v_scales = [torch.empty(shape[:3], dtype=torch.float32, device=device) for shape in scaled]
+        self.states = RecurrentStates(spec.states, slots, snapshots, device) if spec.states else None
 
     @property
     def page_tensors(self) -> list[Tensor]:

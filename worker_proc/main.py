@@ -152,9 +152,10 @@ class _Stopped(Exception):
     """The child shall stop while it is still loading."""
 
 
-def serve(child: Child, rank: int, store: str, num_pages: int | None) -> None:
+def serve(child: Child, rank: int, store: str, settled: tuple[int, int, int] | None) -> None:
     """Load the model, say so, and execute plans until the child shall stop."""
     gc.disable()  # imports make no garbage, and looking for it takes up to an eighth of their time
+    from worker_proc.memory import CacheSize
     from worker_proc.startup import load_worker  # imports torch: only now, when the launcher's death is watched for
     from worker_proc.watch import Watch
 
@@ -172,7 +173,8 @@ def serve(child: Child, rank: int, store: str, num_pages: int | None) -> None:
 
     config = child.config
     try:
-        worker = load_worker(config, rank, GROUP, Path(config.run_dir) / store, num_pages, progress)
+        size = CacheSize(*settled) if settled is not None else None
+        worker = load_worker(config, rank, GROUP, Path(config.run_dir) / store, size, progress)
     except _Stopped:
         return
     with Watch(child, worker.tp) as watch:
@@ -187,10 +189,10 @@ def serve(child: Child, rank: int, store: str, num_pages: int | None) -> None:
 @child_options
 @click.option("--rank", type=click.IntRange(min=0), required=True)
 @click.option("--store", default="store-0", help="File in the run directory where the ranks of this group meet.")
-@click.option("--num-pages", type=click.IntRange(min=1), help="Pages of the KV cache, once that is settled.")
-def main(run_dir: Path, life_fd: int, rank: int, store: str, num_pages: int | None) -> None:
+@click.option("--settled", type=(int, int, int), help="Pages, slots and snapshots, where an earlier group had these.")
+def main(run_dir: Path, life_fd: int, rank: int, store: str, settled: tuple[int, int, int] | None) -> None:
     """One tensor-parallel rank of a cluster; started by the launcher."""
-    run_child(f"worker-{rank}", run_dir, life_fd, lambda child: serve(child, rank, store, num_pages))
+    run_child(f"worker-{rank}", run_dir, life_fd, lambda child: serve(child, rank, store, settled))
     _leave()
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -14,9 +15,55 @@ log = logging.getLogger(__name__)
 
 _CPU_SHARE = 0.25  # of the available memory, over all ranks: the rest of the machine is in use too
 _CUDA_SHARE = 0.92  # of what is free after weights, largest step and logits of graphs: the rest is for fragmentation
+_STATES_SHARE = 4  # of the memory for the KV cache, the part for running requests' states; snapshots get as much
+_MOST_SNAPSHOTS = 4096
 _GIB = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEEP_BYTES, _HEAP_BLOCK_BYTES = 2**28, 2**25  # the second is the most that glibc allows
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Pages of the KV cache and, of models with recurrent layers, states of running requests and snapshots."""
+
+    num_pages: int
+    slots: int = 0
+    snapshots: int = 0
+
+
+def choose_size(
+    cache: CacheConfig,
+    spec: KVSpec,
+    *,
+    device: torch.device,
+    ranks: int,
+    context_len: int,
+    max_running: int,
+    activations: int = 0,
+) -> CacheSize:
+    """For one rank of `ranks`. See `choose_num_pages`; states of recurrent layers get up to a quarter of the memory for
+    at most `max_running` requests, and with a prefix cache another one for snapshots. Raises ModelError as that does,
+    and if not a single state fits."""
+    slots = snapshots = 0
+    if spec.states:
+        budget, source = _budget(cache, device, ranks, activations)
+        fit = budget // _STATES_SHARE // spec.bytes_per_state
+        if not fit:
+            needs = f"a quarter of the bytes ({source}) does not hold what the recurrent layers keep of one request"
+            raise ModelError("kv_memory", budget, f"{needs}, {spec.bytes_per_state} bytes")
+        slots = min(max_running, fit)
+        snapshots = min(fit, _MOST_SNAPSHOTS) if cache.prefix_cache else 0
+    pages = choose_num_pages(
+        cache,
+        spec,
+        device=device,
+        ranks=ranks,
+        context_len=context_len,
+        max_running=slots or max_running,
+        activations=activations,
+        states=(slots + snapshots) * spec.bytes_per_state,
+    )
+    return CacheSize(pages, slots, snapshots)
 
 
 def choose_num_pages(
@@ -28,10 +75,12 @@ def choose_num_pages(
     context_len: int,
     max_running: int,
     activations: int = 0,
+    states: int = 0,
 ) -> int:
     """Pages for one rank of `ranks` on this machine: `kv_tokens` rounded up, or what fits in `kv_bytes`, or what fits
-    in a share of the memory that is available now, of which a GPU keeps `activations` bytes for steps and graphs; the
-    last two at most what `max_running` full context windows need.
+    in a share of the memory that is available now, of which a GPU keeps `activations` bytes for steps and graphs. Of
+    the last two, `states` bytes are for recurrent layers, and pages at most what `max_running` full context windows
+    need.
 
     Raises ModelError with the numbers if not a single page fits, or if the memory that is available does not hold what
     was asked for. A pool smaller than one context window is allowed, because requests that cannot fit are refused one
@@ -43,6 +92,7 @@ def choose_num_pages(
         pages = -(-cache.kv_tokens // cache.page_size)
     else:
         budget, source = _budget(cache, device, ranks, activations)
+        budget -= states
         pages = min(budget // page_bytes, max_running * window_pages)
         if pages < 1:
             raise ModelError(
@@ -51,7 +101,7 @@ def choose_num_pages(
                 f"bytes ({source}) do not hold one page of {cache.page_size} tokens, which needs {page_bytes} bytes",
             )
     if cache.kv_tokens is not None or cache.kv_bytes is not None:
-        room, where = _room(device, activations)
+        room, where = _room(device, activations + states)
         ranks_here = ranks if device.type == "cpu" else 1  # a GPU is of one rank alone
         if pages * page_bytes * ranks_here > room:
             name = "kv_tokens" if cache.kv_tokens is not None else "kv_memory"
@@ -97,11 +147,15 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)
 
 
-def describe_cache(num_pages: int, page_size: int, spec: KVSpec) -> str:
-    """One line for the log."""
-    size = num_pages * page_size * spec.bytes_per_token
-    tokens = num_pages * page_size
-    return f"KV cache: {tokens:,} tokens in {num_pages:,} pages of {page_size}, {size / _GIB:.2f} GiB per rank"
+def describe_cache(size: CacheSize, page_size: int, spec: KVSpec) -> str:
+    """For the log."""
+    tokens = size.num_pages * page_size
+    gib = tokens * spec.bytes_per_token / _GIB
+    text = f"KV cache: {tokens:,} tokens in {size.num_pages:,} pages of {page_size}, {gib:.2f} GiB per rank"
+    if not spec.states:
+        return text
+    gib = (size.slots + size.snapshots) * spec.bytes_per_state / _GIB
+    return text + f"; states of {size.slots:,} requests and {size.snapshots:,} snapshots, {gib:.2f} GiB"
 
 
 def _budget(cache: CacheConfig, device: torch.device, ranks: int, activations: int) -> tuple[int, str]:

@@ -141,6 +141,10 @@ class ModelRunner:
         staging = Staging(self._device)
         self._slots.apply(plan, staging)
         self._draw_step.apply(plan, staging)
+        if self._cache.states is not None:
+            self._cache.states.apply(plan)
+        elif plan.state_loads or plan.state_saves:
+            raise PlanError("state_loads: the model has no recurrent layers")
         if self._finder is not None:
             self._finder.apply(plan)
         computes = bool(plan.chunk_slots) or any(plan.decode)
@@ -164,6 +168,9 @@ class ModelRunner:
         batch = self._slots.build(layout, find_shared())
         if loads is not None:
             batch = replace(batch, loads=loads)
+        if self._cache.states is not None:
+            slots = [*plan.chunk_slots, *layout.decode_slots.tolist()]
+            batch = replace(batch, states=self._cache.states.rows_of(slots, layout.kv_lens, layout.q_lens, plan))
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, scored.rows.tensor)))
         forward_started = time.monotonic_ns()

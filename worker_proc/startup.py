@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import Format
 from worker_proc.cpu.prefault import Prefault
+from worker_proc.errors import ModelError
 from worker_proc.grammar_matcher import GrammarMatchers, load_vocabulary
 from worker_proc.host_tier import HostPages
 from worker_proc.kv_cache import KVCache
-from worker_proc.memory import choose_host_pages, choose_num_pages, describe_cache, keep_freed_memory
+from worker_proc.memory import CacheSize, choose_host_pages, choose_size, describe_cache, keep_freed_memory
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.loading import Progress
@@ -57,11 +58,11 @@ def load_worker(
     rank: int,
     group: str,
     store: Path,
-    num_pages: int | None = None,
+    settled: CacheSize | None = None,
     progress: Progress | None = None,
 ) -> LoadedWorker:
     """Load one rank of `config.model.tp` ranks; all of them must be started, as they wait for each other, at the file
-    `store`. The KV cache has `num_pages` where an earlier group has settled them, however much memory is available now.
+    `store`. The KV cache has the size that an earlier group has `settled`, however much memory is available now.
 
     `progress(done_bytes, total_bytes)` is called while weights are read. Raises ConfigError or ModelError naming the
     option, file, tensor or number that stands in the way, RuntimeError if another rank is missing.
@@ -84,8 +85,8 @@ def load_worker(
         _log_unrounded(served, library)
     parts = _Parts(config, served, tp, library, attention, progress)
     model = parts.load_model()
-    cache = parts.make_cache(model, num_pages)
-    host = parts.make_host(cache, settled=num_pages is not None)
+    cache = parts.make_cache(model, settled)
+    host = parts.make_host(cache, settled=settled is not None)
     prefault = Prefault(cache.page_tensors, torch.get_num_threads()) if device.type == "cpu" else None
     runner = parts.make_runner(group, model, cache, host, grammars)
     if grammars is not None:
@@ -97,23 +98,24 @@ def load_worker(
         _log_loaded(served, cache, host)
     log.debug("loaded in %.2f s", time.monotonic() - started)
     host_pages = host.num_pages if host is not None else 0
-    sizes = (cache.num_pages, cache.page_size, served.context_len, cache.spec.bytes_per_token, host_pages)
+    sizes = (_size(cache), cache.page_size, served.context_len, cache.spec.bytes_per_token, host_pages)
     return LoadedWorker(runner, tp, ready_info(served.info, *sizes), parts.labels(cache))
 
 
 def ready_info(
-    info: ModelInfo, num_pages: int, page_size: int, context_len: int, bytes_per_token: int, host_pages: int = 0
+    info: ModelInfo, size: CacheSize, page_size: int, context_len: int, bytes_per_token: int, host_pages: int = 0
 ) -> dict[str, int]:
     """The worker's part of Ready.info: `num_pages`, `page_size`, `context_len`, `vocab_size` and, with a host tier,
-    `host_pages` of Go under the same names, its `eos_token_ids` as `eos_0`, `eos_1`, ..., and `kv_bytes_per_token`,
-    which is of one rank."""
+    `host_pages`, with recurrent layers `slots` and `snapshots` of Go under the same names, its `eos_token_ids` as
+    `eos_0`, `eos_1`, ..., and `kv_bytes_per_token`, which is of one rank."""
     return {
-        "num_pages": num_pages,
+        "num_pages": size.num_pages,
         "page_size": page_size,
         "context_len": context_len,
         "vocab_size": info.vocab_size,
         "kv_bytes_per_token": bytes_per_token,
         **({"host_pages": host_pages} if host_pages else {}),
+        **({"slots": size.slots, "snapshots": size.snapshots} if size.slots else {}),
         **{f"eos_{i}": token for i, token in enumerate(info.eos_token_ids)},
     }
 
@@ -147,10 +149,12 @@ class _Parts:
             model.alone_below = _SMALL_STEP
         return model
 
-    def make_cache(self, model: LanguageModel, num_pages: int | None) -> KVCache:
-        """Of `num_pages`, or of as many as each rank has room for."""
+    def make_cache(self, model: LanguageModel, settled: CacheSize | None) -> KVCache:
+        """As large as was settled, or as each rank has room for."""
         config, device, context_len = self.config, self.served.device, self.served.context_len
         spec = replace(model.kv_spec, int8=self.served.int8_kv)
+        if spec.states:
+            _refuse_recurrent(config)
         activations = 0
         if device.type == "cuda":
             from worker_proc.cuda.startup import prepare_steps
@@ -158,8 +162,8 @@ class _Parts:
             activations = prepare_steps(
                 model, self.attention, spec, config, context_len, self.tp, device, self.progress
             )
-        if num_pages is None:
-            pages = choose_num_pages(
+        if settled is None:
+            size = choose_size(
                 config.cache,
                 spec,
                 device=device,
@@ -168,8 +172,9 @@ class _Parts:
                 max_running=config.scheduler.max_running,
                 activations=activations,
             )
-            num_pages = self.tp.min(pages)
-        return KVCache(spec, num_pages, config.cache.page_size, device)
+            settled = CacheSize(*(self.tp.min(number) for number in astuple(size)))
+        page_size, slots, snapshots = config.cache.page_size, settled.slots, settled.snapshots
+        return KVCache(spec, settled.num_pages, page_size, device, slots=slots, snapshots=snapshots)
 
     def make_host(self, cache: KVCache, *, settled: bool) -> HostPages | None:
         config = self.config.cache
@@ -202,7 +207,7 @@ class _Parts:
         runner = ModelRunner(
             model,
             cache,
-            max_slots=steps.max_running,
+            max_slots=steps.max_running if cache.states is None else cache.states.slots,
             context_len=context_len,
             group=group,
             tp=self.tp,
@@ -234,6 +239,21 @@ class _Parts:
         }
 
 
+def _refuse_recurrent(config: ClusterConfig) -> None:
+    """What a state cannot do: it is not undone token by token, and is worth nothing without that of the same place."""
+    if config.scheduler.speculation != "off":
+        reason = "models with recurrent layers cannot take back tokens that were guessed wrongly"
+        raise ModelError("speculation", config.scheduler.speculation, reason)
+    if config.cache.host_kv_bytes:
+        reason = "the host tier does not hold what recurrent layers keep"
+        raise ModelError("host_kv_memory", config.cache.host_kv_bytes, reason)
+
+
+def _size(cache: KVCache) -> CacheSize:
+    states = cache.states
+    return CacheSize(cache.num_pages) if states is None else CacheSize(cache.num_pages, states.slots, states.snapshots)
+
+
 def _load_grammars(model: ModelConfig, served: Served) -> GrammarMatchers:
     info = served.info
     load = partial(load_vocabulary, Path(model.path), info.vocab_size, info.eos_token_ids)
@@ -259,6 +279,6 @@ def _log_unrounded(served: Served, library: NativeLibrary | None) -> None:
 def _log_loaded(served: Served, cache: KVCache, host: HostPages | None) -> None:
     what = (served.info.architecture, served.dtype, served.device.type, served.context_len)
     log.info("%s, %s on %s, context window of %d tokens", *what)
-    log.info("%s", describe_cache(cache.num_pages, cache.page_size, cache.spec))
+    log.info("%s", describe_cache(_size(cache), cache.page_size, cache.spec))
     if host is not None:
         log.info("host tier: %d more pages, %.2f GiB per rank", host.num_pages, host.nbytes / 2**30)

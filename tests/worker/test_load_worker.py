@@ -10,6 +10,7 @@ from common.config import CacheConfig, ClusterConfig, ModelConfig
 from tests.helpers_models import make_checkpoint
 from worker_proc.choices import choose_dtype
 from worker_proc.errors import ModelError
+from worker_proc.memory import CacheSize
 from worker_proc.models.interface import ModelInfo
 from worker_proc.startup import load_worker
 
@@ -40,7 +41,7 @@ def test_a_settled_number_of_pages_is_kept_whatever_memory_is_available_now(
     config = ClusterConfig(
         str(tmp_path), ModelConfig(str(path), threads=1), CacheConfig(kv_bytes=2**20, host_kv_bytes=2**20)
     )
-    found = load_worker(config, 0, "0", tmp_path / "store", 7).info
+    found = load_worker(config, 0, "0", tmp_path / "store", CacheSize(7)).info
     assert found["num_pages"] == 7 and found["host_pages"] == 2**20 // (16 * found["kv_bytes_per_token"])
     with pytest.raises(ModelError, match="kv_memory"):
         load_worker(config, 0, "0", tmp_path / "another")

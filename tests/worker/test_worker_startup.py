@@ -26,7 +26,7 @@ from worker_proc.choices import (
 from worker_proc.cpu.features import CpuFeatures
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
-from worker_proc.memory import choose_num_pages
+from worker_proc.memory import CacheSize, choose_num_pages
 from worker_proc.models.describe import describe
 from worker_proc.models.interface import ModelInfo
 from worker_proc.startup import ready_info
@@ -176,7 +176,7 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ready_info() -> None:
-    info = ready_info(INFO, 10, 16, 512, 2048)
+    info = ready_info(INFO, CacheSize(10), 16, 512, 2048)
     assert info == {
         "num_pages": 10, "page_size": 16, "context_len": 512, "vocab_size": 320, "kv_bytes_per_token": 2048,
         "eos_0": 2, "eos_1": 7,

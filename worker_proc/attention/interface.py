@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from worker_proc.kv_cache import KVCache
+from worker_proc.recurrent import StateRows
 
 TILE_ROWS = 16  # decode rows that attend to pages together, at most
 TILE_COLUMNS = 4 + TILE_ROWS
@@ -52,6 +53,7 @@ class ForwardBatch:
     chunk_starts: Tensor | None = None  # int64 [num_prefill_rows + 1]; where each chunk begins in T, None if unknown
     shared: SharedPages | None = None  # a backend may read those pages once for several rows, or leave that alone
     loads: LayerLoads | None = None  # only for models that call `before` with each layer before they touch its pages
+    states: StateRows | None = None  # of models with recurrent layers; None: nobody reads what they keep
 
 
 class AttentionBackend(Protocol):

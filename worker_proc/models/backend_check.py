@@ -17,6 +17,7 @@ from torch import Tensor
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache
+from worker_proc.recurrent import StateRows
 
 if TYPE_CHECKING:
     from worker_proc.models.transformers_backend import TransformersModel
@@ -41,7 +42,7 @@ def check_against_plain_attention(model: "TransformersModel", device: torch.devi
     counted = torch.arange(_LENGTH, device=device) * 7 + 3
     tokens = [(counted + 50 * sequence) % model.vocab_size for sequence in range(len(_PAGES))]
     plain = [model.forward_plain(sequence) for sequence in tokens]
-    cache = KVCache(model.kv_spec, sum(map(len, _PAGES)), _PAGE_SIZE, device)
+    cache = KVCache(model.kv_spec, sum(map(len, _PAGES)), _PAGE_SIZE, device, slots=len(_PAGES))
     errors: dict[str, list[Tensor]] = {"first chunks": [], "later chunks": [], "single tokens": []}
     for step in _STEPS:
         logits = model.forward(_batch(step, tokens, device), cache)
@@ -82,4 +83,5 @@ def _batch(step: Sequence[tuple[int, int, int]], tokens: list[Tensor], device: t
         kv_lens_host=kv_lens,
         num_prefill_rows=sum(count > 1 for count in q_lens),
         logit_rows=torch.arange(sum(q_lens), device=device),
+        states=StateRows([sequence for sequence, _, _ in step]),
     )

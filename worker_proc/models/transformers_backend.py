@@ -10,6 +10,7 @@ ends with a check (`backend_check`) of the loaded weights against the model's ow
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from worker_proc.kv_cache import KVCache, KVHeads, KVSpec
 from worker_proc.models.families import check_servable
 from worker_proc.models.language_part import NAMES, is_multimodal
 from worker_proc.models.loading import Progress
+from worker_proc.models.mixers import Mixers
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.weights import Checkpoint
@@ -35,6 +37,10 @@ from worker_proc.weights import Checkpoint
 hf: Any = transformers  # its annotations vary between the versions that are supported
 
 ATTENTION_NAME = "rhizome_paged"
+
+_WITHOUT_MEMORY = ("mlp", "moe")  # kinds of layers that know nothing of other tokens (Nemotron-H)
+_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")  # `hybrid` has attention beside it or after it
+_LAYER_KINDS = ("full_attention", "sliding_attention", *_RECURRENT, *_WITHOUT_MEMORY)
 
 # Keyword arguments that models pass along to attention and that do not change its result.
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position", "use_cache", "return_dict"}
@@ -60,7 +66,7 @@ class PagedStep:
     batch: ForwardBatch | None
     cache: KVCache | None
     attention: AttentionBackend
-    places: tuple[int, ...] = ()
+    places: Mapping[int, int] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
 
 
@@ -131,6 +137,7 @@ class TransformersModel:
         self.attention = attention
         self.config = model.config
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._mixers = Mixers(model)
         self._kv_spec, self._places = self._probe()
 
     @property
@@ -147,7 +154,8 @@ class TransformersModel:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `LanguageModel`."""
         step = PagedStep(batch, cache, self.attention, self._places)
-        return self._run(batch.token_ids, batch.positions, batch.logit_rows, rhizome_step=step)
+        with self._mixers.on(batch, cache.states) if cache.states is not None else nullcontext():
+            return self._run(batch.token_ids, batch.positions, batch.logit_rows, rhizome_step=step)
 
     @torch.inference_mode()
     def forward_plain(self, token_ids: Tensor) -> Tensor:
@@ -167,25 +175,38 @@ class TransformersModel:
         return logits[:, : self.vocab_size].float()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def _probe(self) -> tuple[KVSpec, tuple[int, ...]]:
-        """Run two tokens to see which attention calls the layers make. Returns what the cache holds, and whose keys and
-        values each layer reads: those of layers that take an earlier one's are held once (Gemma 4)."""
+    def _probe(self) -> tuple[KVSpec, dict[int, int]]:
+        """Run two tokens to see which attention calls the layers make, and what recurrent ones keep. Returns what the
+        cache holds, and whose keys and values each layer reads: those of layers that take an earlier one's are held
+        once (Gemma 4)."""
         tokens = torch.arange(2, device=self.model.device)
         step = PagedStep(None, None, self.attention)
-        self._run(tokens, tokens, tokens, rhizome_step=step)
-        layers, calls = int(self.config.num_hidden_layers), sorted(step.calls, key=lambda call: call.layer)
-        if [call.layer for call in calls] != list(range(layers)):
-            called = sorted({call.layer for call in calls})
-            raise ModelError("num_hidden_layers", layers, f"only layers {called} go through the attention interface")
+        with self._mixers.recorded() as recorder:
+            self._run(tokens, tokens, tokens, rhizome_step=step)
+        self._check_layers({call.layer for call in step.calls}, len(step.calls))
         held: list[AttentionCall] = []
-        places: list[int] = []
-        for call in calls:
+        places: dict[int, int] = {}
+        for call in sorted(step.calls, key=lambda call: call.layer):
             _check_window(self.config, call)
             place = next((i for i, other in enumerate(held) if other.key is call.key), len(held))
             if place == len(held):
                 held.append(call)
-            places.append(place)
-        return KVSpec(tuple(call.heads for call in held), self.model.dtype), tuple(places)
+            places[call.layer] = place
+        states = tuple(recorder.specs[key] for key in sorted(recorder.specs))
+        return KVSpec(tuple(call.heads for call in held), self.model.dtype, states=states), places
+
+    def _check_layers(self, attending: set[int], calls: int) -> None:
+        """Every layer must have asked attention, once, or be one whose state is known, or have neither."""
+        layers = int(self.config.num_hidden_layers)
+        kinds = getattr(self.config, "layer_types", None) or [None] * layers
+        bare = {layer for layer, kind in enumerate(kinds) if kind in _WITHOUT_MEMORY}
+        seen = attending | self._mixers.layers | bare
+        if seen != set(range(layers)) or calls != len(attending):
+            raise ModelError(
+                "num_hidden_layers", layers, f"only layers {sorted(seen)} go through the attention interface"
+            )
+        if not attending:
+            raise ModelError("model_type", self.config.model_type, "no layer attends: there is nothing to page")
 
 
 def _check_window(config: Any, call: AttentionCall) -> None:
@@ -281,13 +302,13 @@ def _check_config(config: Any, model_type: str) -> None:
     known = hf.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
         raise ModelError("model_type", model_type, "transformers has no causal language model of this type")
-    if not getattr(known[type(config)], "_supports_attention_backend", False):
+    if not any(getattr(known[type(config)], flag, False) for flag in ("_supports_attention_backend", "_is_stateful")):
         raise ModelError("model_type", model_type, "its layers do not go through transformers' attention interface")
     if config.is_encoder_decoder:
         raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError("layer_types", kind, "only full_attention and sliding_attention layers are served")
+        if kind not in _LAYER_KINDS:
+            raise ModelError("layer_types", kind, f"only layers of these kinds are served: {', '.join(_LAYER_KINDS)}")
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if getattr(config, key, causal) not in (causal, None):
             raise ModelError(key, getattr(config, key), "only causal attention is served")

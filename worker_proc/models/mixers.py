@@ -1,0 +1,209 @@
+"""The recurrent layers of transformers' hybrid models, computed on the states that a worker holds.
+
+Such a layer (a convolution, linear attention, a state space) takes all tokens of a step as one sequence and keeps its
+state in a cache of transformers. Here its forward pass is called once for each chunk of a prompt, cut where states are
+saved, and once for all decodes, with a view of the worker's states in the place of that cache.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.errors import ModelError
+from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSpec
+
+_CACHES = ("cache_params", "past_key_values")  # what the argument is called
+_UPDATES = {"update_conv_state", "update_recurrent_state"}
+
+
+class StateView:
+    """The states of some sequences, as a layer of transformers asks its cache for them."""
+
+    def __init__(self, states: RecurrentStates, rows: list[int]) -> None:
+        self._states = states
+        self._rows = rows
+        self._lent: dict[StateKey, Tensor] = {}  # which the layer may change in place
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """The last inputs of a convolution, `[B, C, K]`."""
+        return self._lend(StateKey(layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """`[B, ...]`."""
+        return self._lend(StateKey(layer_idx, "recurrent", state_idx))
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any) -> Tensor:
+        """Append new inputs `[B, C, T]`; returns all that the convolution sees, `[B, C, K + T]`."""
+        held = self._lend(StateKey(layer_idx, "conv", state_idx))
+        seen = torch.cat((held, conv_states), dim=-1)
+        held.copy_(seen[..., -held.shape[-1] :])
+        return seen
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Replace the state by `[B, ...]`."""
+        held = self._lend(StateKey(layer_idx, "recurrent", state_idx))
+        return held.copy_(recurrent_states)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """A sequence that begins has states of zeros."""
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """States are never taken back."""
+        return False
+
+    def store(self) -> None:
+        """What was lent becomes the sequences' states."""
+        for key, held in self._lent.items():
+            if len(self._rows) > 1:
+                self._states.tensors[key][self._rows] = held
+
+    def _lend(self, key: StateKey) -> Tensor:
+        held = self._lent.get(key)
+        if held is None:
+            tensor = self._states.tensors[key]
+            row = self._rows[0]
+            held = self._lent[key] = tensor[self._rows] if len(self._rows) > 1 else tensor[row : row + 1]
+        return held
+
+
+class Recorder:
+    """Stands in for the states while nobody knows yet what they are: notes what layers want to keep of a sequence."""
+
+    def __init__(self) -> None:
+        self.specs: dict[StateKey, StateSpec] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        columns = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        self._note(StateKey(layer_idx, "conv", state_idx), (*conv_states.shape[1:-1], columns), conv_states.dtype)
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        key = StateKey(layer_idx, "recurrent", state_idx)
+        self._note(key, tuple(recurrent_states.shape[1:]), recurrent_states.dtype)
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def _note(self, key: StateKey, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.specs[key] = StateSpec(key, shape, dtype)
+
+
+class Mixers:
+    """Takes the place of the forward passes of a model's recurrent layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model` is changed. Raises ModelError if one of its layers cannot be replaced."""
+        self.layers: set[int] = set()
+        self._now: tuple[ForwardBatch, RecurrentStates] | Recorder | None = None
+        for module in model.modules():
+            if keeps_states(module):
+                layer = getattr(module, "layer_idx", None)
+                if not isinstance(layer, int):
+                    raise ModelError("layer_idx", layer, f"{type(module).__name__} does not know its layer")
+                self.layers.add(layer)
+                module.forward = self._replaced(layer, module)
+
+    @contextmanager
+    def on(self, batch: ForwardBatch, states: RecurrentStates) -> Iterator[None]:
+        """The layers compute `batch` on `states`. Else they compute one sequence, as they do by themselves."""
+        with self._set((batch, states)):
+            yield
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recorder]:
+        """Gives what the layers keep of a sequence that is computed."""
+        recorder = Recorder()
+        with self._set(recorder):
+            yield recorder
+
+    @contextmanager
+    def _set(self, now: tuple[ForwardBatch, RecurrentStates] | Recorder) -> Iterator[None]:
+        self._now = now
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def _replaced(self, layer: int, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+        name = next((name for name in _CACHES if name in inspect.signature(forward).parameters), None)
+        if name is None:
+            raise ModelError("model_type", type(module).__name__, f"its forward pass takes none of {_CACHES}")
+
+        def replaced(hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+            if self._now is None:
+                return forward(hidden_states, *others, **named)
+            if isinstance(self._now, Recorder):
+                return forward(hidden_states, **{name: self._now})
+            return _compute(lambda x, view: forward(x, **{name: view}), layer, hidden_states, *self._now)
+
+        return replaced
+
+
+def keeps_states(module: nn.Module) -> bool:
+    """Whether one of the functions of the module's class puts states into a cache."""
+    functions = (inspect.unwrap(value) for value in vars(type(module)).values() if inspect.isfunction(value))
+    return any(_UPDATES.intersection(_names(function.__code__)) for function in functions)
+
+
+def _names(code: Any) -> Iterator[str]:
+    """Those that a function's code uses, and the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _names(constant)
+
+
+def _compute(
+    forward: Callable[[Tensor, StateView], Tensor],
+    layer: int,
+    hidden: Tensor,
+    batch: ForwardBatch,
+    states: RecurrentStates,
+) -> Tensor:
+    """`hidden` `[1, T, H]`, the tokens of all rows one after another, to as much."""
+    where = batch.states or StateRows([states.scratch] * len(batch.q_lens))
+    parts = []
+    begin = 0
+    for row in range(batch.num_prefill_rows):
+        for length, target in _segments(row, batch.q_lens[row], where):
+            if length:
+                view = StateView(states, where.rows[row : row + 1])
+                parts.append(forward(hidden[:, begin : begin + length], view))
+                begin += length
+            if target is not None:
+                states.copy(where.rows[row], target, layer)
+    decodes = where.rows[batch.num_prefill_rows :]
+    if decodes:
+        view = StateView(states, decodes)
+        parts.append(forward(hidden[0, begin:, None], view)[:, 0][None])
+        view.store()
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _segments(row: int, tokens: int, where: StateRows) -> list[tuple[int, int | None]]:
+    """The lengths of the parts of a chunk, and where the states go after each."""
+    parts: list[tuple[int, int | None]] = []
+    done = 0
+    for save in where.saves:
+        if save.row == row:
+            parts.append((save.tokens - done, save.target))
+            done = save.tokens
+    return [*parts, (tokens - done, None)] if done < tokens else parts
