@@ -55,10 +55,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def hybrid_config(kind: str, **overrides: Any) -> Any:
+    """The configuration of a kind in `HYBRIDS`, with `overrides` replacing its fields."""
+    return AutoConfig.for_model(kind, **{**_BASE, **HYBRIDS[kind], **overrides})
+
+
 def make_hybrid(kind: str, path: str | Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a checkpoint of a kind in `HYBRIDS`, with a tokenizer; returns `path`."""
     path = Path(path)
-    model = make_model(AutoConfig.for_model(kind, **{**_BASE, **HYBRIDS[kind], **overrides}), seed)
+    model = make_model(hybrid_config(kind, **overrides), seed)
     model.save_pretrained(path)  # type: ignore[operator]
     make_tokenizer().save_pretrained(path)
     return path

@@ -38,6 +38,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         None,
         [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT, _POINTER],
     ),
+    "rhizome_delta_net": (None, [_POINTER]),
     "rhizome_best": (None, [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER]),
     "rhizome_draw": (None, [_POINTER]),
     "rhizome_score": (None, [_POINTER]),

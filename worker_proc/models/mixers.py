@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu import delta_net
+from worker_proc.cpu.delta_net import DeltaNet
+from worker_proc.cpu.library import NativeLibrary
 from worker_proc.errors import ModelError
 from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSpec
 
@@ -108,8 +111,9 @@ class Recorder:
 class Mixers:
     """Takes the place of the forward passes of a model's recurrent layers."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """`model` is changed. Raises ModelError if one of its layers cannot be replaced."""
+    def __init__(self, model: nn.Module, native: NativeLibrary | None = None) -> None:
+        """`model` is changed; with `native`, these kernels compute what they can. Raises ModelError if one of its
+        layers cannot be replaced."""
         self.layers: set[int] = set()
         self._now: tuple[ForwardBatch, RecurrentStates] | Recorder | None = None
         for module in model.modules():
@@ -118,7 +122,8 @@ class Mixers:
                 if not isinstance(layer, int):
                     raise ModelError("layer_idx", layer, f"{type(module).__name__} does not know its layer")
                 self.layers.add(layer)
-                module.forward = self._replaced(layer, module)
+                own = DeltaNet(module, native) if native is not None and delta_net.supports(module) else None
+                module.forward = self._replaced(layer, module, own)
 
     @contextmanager
     def on(self, batch: ForwardBatch, states: RecurrentStates) -> Iterator[None]:
@@ -141,7 +146,7 @@ class Mixers:
         finally:
             self._now = None
 
-    def _replaced(self, layer: int, module: nn.Module) -> Callable[..., Any]:
+    def _replaced(self, layer: int, module: nn.Module, own: DeltaNet | None) -> Callable[..., Any]:
         forward = module.forward
         name = next((name for name in _CACHES if name in inspect.signature(forward).parameters), None)
         if name is None:
@@ -152,6 +157,8 @@ class Mixers:
                 return forward(hidden_states, *others, **named)
             if isinstance(self._now, Recorder):
                 return forward(hidden_states, **{name: self._now})
+            if own is not None:
+                return own.forward(hidden_states, *self._now)
             return _compute(lambda x, view: forward(x, **{name: view}), layer, hidden_states, *self._now)
 
         return replaced

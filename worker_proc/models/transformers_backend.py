@@ -130,14 +130,15 @@ def _is_neutral(value: object) -> bool:
 class TransformersModel:
     """A transformers model as a `LanguageModel`."""
 
-    def __init__(self, model: Any, attention: AttentionBackend) -> None:
-        """`model` is a `PreTrainedModel` for causal language modelling that uses `ATTENTION_NAME`. Raises ModelError
-        if one of its layers does not go through the attention interface, or not as its config says."""
+    def __init__(self, model: Any, attention: AttentionBackend, native: NativeLibrary | None = None) -> None:
+        """`model` is a `PreTrainedModel` for causal language modelling that uses `ATTENTION_NAME`; `native` kernels
+        compute recurrent layers that they know. Raises ModelError if one of its layers does not go through the
+        attention interface, or not as its config says."""
         self.model = model
         self.attention = attention
         self.config = model.config
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._mixers = Mixers(model)
+        self._mixers = Mixers(model, native)
         self._kv_spec, self._places = self._probe()
 
     @property
@@ -255,7 +256,7 @@ def load_transformers_model(
     if progress is not None:
         progress(total, total)
     try:
-        served = TransformersModel(model, attention)
+        served = TransformersModel(model, attention, native if dtype == torch.bfloat16 else None)
         check_against_plain_attention(served, device)
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise ModelError("model_type", model_type, f"a trial run through paged attention failed: {error}") from error

@@ -1,0 +1,119 @@
+"""The Gated DeltaNet layers of Qwen3-Next and Qwen 3.5 (native/delta_net.h), all rows of a step in one call.
+
+The recurrence goes token by token. That is little beside a layer's products, and makes a token's bits depend on its own
+context alone: not on the batch, nor on how prompts are cut into chunks.
+"""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.recurrent import RecurrentStates, StateKey, StateRows
+
+_SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen 3.5
+_TOGETHER = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
+_COMMON = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+_MOST_KERNEL = 8
+
+
+class _DeltaStruct(ctypes.Structure):
+    """`DeltaBatch` of native/delta_net.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "z", "b", "a", "conv_weight", "rate", "dt_bias", "norm", "conv")),
+        *((name, c_void_p) for name in ("state", "segments", "out")),
+        *((name, c_int64) for name in ("num_segments", "k_heads", "v_heads", "k_dim", "v_dim", "kernel")),
+        ("eps", c_float),
+    )
+
+
+def supports(module: nn.Module) -> bool:
+    """Whether `DeltaNet` computes this layer of a transformers model in bfloat16."""
+    if not all(hasattr(module, name) for name in _COMMON):
+        return False
+    if not any(all(hasattr(module, name) for name in names) for names in (_SEPARATE, _TOGETHER)):
+        return False
+    layer: Any = module
+    return bool(
+        layer.head_k_dim % 16 == 0
+        and layer.head_v_dim % 16 == 0
+        and layer.num_v_heads % layer.num_k_heads == 0
+        and layer.conv1d.bias is None
+        and layer.conv1d.weight.shape[-1] <= _MOST_KERNEL
+        and layer.conv1d.weight.dtype == torch.bfloat16
+        and layer.activation == layer.norm.activation == "silu"
+    )
+
+
+class DeltaNet:
+    """A layer whose products are its own modules', and whose rest is native."""
+
+    def __init__(self, layer: Any, library: NativeLibrary) -> None:
+        """`layer` is one that is supported."""
+        self._layer = layer
+        self._run = library.functions.rhizome_delta_net
+        self._index: int = layer.layer_idx
+        self._conv_weight = layer.conv1d.weight.detach()[:, 0].float().t().contiguous()
+        self._rate = -layer.A_log.detach().float().exp()
+        self._dt_bias = layer.dt_bias.detach().float().contiguous()
+        self._norm = layer.norm.weight.detach().float().contiguous()
+        self._eps = float(layer.norm.variance_epsilon)
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
+        """`hidden` bfloat16 `[1, T, H]`, the tokens of all rows one after another, to as much."""
+        layer = self._layer
+        qkv, z, b, a = self._project(hidden)
+        out = torch.empty_like(z)
+        conv = states.tensors[StateKey(self._index, "conv", 0)]
+        state = states.tensors[StateKey(self._index, "recurrent", 0)]
+        for segments, copies in waves(batch, states):
+            held = torch.tensor(segments, dtype=torch.int64)
+            struct = _DeltaStruct(
+                *(x.data_ptr() for x in (qkv, z, b, a, self._conv_weight, self._rate, self._dt_bias, self._norm)),
+                *(x.data_ptr() for x in (conv, state, held, out)),
+                len(segments), layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
+                conv.shape[-1], self._eps,
+            )  # fmt: skip
+            self._run(ctypes.addressof(struct))
+            for source, target in copies:
+                states.copy(source, target, self._index)
+        return layer.out_proj(out.view(*hidden.shape[:-1], -1))
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        layer = self._layer
+        if hasattr(layer, _SEPARATE[0]):
+            return tuple(getattr(layer, name)(hidden).contiguous() for name in _SEPARATE)
+        parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
+        query, key, value, z, b, a = (part.reshape(*hidden.shape[:-1], -1).contiguous() for part in parts)
+        return torch.cat((query, key, value), dim=-1), z, b, a
+
+
+Segments = list[tuple[int, int, int]]
+Copies = list[tuple[int, int]]
+
+
+def waves(batch: ForwardBatch, states: RecurrentStates) -> list[tuple[Segments, Copies]]:
+    """What is computed together, one after another: parts of rows (state row, first token, tokens), then the copies of
+    states that are saved there. A row that is saved on its way is cut into several waves."""
+    where = batch.states or StateRows([states.scratch] * len(batch.q_lens))
+    found: list[tuple[Segments, Copies]] = [([], [])]
+    begin = 0
+    for row, (state, tokens) in enumerate(zip(where.rows, batch.q_lens, strict=True)):
+        done = wave = 0
+        saves = [(save.tokens, save.target) for save in where.saves if save.row == row] if where.saves else []
+        for length, target in [*saves, (tokens, None)]:
+            if length > done:
+                wave += done > 0
+                if wave == len(found):
+                    found.append(([], []))
+                found[wave][0].append((state, begin + done, length - done))
+                done = length
+            if target is not None:
+                found[wave][1].append((state, target))
+        begin += tokens
+    return found

@@ -1,0 +1,188 @@
+#include "delta_net.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "parallel.h"
+
+namespace rhizome {
+namespace {
+
+constexpr int64_t kPieceTokens = 64;  // of a segment that are computed before the next ones: bounds the scratch memory
+constexpr int kMostKernel = 8;
+
+// Some tokens of a segment, and where their numbers are in the scratch memory.
+struct Piece {
+  int64_t row, token, count, place;
+};
+
+class DeltaNet {
+ public:
+  explicit DeltaNet(const DeltaBatch& batch)
+      : b_(batch),
+        key_width_(batch.k_heads * batch.k_dim),
+        channels_(2 * key_width_ + batch.v_heads * batch.v_dim),
+        value_width_(batch.v_heads * batch.v_dim) {}
+
+  void run() {
+    int64_t longest = 0;
+    for (int64_t i = 0; i < b_.num_segments; ++i) longest = std::max(longest, b_.segments[3 * i + 2]);
+    for (int64_t begin = 0; begin < longest; begin += kPieceTokens) round(begin);
+  }
+
+ private:
+  // The tokens from number `begin` on of every segment, as many as a piece has.
+  void round(int64_t begin) {
+    pieces_.clear();
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < b_.num_segments; ++i) {
+      const int64_t* segment = b_.segments + 3 * i;
+      const int64_t count = std::min(kPieceTokens, segment[2] - begin);
+      if (count <= 0) continue;
+      pieces_.push_back({segment[0], segment[1] + begin, count, tokens});
+      tokens += count;
+    }
+    reserve(tokens);
+    const int64_t blocks = 2 * b_.k_heads + b_.v_heads, pieces = static_cast<int64_t>(pieces_.size());
+    parallel_for(pieces * (blocks + 1), [&](int64_t task, int) {
+      const Piece& piece = pieces_[task / (blocks + 1)];
+      const int64_t block = task % (blocks + 1);
+      block < blocks ? convolve(piece, block) : make_gates(piece);
+    });
+    parallel_for(pieces * b_.v_heads, [&](int64_t task, int) {
+      const Piece& piece = pieces_[task / b_.v_heads];
+      const int64_t head = task % b_.v_heads;
+      if (b_.v_dim % 64 == 0) return recur<64>(piece, head);
+      if (b_.v_dim % 32 == 0) return recur<32>(piece, head);
+      return recur<16>(piece, head);
+    });
+  }
+
+  void reserve(int64_t tokens) {
+    if (tokens <= room_) return;
+    room_ = tokens;
+    mixed_.reset(new float[tokens * channels_]);
+    gates_.reset(new float[tokens * 2 * b_.v_heads]);
+    values_.reset(new float[tokens * value_width_]);
+  }
+
+  // Convolution and SiLU of one head's channels; those of queries and keys are brought to length 1, queries scaled.
+  void convolve(const Piece& piece, int64_t block) {
+    const bool is_value = block >= 2 * b_.k_heads, is_query = block < b_.k_heads;
+    const int64_t width = is_value ? b_.v_dim : b_.k_dim;
+    const int64_t first = is_value ? 2 * key_width_ + (block - 2 * b_.k_heads) * b_.v_dim : block * b_.k_dim;
+    bf16* kept = b_.conv + (piece.row * channels_ + first) * b_.kernel;
+    const int64_t before = b_.kernel - 1;
+    for (int64_t c = 0; c < width; c += kLanes) {
+      floats seen[kMostKernel], weight[kMostKernel];
+      for (int64_t i = 0; i < before; ++i)
+        for (int lane = 0; lane < kLanes; ++lane) seen[i][lane] = to_float(kept[(c + lane) * b_.kernel + 1 + i]);
+      for (int64_t i = 0; i < b_.kernel; ++i) weight[i] = load(b_.conv_weight + i * channels_ + first + c);
+      floats oldest = {};  // what the state has more than the convolution sees
+      for (int64_t t = 0; t < piece.count; ++t) {
+        seen[before] = load(b_.qkv + (piece.token + t) * channels_ + first + c);
+        floats sum = seen[0] * weight[0];
+        for (int64_t i = 1; i < b_.kernel; ++i) sum = sum + seen[i] * weight[i];
+        store(mixed(piece, t) + first + c, silu(sum));
+        oldest = seen[0];
+        for (int64_t i = 0; i < before; ++i) seen[i] = seen[i + 1];
+      }
+      for (int lane = 0; lane < kLanes; ++lane) {
+        bf16* to = kept + (c + lane) * b_.kernel;
+        to[0] = to_bf16(oldest[lane]);
+        for (int64_t i = 0; i < before; ++i) to[1 + i] = to_bf16(seen[i][lane]);
+      }
+    }
+    if (is_value) return;
+    const float scale = is_query ? 1.0f / std::sqrt(static_cast<float>(b_.k_dim)) : 1.0f;
+    for (int64_t t = 0; t < piece.count; ++t) {
+      float* x = mixed(piece, t) + first;
+      floats squares = {};
+      for (int64_t c = 0; c < width; c += kLanes) squares = squares + load(x + c) * load(x + c);
+      const floats factor = splat(scale / std::sqrt(sum(squares) + 1e-6f));
+      for (int64_t c = 0; c < width; c += kLanes) store(x + c, load(x + c) * factor);
+    }
+  }
+
+  // How much of the state each token leaves, and how much of the difference it writes.
+  void make_gates(const Piece& piece) {
+    for (int64_t t = 0; t < piece.count; ++t)
+      for (int64_t h = 0; h < b_.v_heads; ++h) {
+        const int64_t at = (piece.token + t) * b_.v_heads + h;
+        const float x = to_float(b_.a[at]) + b_.dt_bias[h];
+        const float step = x > 20.0f ? x : std::log1p(std::exp(x));
+        float* gate = gates_.get() + 2 * ((piece.place + t) * b_.v_heads + h);
+        gate[0] = std::exp(b_.rate[h] * step);
+        gate[1] = 1.0f / (1.0f + std::exp(-to_float(b_.b[at])));
+      }
+  }
+
+  // A value head: the columns of its state are independent, so some of them take all tokens while they are in the L1
+  // cache. S = decay * S + k (beta * (v - decay * S^T k))^T, out = S^T q.
+  template <int kColumns>
+  void recur(const Piece& piece, int64_t head) {
+    constexpr int kVectors = kColumns / kLanes ? kColumns / kLanes : 1;
+    constexpr int kChains = kVectors < 8 ? 8 / kVectors : 1;  // of additions, for the sake of latency
+    const int64_t key_head = head / (b_.v_heads / b_.k_heads);
+    float* state = b_.state + (piece.row * b_.v_heads + head) * b_.k_dim * b_.v_dim;
+    for (int64_t column = 0; column < b_.v_dim; column += kColumns)
+      for (int64_t t = 0; t < piece.count; ++t) {
+        const float* q = mixed(piece, t) + key_head * b_.k_dim;
+        const float* k = q + key_width_;
+        const float* v = mixed(piece, t) + 2 * key_width_ + head * b_.v_dim + column;
+        const float* gate = gates_.get() + 2 * ((piece.place + t) * b_.v_heads + head);
+        const floats decay = splat(gate[0]), beta = splat(gate[1]);
+        floats sums[kChains][kVectors] = {};
+        for (int64_t i = 0; i < b_.k_dim; i += kChains)
+          for (int chain = 0; chain < kChains; ++chain) {
+            const float* s = state + (i + chain) * b_.v_dim + column;
+            const floats key = splat(k[i + chain]);
+            for (int j = 0; j < kVectors; ++j) sums[chain][j] = sums[chain][j] + key * load(s + j * kLanes);
+          }
+        floats delta[kVectors], out[kVectors] = {};
+        for (int j = 0; j < kVectors; ++j) {
+          for (int chain = 1; chain < kChains; ++chain) sums[0][j] = sums[0][j] + sums[chain][j];
+          delta[j] = (load(v + j * kLanes) - decay * sums[0][j]) * beta;
+        }
+        for (int64_t i = 0; i < b_.k_dim; ++i) {
+          float* s = state + i * b_.v_dim + column;
+          const floats key = splat(k[i]), query = splat(q[i]);
+          for (int j = 0; j < kVectors; ++j) {
+            const floats next = decay * load(s + j * kLanes) + key * delta[j];
+            store(s + j * kLanes, next);
+            out[j] = out[j] + query * next;
+          }
+        }
+        float* to = values(piece, t) + head * b_.v_dim + column;
+        for (int j = 0; j < kVectors; ++j) store(to + j * kLanes, out[j]);
+      }
+    for (int64_t t = 0; t < piece.count; ++t) finish(piece, t, head);
+  }
+
+  // RMSNorm over a head, times weight and SiLU of the gate.
+  void finish(const Piece& piece, int64_t t, int64_t head) {
+    const float* x = values(piece, t) + head * b_.v_dim;
+    const int64_t at = ((piece.token + t) * b_.v_heads + head) * b_.v_dim;
+    floats squares = {};
+    for (int64_t c = 0; c < b_.v_dim; c += kLanes) squares = squares + load(x + c) * load(x + c);
+    const floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(b_.v_dim) + b_.eps));
+    for (int64_t c = 0; c < b_.v_dim; c += kLanes)
+      store(b_.out + at + c, load(x + c) * factor * load(b_.norm + c) * silu(load(b_.z + at + c)));
+  }
+
+  float* mixed(const Piece& piece, int64_t t) { return mixed_.get() + (piece.place + t) * channels_; }
+  float* values(const Piece& piece, int64_t t) { return values_.get() + (piece.place + t) * value_width_; }
+
+  const DeltaBatch& b_;
+  const int64_t key_width_, channels_, value_width_;
+  std::vector<Piece> pieces_;
+  int64_t room_ = 0;
+  std::unique_ptr<float[]> mixed_, gates_, values_;  // of the tokens of a round
+};
+
+}  // namespace
+}  // namespace rhizome
+
+void rhizome_delta_net(const rhizome::DeltaBatch* batch) { rhizome::DeltaNet(*batch).run(); }
