@@ -19,6 +19,7 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.delta_net import DeltaNet, supports, waves
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
+from worker_proc.cpu.modules import pack_modules
 from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSave, StateSpec
 
 pytestmark = needs_compiler
@@ -54,8 +55,11 @@ def make_layer(kind: str = "qwen3_5_text", shape: tuple[int, ...] = SHAPES[1], s
 
 
 @cache
-def small_layer() -> Any:
-    return make_layer(shape=(1, 2, 16, 32, 4))
+def small_layer(level: Level) -> Any:
+    """With native products: torch's depend on how many tokens there are."""
+    layer = make_layer(shape=(1, 2, 16, 32, 4))
+    pack_modules(layer, load_library(level), compress=False)
+    return layer
 
 
 def make_states(layer: Any, slots: int = 6, snapshots: int = 2) -> RecurrentStates:
@@ -105,7 +109,8 @@ def test_the_layer_computes_what_transformers_computes(level: Level, kind: str, 
         want, got = exact(layer, x), torch.cat(found[row], dim=1).float()
         assert got.shape == want.shape
         # a row whose output is nearly nothing before its norm may be off by more
-        assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).quantile(0.95) < 0.02
+        assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.01
+        assert (got - want).norm() < 0.02 * want.norm()
 
 
 @LEVELS
@@ -114,7 +119,7 @@ def test_the_layer_computes_what_transformers_computes(level: Level, kind: str, 
 @torch.inference_mode()
 def test_bits_do_not_depend_on_batches_and_cuts(level: Level, data: st.DataObject) -> None:
     """However rows are cut into chunks and put together, and where states are saved."""
-    layer = small_layer()
+    layer = small_layer(level)
     net = DeltaNet(layer, load_library(level))
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
     hidden = [torch.randn(1, length, HIDDEN).bfloat16() for length in lengths]

@@ -82,7 +82,8 @@ class DeltaNet:
             self._run(ctypes.addressof(struct))
             for source, target in copies:
                 states.copy(source, target, self._index)
-        return layer.out_proj(out.view(*hidden.shape[:-1], -1))
+        made: Tensor = layer.out_proj(out.view(*hidden.shape[:-1], -1))
+        return made
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layer = self._layer
