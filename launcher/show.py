@@ -45,7 +45,9 @@ def describe(
     }
 
 
-def _host(go: Go) -> str:
+def _beside(go: Go) -> str:
+    if go.recurrent:
+        return f"; states of {go.slots:,} requests, {go.snapshots:,} snapshots"
     return f", {go.host_pages * go.page_size:,} more on the host" if go.host_pages else ""
 
 
@@ -61,7 +63,7 @@ def panel(info: dict[str, object], go: Go) -> str:
     rows = [
         ("model", f"{model['path']} ({model['architecture']}, {model['dtype']}, {model['device']}), tp {model['tp']}"),
         ("context", f"{go.context_len:,} tokens"),
-        ("KV cache", f"{model['kv_tokens']:,} tokens ({go.num_pages:,} pages of {go.page_size}){_host(go)}"),
+        ("KV cache", f"{model['kv_tokens']:,} tokens ({go.num_pages:,} pages of {go.page_size}){_beside(go)}"),
         ("processes", "  ".join(f"{name} {pid}" for name, pid in pids.items())),
         ("address", "  ".join(a for a in addresses.values() if a)),
         ("start-up", f"{info['start_up_s']} s"),

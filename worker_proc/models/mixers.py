@@ -8,6 +8,7 @@ saved, and once for all decodes, with a view of the worker's states in the place
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,29 @@ _CACHES = ("cache_params", "past_key_values")  # what the argument is called
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 
 
+class _LayerStates:
+    """The states of one layer, by kind and number: how older transformers (5.17) find them."""
+
+    record_past = False
+
+    def __init__(self, view: "StateView", layer: int) -> None:
+        self.conv_states = _Numbered(partial(view.get_conv_state, layer))
+        self.recurrent_states = _Numbered(partial(view.get_recurrent_state, layer))
+
+
+class _Numbered:
+    def __init__(self, get: Callable[[int], Any]) -> None:
+        self._get = get
+
+    def __getitem__(self, number: int) -> Any:
+        return self._get(number)
+
+
 class StateView:
     """The states of some sequences, as a layer of transformers asks its cache for them."""
 
     def __init__(self, states: RecurrentStates, rows: list[int]) -> None:
+        self.layers = _Numbered(partial(_LayerStates, self))
         self._states = states
         self._rows = rows
         self._lent: dict[StateKey, Tensor] = {}  # which the layer may change in place
