@@ -13,7 +13,7 @@ from common.fields import IntArray
 from common.messages import ints
 from scheduler_proc.block_pool import BlockPool, PoolExhausted
 from scheduler_proc.host_tier import HostTier
-from scheduler_proc.radix_node import Match, Node
+from scheduler_proc.radix_node import TOKEN_BYTES, Match, Node
 from scheduler_proc.radix_tree import RadixTree
 from scheduler_proc.request import Request
 from scheduler_proc.snapshots import Found, Snapshots, find
@@ -81,9 +81,9 @@ class KVManager:
         return self.tree.peek(request.tokens.tobytes(), request.match_limit, request.salt)
 
     def _find(self, request: Request) -> Found:
-        length = len(request.tokens)
-        way = self.tree.walk(request.tokens[: length - 1].tobytes(), request.salt)
-        return find(way, self.page_size, request.match_limit, length)
+        tokens = request.tokens.tobytes()
+        way = self.tree.walk(tokens[:-TOKEN_BYTES], request.salt)  # the last one's logits are needed
+        return find(way, self.page_size, request.match_limit, tokens)
 
     def lock_prefix(self, request: Request) -> Match | None:
         """Give `request`, which holds nothing, the longest cached prefix of its tokens that is on the device, and lock
@@ -219,9 +219,11 @@ class KVManager:
         under construction computes; `busy` are those that it saves already. None when there is one of these tokens, or
         none can be had, or they are not in the tree."""
         assert self.snapshots is not None
+        last, end = 0, length // self.page_size
         for node, before, whole in self.tree.walk(request.tokens[:length].tobytes(), request.salt):
-            if (before + whole) * self.page_size == length:
-                number = self.snapshots.save(node, whole, busy)
+            last = max((before + pages for pages in node.states or () if before + pages < end), default=last)
+            if before + whole == end:
+                number = self.snapshots.save(node, whole, length - last * self.page_size, busy)
                 if number is not None:
                     self.tree.version += 1
                 return number

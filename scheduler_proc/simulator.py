@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {
     "kv_tokens": int,
     "prefix_cache": bool,
     "host_kv_tokens": int,
+    "snapshots": int,
 }
 
 
@@ -44,6 +45,7 @@ class Setup:
     prefix_cache: bool = True
     host_pages: int = 0
     transfer_s: float = 0.0  # of a page to the host or back
+    snapshots: int | None = None  # of a recurrent model
 
 
 def simulate(
@@ -52,7 +54,14 @@ def simulate(
     """Run a workload to its end. Raises Stuck, or InvariantViolation when `check_every` is not 0. Without `leaps` every
     step is taken by itself, which changes nothing but the time it takes."""
     started = time.perf_counter()
-    kv = KVManager(setup.num_pages, setup.page_size, prefix_cache=setup.prefix_cache, host_pages=setup.host_pages)
+    kv = KVManager(
+        setup.num_pages,
+        setup.page_size,
+        prefix_cache=setup.prefix_cache,
+        host_pages=setup.host_pages,
+        recurrent=setup.snapshots is not None,
+        snapshots=setup.snapshots or 0,
+    )
     scheduler = Scheduler(setup.scheduler, kv, setup.context_len)
     traffic = Traffic(workload, vocabulary)
     simulation = Simulation(
@@ -90,15 +99,18 @@ def configure(
     back. Raises ConfigError when one is out of range."""
     fields = {f.name for f in dataclasses.fields(SchedulerConfig)}
     values = dict(values)
-    host_tokens = values.pop("host_kv_tokens", 0)
+    host_tokens, snapshots = values.pop("host_kv_tokens", 0), values.pop("snapshots", None)
     scheduler = SchedulerConfig(**{k: v for k, v in values.items() if k in fields})
     cache = CacheConfig(**{"kv_tokens": DEFAULT_KV_TOKENS, **{k: v for k, v in values.items() if k not in fields}})
     assert cache.kv_tokens is not None
     pages, host_pages = cache.kv_tokens // cache.page_size, host_tokens // cache.page_size
     if host_tokens and not (cache.prefix_cache and host_pages > 0):
         raise ConfigError("host_kv_tokens must be 0, or at least one page and with the prefix cache")
+    if snapshots is not None and (snapshots < 0 or host_tokens or scheduler.speculation != "off"):
+        raise ConfigError("snapshots must be at least 0, without a host tier and speculation")
     setup = Setup(scheduler, pages, cache.page_size, context_len, cost, overheads, cache.prefix_cache)
-    return dataclasses.replace(setup, host_pages=host_pages, transfer_s=token_transfer_s * cache.page_size)
+    transfer_s = token_transfer_s * cache.page_size
+    return dataclasses.replace(setup, host_pages=host_pages, transfer_s=transfer_s, snapshots=snapshots)
 
 
 def parse_option(text: str) -> tuple[str, list[Any]]:
@@ -191,7 +203,8 @@ def cli(
     """Run the scheduler against a cost model and a workload, faster than real time.
 
     Options of --set and --compare are those of the scheduler (policy, admission, chunk_tokens, steps_in_flight, ...)
-    and kv_tokens, page_size, prefix_cache and host_kv_tokens (the host tier, off by default).
+    and kv_tokens, page_size, prefix_cache, host_kv_tokens (the host tier, off by default) and snapshots (of a model
+    with recurrent layers).
     """
     try:
         cost, overheads = _cost(costs, model, bandwidth, tflops, step_overhead_us)

@@ -87,6 +87,16 @@ def test_a_loss_of_the_workers_is_replayed(tmp_path: Path, policy: str, crashes:
     assert timeline.scheduler.stats() == run.scheduler.stats()
 
 
+def test_a_recurrent_model_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "states.rec"
+    with recorded(path, snapshots=2, in_batch_gain=4) as run:
+        random_workload(run, 1, requests=20)
+    timeline = replayed(path)
+    assert timeline.plans == len(run.plans)
+    stats = timeline.scheduler.stats()
+    assert stats == run.scheduler.stats() and stats["total_snapshots"] == 2 and stats["loaded_snapshots"] > 0
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """Two requests, the second one waits for the first, with a stop token that is never drawn."""

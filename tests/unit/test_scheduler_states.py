@@ -96,7 +96,8 @@ def test_the_next_turn_of_a_conversation_starts_at_the_end_of_the_prompt_before_
     rig = rig_of(9)
     talk(rig, 0, SYSTEM, max_tokens=9)
     second = [*SYSTEM, *rig.out[0], 1, 2, 3]
-    assert talk(rig, 1, second) == (20, [28, 32]), "the answer ends in the eighth page"
+    assert talk(rig, 1, second) == (20, [32]), "none at the end of the answer, where nobody has gone elsewhere"
+    assert talk(rig, 9, [*SYSTEM, *rig.out[0], 9, 9, 9]) == (20, [28, 32])
     assert talk(rig, 2, [*second, *rig.out[1], 4, 5, 6])[0] == 32
 
 

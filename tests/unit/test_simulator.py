@@ -167,6 +167,22 @@ def test_a_host_tier_keeps_conversations_that_the_device_cannot_hold():
     assert slow.report.ttft_s.mean > free.report.ttft_s.mean
 
 
+def test_a_recurrent_model_hits_what_it_has_snapshots_of():
+    """The second request with a prefix leaves one behind it, and a turn one at the end of its prompt's whole pages."""
+    recipe = Recipe("shared-prefix", 10, fixed(20), fixed(4), prefixes=2, prefix_tokens=64, concurrency=1)
+    assert run(generate(recipe), snapshots=9).report.cached_tokens == 6 * 64
+    assert run(generate(recipe), snapshots=0).report.cached_tokens == 0
+    chat = Recipe("chat", 3, fixed(30), fixed(10), prefix_tokens=0, turns=3, concurrency=1)
+    assert run(generate(chat), snapshots=9).report.cached_tokens == 64
+
+
+def test_long_prompts_keep_their_snapshots_beside_many_short_ones():
+    """Each question leaves a snapshot, too, and as many are kept as there are documents."""
+    recipe = Recipe("qa", 60, fixed(50), fixed(2), prefixes=4, prefix_tokens=960, concurrency=1)
+    report = run(generate(recipe), snapshots=4, kv_tokens=16384).report
+    assert report.hit_rate > 0.75
+
+
 def test_random_prompts_share_nothing_and_no_cache_hits_nothing():
     assert run(generate(Recipe("random", 12, fixed(64), fixed(16), concurrency=4))).report.cached_tokens == 0
     shared = generate(Recipe("shared-prefix", 10, fixed(5), fixed(2), concurrency=1))

@@ -73,6 +73,8 @@ def test_comparing_gives_a_row_per_combination(costs_file):
         (("--prompt-tokens", "few"), "lengths must be"),
         (("--bandwidth", "1"), "--costs excludes"),
         (("--set", "host_kv_tokens=3"), "host_kv_tokens must be"),
+        (("--set", "snapshots=-1"), "snapshots must be at least 0"),
+        (("--set", "snapshots=1", "--set", "speculation=ngram"), "without a host tier and speculation"),
         (("--host-bandwidth", "10"), "needs --kv-bytes"),
         (("--kv-bytes", "10"), "is for --host-bandwidth"),
     ],

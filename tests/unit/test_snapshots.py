@@ -25,9 +25,9 @@ def in_tree(total, page_size):
         tree.insert(raw(tokens), pages)
         pool.release(pages)
 
-    def save(tokens, busy=()):
+    def save(tokens, worth=1, busy=()):
         *_, (node, _, whole) = tree.walk(raw(tokens))
-        return snapshots.save(node, whole, busy)
+        return snapshots.save(node, whole, worth, busy)
 
     return tree, snapshots, insert, save
 
@@ -46,11 +46,13 @@ def test_same_as_a_list_of_prefixes(workload):
     size, total, actions = workload
     tree, snapshots, insert, save = in_tree(total, size)
     kept: dict[int, tuple[int, ...]] = {}
+    inserted: list[list[int]] = []
     for action, tokens in actions:
         whole = tuple(tokens[: tree.peek(raw(tokens), len(tokens)) // size * size])
         match action:
             case "insert":
                 insert(tokens)
+                inserted.append(tokens)
             case "evict":
                 tree.evict(len(tokens) // 3)
                 kept = {n: own for n, own in kept.items() if tree.peek(raw(own), len(own)) == len(own)}
@@ -69,12 +71,14 @@ def test_same_as_a_list_of_prefixes(workload):
                     kept[number] = whole
                 else:
                     assert number is None
-        found = find(tree.walk(raw(tokens)), size, len(tokens) - 1, len(tokens))
+        found = find(tree.walk(raw(tokens)), size, len(tokens) - 1, raw(tokens))
         usable = {own: n for n, own in kept.items() if tuple(tokens[: len(own)]) == own}
         starts = {len(own): n for own, n in usable.items() if len(own) < len(tokens)}
         assert found.start == max(starts, default=0) and found.number == starts.get(found.start, -1)
         assert found.deepest == max(map(len, usable), default=0)
-        assert found.known == tree.peek(raw(tokens), len(tokens)) // size * size
+        whole = tree.peek(raw(tokens), len(tokens)) // size * size
+        ways = [own for own in inserted if own[:whole] == tokens[:whole] and own != tokens[: len(own)]]
+        assert found.branch == (whole if ways else 0) or tree.evicted
         assert found.reach == len(tokens), "nobody has locked anything"
         if found.number >= 0 and action == "find":
             snapshots.load(found.number)
@@ -93,6 +97,24 @@ def test_those_that_the_plan_saves_already_are_not_reused():
     assert save([1, 2], busy=[]) == 0 and snapshots.saved == 2 and snapshots.used == 1
 
 
+def test_one_that_is_there_already_is_not_taken_again_but_has_been_used():
+    _, snapshots, insert, save = in_tree(2, 1)
+    insert([1, 2, 3])
+    assert (save([1]), save([1, 2]), save([1])) == (0, 1, None)
+    assert list(snapshots.places()) == [1, 0] and snapshots.saved == 2
+
+
+def test_what_saves_most_stays():
+    _, snapshots, insert, save = in_tree(2, 1)
+    insert(range(9))
+    assert (save([0], 50), save([0, 1], 20)) == (0, 1)
+    assert save([0, 1, 2], 10) is None, "each of the others saves more"
+    assert save([0, 1, 2], 10) == 1, "but not for ever"
+    assert save([0, 1, 2, 3], 10) == 1
+    snapshots.load(0)
+    assert [save(range(n), 30) for n in (5, 6, 7)] == [1, 1, 0], "used or not"
+
+
 def test_counters_go_on_when_all_is_forgotten():
     _, snapshots, insert, save = in_tree(3, 1)
     insert([1])
@@ -107,16 +129,16 @@ def test_what_somebody_else_uses_bounds_what_can_be_kept():
     assert save([1, 1]) is not None
 
     def reach():
-        return find(tree.walk(raw([1, 1, 2, 2, 3, 3, 9, 9])), 2, 99, 99).reach
+        return find(tree.walk(raw([1, 1, 2, 2, 3, 3, 9, 9])), 2, 99, raw([1, 1, 2, 2, 3, 3, 9, 9])).reach
 
-    assert reach() == 99
+    assert reach() == 8
     tree.lock(tree.match(raw([1, 1]), 2).node)
-    assert reach() == 99, "it starts there"
+    assert reach() == 8, "it starts there"
     node = tree.match(raw([1, 1, 2, 2]), 4).node
     tree.lock(node)
     assert reach() == 6
     tree.unlock(node)
-    assert reach() == 99
+    assert reach() == 8
 
 
 @pytest.mark.parametrize(
