@@ -1,0 +1,110 @@
+"""Real clusters on models with recurrent layers: prompts start from snapshots, and answers stay what they are."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.answer import Answer
+from common.messages import Finish
+from common.rows import Row
+from common.sampling_params import SamplingParams
+from tests.helpers_hybrid import make_hybrid
+from tests.helpers_models import VOCAB_SIZE, greedy
+from tests.helpers_paged import make_prompts
+from tests.integration.cluster import LAUNCH, Cluster, running
+from tests.integration.test_cluster import collect
+
+PROMPTS = make_prompts(VOCAB_SIZE)
+COMMON = PROMPTS[4][:64]
+PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
+FLAGS = ("--dtype", "float32", "--chunk-tokens", "24", "--kv-tokens", "4096")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hybrid("qwen3_5_text", tmp_path_factory.mktemp("m") / "model")
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Path) -> Iterator[Cluster]:
+    with running(checkpoint, *FLAGS) as cluster:
+        yield cluster
+
+
+def test_a_common_beginning_is_computed_twice_and_then_started_from(checkpoint: Path, cluster: Cluster) -> None:
+    prompts = [COMMON + [token] + PROMPTS[2] for token in (5, 6, 7)]
+    wanted, cached = greedy(checkpoint, prompts, PARAMS.max_tokens), []
+    with cluster.connect() as connection:
+        for prompt, tokens in zip(prompts, wanted, strict=True):
+            rid = connection.submit(prompt, PARAMS)
+            answer = collect(connection, [rid])[rid]
+            assert answer.token_ids == tokens
+            cached.append(answer.cached_tokens)
+    assert cached == [0, 0, 64]
+    stats = cluster.stats()
+    assert stats["scheduler.saved_snapshots"] == 2 and stats["scheduler.loaded_snapshots"] == 1
+
+
+def test_the_same_prompts_again_compute_less_than_a_page(checkpoint: Path, cluster: Cluster) -> None:
+    prompts = [[9, *prompt] for prompt in PROMPTS]
+    wanted = greedy(checkpoint, prompts, PARAMS.max_tokens)
+    with cluster.connect() as connection:
+        for expected in ([0] * len(prompts), [(len(prompt) - 1) // 16 * 16 for prompt in prompts]):
+            rids = [connection.submit(prompt, PARAMS) for prompt in prompts]
+            answers = collect(connection, rids)
+            assert [answers[rid].token_ids for rid in rids] == wanted
+            short = [0 if count < 32 else count for count in expected]  # for less, no snapshot is taken
+            assert [answers[rid].cached_tokens for rid in rids] == short
+
+
+def test_streams_survive_their_worker(checkpoint: Path, cluster: Cluster) -> None:
+    prompts = [COMMON + [20 + i] + PROMPTS[i % 3] for i in range(8)]
+    wanted = greedy(checkpoint, prompts, 100)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=100)
+    with cluster.connect() as connection:
+        answers = {connection.submit(prompt, params): Answer() for prompt in prompts}
+        left, killed = set(answers), False
+        while left:
+            for row in connection.poll(1):
+                assert isinstance(row, Row), row
+                answers[row.rid].add(row)
+                if row.finish is not Finish.NONE:
+                    left.remove(row.rid)
+            if not killed and sum(len(answer.token_ids) for answer in answers.values()) > 100:
+                os.kill(cluster.pid("worker-0"), signal.SIGKILL)
+                killed = True
+        assert killed and [answer.token_ids for answer in answers.values()] == wanted
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid"])
+def test_other_kinds_in_bfloat16(kind: str, tmp_path: Path) -> None:
+    """The precision in which they are served by default on CPUs: tokens may differ in few places from those of float32,
+    not from run to run."""
+    path = make_hybrid(kind, tmp_path)
+    with running(path, "--dtype", "bfloat16", "--kv-tokens", "4096", "--max-running", "4") as cluster:
+        with cluster.connect() as connection:
+            rids = [connection.submit(prompt, PARAMS) for prompt in PROMPTS * 3]
+            answers = collect(connection, rids)
+        assert all(len(answer.token_ids) == PARAMS.max_tokens for answer in answers.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tp", "2"), "use tp = 1"),
+        (("--speculation", "ngram"), "cannot take back tokens"),
+        (("--host-kv-memory", "1MiB"), "host_kv_memory"),
+        (("--kv-memory", "64KiB"), "what the recurrent layers keep"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_does_not_go_together_is_refused_by_name(checkpoint: Path, tmp_path: Path, flags: Any, words: str) -> None:
+    command = [sys.executable, str(LAUNCH), "--model", str(checkpoint), "--run-dir", str(tmp_path / "run"), "--no-http"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and words in done.stdout + done.stderr
