@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.helpers_hybrid import HYBRIDS
 from tests.helpers_models import VOCAB_SIZE, make_tokenizer
 
 _TEXT: dict[str, Any] = {
@@ -29,6 +30,9 @@ _GEMMA4 = _SLIDING | {
 }
 _UNTIED = {"tie_word_embeddings": False}  # else such tiny models repeat themselves
 _WHOLE: dict[str, dict[str, Any]] = {"gemma4": _UNTIED, "gemma4_unified": _UNTIED}
+_DELTA = {"rope_parameters": _SECTIONS | {"mrope_interleaved": True, "partial_rotary_factor": 0.5}} | HYBRIDS[
+    "qwen3_5_text"
+]
 _TOWERS = ("vision_config", "audio_config", "qformer_config")
 
 # What each kind's language model has beside `_TEXT`.
@@ -41,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"model_type": "gemma4_unified_text"} | _GEMMA4,
     "idefics3": {"model_type": "llama"},
     "internvl": {"model_type": "qwen2"},
+    "lfm2_vl": {"model_type": "lfm2"} | HYBRIDS["lfm2"],
     "llava": {"model_type": "llama"},
     "llava_next": {"model_type": "mistral", "sliding_window": None},
     "llava_next_video": {"model_type": "llama"},
@@ -49,6 +54,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "ovis2": {"model_type": "qwen2"},
     "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": _SECTIONS},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_text", "rope_parameters": _SECTIONS},
+    "qwen3_5": {"model_type": "qwen3_5_text"} | _DELTA,
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"} | _DELTA | HYBRIDS["qwen3_5_moe_text"],
     "qwen3_vl": {"model_type": "qwen3_vl_text", "rope_parameters": _SECTIONS | {"mrope_interleaved": True}},
     "smolvlm": {"model_type": "llama"},
     "video_llava": {"model_type": "llama"},

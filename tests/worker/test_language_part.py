@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers_hybrid import make_hybrid
 from tests.helpers_models import VOCAB_SIZE
 from tests.helpers_multimodal import KINDS, greedy_of_whole, make_multimodal
 from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
@@ -112,3 +113,12 @@ def test_multimodal_models_of_other_kinds_are_refused_by_name(tmp_path: Path) ->
     with pytest.raises(ModelError, match="text of") as caught:
         describe(path)
     assert caught.value.field == "vision_config"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_layers_that_guess_tokens_are_left_out(kind: str, tmp_path: Path) -> None:
+    """Checkpoints bring layers for multi-token prediction, which transformers' models do not have."""
+    path = make_multimodal(kind, tmp_path) if kind in KINDS else make_hybrid(kind, tmp_path)
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    load(path)

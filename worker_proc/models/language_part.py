@@ -16,8 +16,8 @@ from worker_proc.weights import TensorEntry
 KINDS = frozenset(
     {
         "aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl",
-        "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2", "qwen2_vl", "qwen2_5_vl",
-        "qwen3_vl", "smolvlm", "video_llava", "vipllava",
+        "lfm2_vl", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2", "qwen2_vl",
+        "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm", "video_llava", "vipllava",
     }
 )  # fmt: skip
 
