@@ -14,9 +14,42 @@ from common.parsers.marked import DEEPSEEK_MARKS, FUNCTION_GEMMA_MARKS, GEMMA_MA
 from common.parsers.mistral import APERTUS, COHERE, GRANITE, HUNYUAN, MISTRAL, MistralParser
 from common.parsers.pythonic import PythonicParser
 from common.parsers.reasoning import THINK, ReasoningPasser, ReasoningSplitter, Split, Tags, Unwrapper
-from common.parsers.tag_forms import DSML, HUNYUAN3, MINIMAX, SEED
+from common.parsers.tag_forms import DSML, HERMES, HUNYUAN3, MINIMAX, SEED
 from common.parsers.tagged_call import Schemas
 
+_LIST_FORMS = {
+    ToolFormat.MISTRAL: MISTRAL,
+    ToolFormat.GRANITE: GRANITE,
+    ToolFormat.COHERE: COHERE,
+    ToolFormat.HUNYUAN: HUNYUAN,
+    ToolFormat.APERTUS: APERTUS,
+}
+_MARKS = {
+    ToolFormat.GEMMA: GEMMA_MARKS,
+    ToolFormat.FUNCTION_GEMMA: FUNCTION_GEMMA_MARKS,
+    ToolFormat.DEEPSEEK: DEEPSEEK_MARKS,
+    ToolFormat.KIMI: KIMI_MARKS,
+}
+_BLOCKS = {
+    ToolFormat.HERMES: HERMES,
+    ToolFormat.SEED: SEED,
+    ToolFormat.MINIMAX: MINIMAX,
+    ToolFormat.DSML: DSML,
+    ToolFormat.HUNYUAN3: HUNYUAN3,
+}
+# Marks that models write without closing their reasoning, and that are tokens of their own, so that no text has them.
+_ENDS_REASONING = {
+    ToolFormat.GEMMA: (GEMMA_MARKS.call,),
+    ToolFormat.DEEPSEEK: DEEPSEEK_MARKS.section,
+    ToolFormat.KIMI: KIMI_MARKS.section,
+    ToolFormat.DSML: DSML.opens,
+    ToolFormat.MINIMAX: MINIMAX.opens,
+    ToolFormat.SEED: SEED.opens,
+    ToolFormat.HUNYUAN3: HUNYUAN3.opens,
+    ToolFormat.MISTRAL: MISTRAL.markers,
+    ToolFormat.COHERE: COHERE.markers,
+    ToolFormat.APERTUS: APERTUS.markers,
+}
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -98,60 +131,19 @@ def make_parser(
     return AnswerParser(splitter, parser, most, Unwrapper(tags.around) if tags.around else None)
 
 
-# Marks that models write without closing their reasoning, and that are tokens of their own, so that no text has them.
-_ENDS_REASONING = {
-    ToolFormat.GEMMA: ("<|tool_call>",),
-    ToolFormat.DEEPSEEK: DEEPSEEK_MARKS.section,
-    ToolFormat.KIMI: KIMI_MARKS.section,
-    ToolFormat.DSML: DSML.opens,
-    ToolFormat.MINIMAX: MINIMAX.opens,
-    ToolFormat.SEED: SEED.opens,
-    ToolFormat.HUNYUAN3: HUNYUAN3.opens,
-    ToolFormat.MISTRAL: MISTRAL.markers,
-    ToolFormat.COHERE: COHERE.markers,
-    ToolFormat.APERTUS: APERTUS.markers,
-}
-
-
 def _tool_parser(
     tools: ToolFormat, offered: Schemas | None, forced: bool, new_id: Callable[[], str] | None
 ) -> TextParser:
     ids = new_id or (_short_id if tools is ToolFormat.MISTRAL else _call_id)
     if forced and tools in LISTS:
         return MistralParser(ids, forced=True)
-    match tools:
-        case ToolFormat.LLAMA3_JSON:
-            return Llama3Parser(ids, offered)
-        case ToolFormat.MISTRAL:
-            return MistralParser(ids)
-        case ToolFormat.GRANITE:
-            return MistralParser(ids, GRANITE)
-        case ToolFormat.COHERE:
-            return MistralParser(ids, COHERE)
-        case ToolFormat.APERTUS:
-            return MistralParser(ids, APERTUS)
-        case ToolFormat.HUNYUAN:
-            return MistralParser(ids, HUNYUAN)
-        case ToolFormat.GEMMA:
-            return MarkedParser(ids, GEMMA_MARKS, offered)
-        case ToolFormat.FUNCTION_GEMMA:
-            return MarkedParser(ids, FUNCTION_GEMMA_MARKS, offered)
-        case ToolFormat.DEEPSEEK:
-            return MarkedParser(ids, DEEPSEEK_MARKS, offered)
-        case ToolFormat.KIMI:
-            return MarkedParser(ids, KIMI_MARKS, offered)
-        case ToolFormat.PYTHONIC:
-            return PythonicParser(ids, offered)
-        case ToolFormat.DSML:
-            return HermesParser(ids, offered, DSML)
-        case ToolFormat.MINIMAX:
-            return HermesParser(ids, offered, MINIMAX)
-        case ToolFormat.SEED:
-            return HermesParser(ids, offered, SEED)
-        case ToolFormat.HUNYUAN3:
-            return HermesParser(ids, offered, HUNYUAN3)
-        case _:
-            return HermesParser(ids, offered)
+    if tools in _LIST_FORMS:
+        return MistralParser(ids, _LIST_FORMS[tools])
+    if tools in _MARKS:
+        return MarkedParser(ids, _MARKS[tools], offered)
+    if tools in _BLOCKS:
+        return HermesParser(ids, offered, _BLOCKS[tools])
+    return PythonicParser(ids, offered) if tools is ToolFormat.PYTHONIC else Llama3Parser(ids, offered)
 
 
 def needs_special_tokens(tools: ToolFormat | None, reasoning: Reasoning, tags: Tags = THINK) -> bool:
