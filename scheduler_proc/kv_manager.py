@@ -214,16 +214,17 @@ class KVManager:
             end -= len(own)
             node = node.parent
 
-    def save_state(self, request: Request, length: int, busy: Collection[int]) -> int | None:
+    def save_state(self, request: Request, length: int, busy: Collection[int], *, awaited: bool = False) -> int | None:
         """The snapshot that takes the state after the first `length` tokens of a request, whole pages that the step
         under construction computes; `busy` are those that it saves already. None when there is one of these tokens, or
-        none can be had, or they are not in the tree."""
+        none can be had (Snapshots.save), or they are not in the tree."""
         assert self.snapshots is not None
         last, end = 0, length // self.page_size
         for node, before, whole in self.tree.walk(request.tokens[:length].tobytes(), request.salt):
             last = max((before + pages for pages in node.states or () if before + pages < end), default=last)
             if before + whole == end:
-                number = self.snapshots.save(node, whole, length - last * self.page_size, busy)
+                worth = length - last * self.page_size
+                number = self.snapshots.save(node, whole, worth, busy, awaited=awaited)
                 if number is not None:
                     self.tree.version += 1
                 return number

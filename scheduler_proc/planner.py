@@ -20,7 +20,7 @@ from scheduler_proc.quarantine import Quarantine
 from scheduler_proc.ramp_up import RampUp
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
-from scheduler_proc.snapshots import Found, saving_of
+from scheduler_proc.snapshots import Found, Saving, saving_of
 from scheduler_proc.speculation import Speculation
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
@@ -205,7 +205,7 @@ class Planner:
         if awaited is None:
             return False
         saving, point = awaited
-        saving.add(point)
+        saving.wait(point)
         return True
 
     def _try_admit(self, step: PlanBuilder, request: Request) -> bool:
@@ -263,10 +263,15 @@ class Planner:
             saving = request.saving
             if request.status is Status.PREFILLING or len(request.tokens) == request.prompt_len or saving is not None:
                 self._kv.publish(request)
-            for length in saving.due(request.cached_len) if saving is not None else ():
-                snapshot = self._kv.save_state(request, length, step.saved_states)
-                if snapshot is not None:
-                    step.save_state(request, length, snapshot)
+            if saving is not None:
+                self._save_states(step, request, saving)
+
+    def _save_states(self, step: PlanBuilder, request: Request, saving: Saving) -> None:
+        for length in saving.due(request.cached_len):
+            awaited = length in saving.awaited
+            snapshot = self._kv.save_state(request, length, step.saved_states, awaited=awaited)
+            if snapshot is not None:
+                step.save_state(request, length, snapshot)
 
 
 class _Load:

@@ -27,7 +27,8 @@ class Snapshots:
     When none is free, the one that is worth least gives way, and among equals the one used longest ago. At each use it
     is worth the tokens that starting from it saves; whenever one gives way, all others lose what that one was still
     worth, so that nothing stays for ever (GreedyDual, Young 1994). A new one that is worth less than all of them is not
-    taken, and they lose its worth. So the end of a short question does not take the place of a long text before it.
+    taken, unless somebody waits for it, and they lose its worth. So the end of a short question does not take the place
+    of a long text before it.
     """
 
     def __init__(self, total: int):
@@ -63,14 +64,14 @@ class Snapshots:
         self.loaded += 1
         self._touch(number)
 
-    def save(self, node: Node, pages: int, worth: int, busy: Collection[int]) -> int | None:
+    def save(self, node: Node, pages: int, worth: int, busy: Collection[int], *, awaited: bool = False) -> int | None:
         """The number that takes the state after `pages` pages of a node's edge, which saves `worth` tokens. None when
-        there is one already, when all others are worth more, or when all are `busy`: those that the plan under
-        construction saves already."""
+        there is one already, when all others are worth more and nobody waits for it, or when all are `busy`: those that
+        the plan under construction saves already."""
         if node.states is not None and pages in node.states:
             self._touch(node.states[pages])
             return None
-        number = self._take(worth, busy)
+        number = self._take(worth, busy, awaited)
         if number is None:
             return None
         if node.states is None:
@@ -103,13 +104,13 @@ class Snapshots:
         self._nodes[number] = self._nodes.pop(number)
         self._until[number] = self._lost + self._worth[number]
 
-    def _take(self, worth: int, busy: Collection[int]) -> int | None:
+    def _take(self, worth: int, busy: Collection[int], awaited: bool) -> int | None:
         if self._free:
             return self._free.pop()
         number = min((n for n in self._nodes if n not in busy), key=self._until.__getitem__, default=None)
         if number is None:
             return None
-        if self._until[number] > self._lost + worth:
+        if self._until[number] > self._lost + worth and not awaited:
             self._lost += worth
             return None
         self._lost = self._until[number]
@@ -167,14 +168,16 @@ def _goes_elsewhere(node: Node, pages: int, page_size: int, rest: bytes) -> bool
 
 class Saving:
     """Where a prompt at work leaves snapshots: the `points`, in tokens, that it has not come to yet, none beyond
-    `reach`."""
+    `reach`. Somebody waits for those that are `awaited`."""
 
     def __init__(self, points: Iterable[int], reach: int):
         self.points = sorted(points)
         self.reach = reach
+        self.awaited: set[int] = set()
 
-    def add(self, point: int) -> None:
-        """One more, ahead of what is planned."""
+    def wait(self, point: int) -> None:
+        """Somebody waits for one there, ahead of what is planned."""
+        self.awaited.add(point)
         at = bisect_left(self.points, point)
         if self.points[at : at + 1] != [point]:
             self.points.insert(at, point)

@@ -92,7 +92,7 @@ def test_nobody_is_asked_for_more_snapshots_than_it_may_leave() -> None:
     assert awaited_snapshot(waiting, kv, [other], 2) is None, "it leaves none: there is no prefix cache"
     other.saving = Saving(range(31, 31 + MOST_POINTS - 1), 40)
     assert awaited_snapshot(waiting, kv, [other], 2) == (other.saving, 19)
-    other.saving.add(39)
+    other.saving.wait(39)
     assert awaited_snapshot(waiting, kv, [other], 2) is None
     other.saving.points[0] = 5
     assert awaited_snapshot(waiting, kv, [other], 2) == (other.saving, 5)

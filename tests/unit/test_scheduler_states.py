@@ -142,6 +142,16 @@ def test_choices_of_one_prompt_wait_for_its_snapshot():
     assert len({tuple(tokens) for tokens in rig.out.values()}) == 1
 
 
+def test_choices_share_their_prompt_beside_a_snapshot_that_is_worth_more():
+    rig = rig_of(1)
+    talk(rig, 0, list(range(60)))
+    assert talk(rig, 1, SYSTEM) == (0, []), "one alone does not take its place"
+    for rid in range(2, 5):
+        rig.add(rid, [*SYSTEM, 1, 2, 3], 2)
+    rig.run()
+    assert [rig.cached[rid] for rid in range(2, 5)] == [0, 24, 24]
+
+
 def test_a_burst_with_a_common_beginning_waits_for_a_snapshot_of_it():
     """The one at work had not been asked for one there."""
     rig = rig_of(9)

@@ -25,9 +25,9 @@ def in_tree(total, page_size):
         tree.insert(raw(tokens), pages)
         pool.release(pages)
 
-    def save(tokens, worth=1, busy=()):
+    def save(tokens, worth=1, busy=(), awaited=False):
         *_, (node, _, whole) = tree.walk(raw(tokens))
-        return snapshots.save(node, whole, worth, busy)
+        return snapshots.save(node, whole, worth, busy, awaited=awaited)
 
     return tree, snapshots, insert, save
 
@@ -115,6 +115,15 @@ def test_what_saves_most_stays():
     assert [save(range(n), 30) for n in (5, 6, 7)] == [1, 1, 0], "used or not"
 
 
+def test_one_that_somebody_waits_for_is_taken():
+    *_, insert, save = in_tree(1, 1)
+    insert(range(9))
+    assert save([0], 50) == 0
+    assert save([0, 1], 10) is None
+    assert save([0, 1], 10, busy=[0], awaited=True) is None
+    assert save([0, 1], 10, awaited=True) == 0
+
+
 def test_counters_go_on_when_all_is_forgotten():
     _, snapshots, insert, save = in_tree(3, 1)
     insert([1])
@@ -168,7 +177,7 @@ def test_where_a_prompt_leaves_snapshots(found, length, points):
 
 def test_a_prompt_comes_to_its_points_one_after_the_other():
     saving = Saving([12, 4], 20)
-    saving.add(8)
-    saving.add(8)
+    saving.wait(8)
+    saving.wait(8)
     assert saving.points == [4, 8, 12]
     assert (saving.due(3), saving.due(8), saving.due(11), saving.due(12), saving.due(99)) == ([], [4, 8], [], [12], [])
