@@ -16,7 +16,8 @@ from common.connection import Row
 from common.fields import FieldError
 from common.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from common.messages import Abort, ChatMessage, Finish, Generate, Info
-from common.parsers import Reasoning
+from common.parsers import THINK, Reasoning
+from common.parsers.reasoning import COHERE
 from common.sampling_params import Grammar, SamplingParams
 from rhizome import LLM, AsyncLLM
 from rhizome import SamplingParams as Params
@@ -317,3 +318,17 @@ def test_a_model_thinks_where_its_prompts_end_so() -> None:
         assert ChatFormat.of_model(info) == ChatFormat(expected)
     refusing = ChatTemplate("{{ raise_exception('no') }}", {})
     assert prompt_end(refusing) == prompt_end(None) == prompt_end("no template") == ""
+
+
+def test_under_a_grammar_special_tags_are_not_looked_for() -> None:
+    opened = ChatFormat(Reasoning.OPENED, tags=COHERE)
+    free, bound = SamplingParams(), SamplingParams(grammar=Grammar("json_object"))
+    assert not opened.under(free).asked(free).skip_special_tokens
+    form = opened.under(bound)
+    assert form.asked(bound).grammar == Grammar("json_object") and form.asked(bound).skip_special_tokens
+    assert form.reader(1).read(Row(7, 0, "{}", [5], Finish.STOP, 3, 0, (), 0)).text == "{}"
+    for kept, params in (
+        (opened, SamplingParams(grammar=Grammar("json_object", closing="</x>"))),
+        (ChatFormat(Reasoning.OPENED, tags=THINK), bound),
+    ):
+        assert kept.under(params) == kept

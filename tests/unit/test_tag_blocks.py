@@ -104,6 +104,11 @@ def test_deepseek_says_itself_what_is_a_string():
         (MINIMAX, "<minimax:tool_call>x</minimax:tool_call>", ["<minimax:tool_call>x</minimax:tool_call>"]),
         (MINIMAX, 'Say <invoke name="nope"> so', ['Say <invoke name="nope"> so']),
         (MINIMAX, '<invoke name="f"></invoke>', [("f", "{}")]),
+        (
+            MINIMAX,
+            '<minimax:tool_call><invoke name="f"></invoke>\nas in <invoke name="nope"></invoke>',
+            [("f", "{}"), 'as in <invoke name="nope"></invoke>'],
+        ),
         (MINIMAX, '<minimax:tool_call><invoke name="f"><parameter name="s">x</para', [("f", '{"s": "x')]),
         (MINIMAX, '<minimax:tool_call><invoke name="f"><parameter name="s">x\n</invoke>y', [("f", '{"s": "x"}'), "y"]),
         (MINIMAX, f"{minimax(('f', {}))}{minimax(('g', {}))}", [("f", "{}"), ("g", "{}")]),
