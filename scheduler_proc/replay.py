@@ -70,6 +70,7 @@ def _plan(plan: Planned) -> str:
     parts += [f"evict {plan.evicted}"] if plan.evicted else []
     parts += [f"offload {plan.offloaded}"] if plan.offloaded else []
     parts += [f"load {plan.loaded}"] if plan.loaded else []
+    parts += [f"snapshot {' '.join(f'r{rid}@{tokens}' for rid, tokens in plan.saves)}"] if plan.saves else []
     return "  ".join(parts)
 
 

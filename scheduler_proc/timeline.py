@@ -81,7 +81,7 @@ class Planned:
     """A plan, or None when nothing could be planned but something happened on the way to that (a preemption).
 
     `decodes` are (rid, slot), `copies` page pairs; `pages` were appended, `evicted` were taken from the cache for that.
-    `offloaded` pages went to the host tier, `loaded` ones came back.
+    `offloaded` pages went to the host tier, `loaded` ones came back. `saves` are of recurrent states: (rid, tokens).
     """
 
     step: int | None
@@ -95,6 +95,7 @@ class Planned:
     preempted: tuple[int, ...] = ()
     offloaded: int = 0
     loaded: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -263,6 +264,7 @@ class Timeline:
             copies=within,
             offloaded=sum(target >= end for _, target in pairs),
             loaded=sum(source >= end for source, _ in pairs),
+            saves=tuple((holder[s].rid, n) for s, n in zip(plan.state_saves[::3], plan.state_saves[1::3], strict=True)),
             pages=len(plan.pages),
             evicted=evicted,
             preempted=preempted,

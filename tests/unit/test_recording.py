@@ -95,6 +95,8 @@ def test_a_recurrent_model_is_replayed(tmp_path: Path) -> None:
     assert timeline.plans == len(run.plans)
     stats = timeline.scheduler.stats()
     assert stats == run.scheduler.stats() and stats["total_snapshots"] == 2 and stats["loaded_snapshots"] > 0
+    result = CliRunner().invoke(replay.main, [str(path), "--step", "--tree"])
+    assert result.exit_code == 0 and "  snapshot r" in result.output and "snapshots after pages" in result.output
 
 
 @pytest.fixture
