@@ -76,7 +76,10 @@ class RecurrentStates:
                 self.tensors[spec.key] = torch.zeros(shape, dtype=spec.dtype, device=device)
 
     def apply(self, plan: StepPlan) -> None:
-        """Slots that are entered begin with nothing, or with a snapshot. Raises PlanError if the plan contradicts."""
+        """Slots that are entered begin with nothing, or with a snapshot. Raises PlanError if the plan contradicts.
+        Without room for slots (a trial) there is nothing to begin with."""
+        if not self.slots:
+            return
         for slot, snapshot in zip(plan.state_loads[::2], plan.state_loads[1::2], strict=True):
             self.copy(self._snapshot(snapshot), slot)
         loaded = set(plan.state_loads[::2])
@@ -88,7 +91,7 @@ class RecurrentStates:
                 have = "none" if length else "one"
                 raise PlanError(f"state_loads: {have} for slot {slot}, which enters with {length} tokens")
             if not length:
-                fresh.append(min(slot, self.scratch))
+                fresh.append(slot)
         if not loaded <= set(plan.enter_slots):
             raise PlanError("state_loads: only for slots that are entered")
         self.clear(fresh)
@@ -96,7 +99,7 @@ class RecurrentStates:
     def rows_of(self, slots: Sequence[int], kv_lens: Sequence[int], q_lens: Sequence[int], plan: StepPlan) -> StateRows:
         """Of a batch whose rows are of these slots: they have `kv_lens` tokens after the step, `q_lens` of them new.
         Raises PlanError if the plan's saves are not of these."""
-        rows = [min(slot, self.scratch) for slot in slots]  # without room for slots (a trial), all use the last
+        rows = [min(slot, self.scratch) for slot in slots]  # in a trial, all use that
         if not plan.state_saves:
             return StateRows(rows)
         place = {slot: row for row, slot in enumerate(slots)}

@@ -128,6 +128,19 @@ def test_plans_that_contradict_are_refused(checkpoint: Path, runner: ModelRunner
     refused(replace(begun, epoch=9, state_saves=ints(1, 8, 0, 1, 16, 0)), "named twice")
 
 
+def test_a_trial_without_room_for_slots_is_computed(checkpoint: Path) -> None:
+    """As a GPU's largest steps are, before there is a cache: cached tokens come from nowhere, states go nowhere."""
+    model = load(checkpoint)
+    runner = ModelRunner(
+        model, KVCache(model.kv_spec, 9, 8), max_slots=3, context_len=64, group="0", tp=TensorParallel(), device="cpu"
+    )  # fmt: skip
+    writer = PlanWriter(9, 8)
+    chunks = ((0, PROMPTS[1], True), (2, PROMPTS[1], True))
+    plan = writer.plan(enter={0: GREEDY, 2: GREEDY}, prefix={2: (8, [3])}, chunks=chunks)
+    assert len(runner.execute(plan).tokens) == 2
+    assert len(runner.execute(writer.plan(decode=(0, 2))).tokens) == 2
+
+
 def test_models_without_recurrent_layers_have_no_states(tmp_path: Path) -> None:
     model = load(make_checkpoint("llama", tmp_path))
     runner = ModelRunner(
