@@ -26,9 +26,10 @@ from worker_proc.choices import (
 from worker_proc.cpu.features import CpuFeatures
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
-from worker_proc.memory import CacheSize, choose_num_pages
+from worker_proc.memory import CacheSize, choose_num_pages, choose_size, describe_cache
 from worker_proc.models.describe import describe
 from worker_proc.models.interface import ModelInfo
+from worker_proc.recurrent import StateKey, StateSpec
 from worker_proc.startup import ready_info
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +101,31 @@ def test_less_than_a_context_window_is_worth_a_warning(caplog: pytest.LogCapture
         assert not caplog.records
         assert pages(CacheConfig(page_size=16, kv_tokens=48)) == 3
     assert "48 tokens, less than the context window of 64" in caplog.text
+
+
+def test_states_of_recurrent_layers_take_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_proc.memory.available_memory", lambda: 2**34)
+    state = StateSpec(StateKey(0, "recurrent", 0), (2**10, 2**8), torch.float32)  # 1 MiB
+
+    def size(max_running: int = 256, prefix_cache: bool = True, **cache: int) -> CacheSize:
+        given = CacheConfig(page_size=16, prefix_cache=prefix_cache, **cache)
+        limits = {"ranks": 1, "context_len": 2**20, "max_running": max_running}
+        return choose_size(given, replace(SPEC, states=(state,)), device=CPU, **limits)
+
+    mib, page = 2**20, 16 * 512
+    assert size(kv_bytes=64 * mib) == CacheSize(32 * mib // page, 16, 16)
+    assert size(kv_bytes=64 * mib, max_running=5) == CacheSize(43 * mib // page, 5, 16)
+    assert size(kv_bytes=64 * mib, prefix_cache=False) == CacheSize(48 * mib // page, 16, 0)
+    assert size() == CacheSize((4096 - 256 - 1024) * mib // page, 256, 1024)  # of a quarter of 16 GiB
+    assert size(kv_tokens=100) == CacheSize(7, 256, 1024)
+    assert size(kv_bytes=4 * mib) == CacheSize(2 * mib // page, 1, 1)
+    with pytest.raises(ModelError, match=r"kv_memory = 4194303: .* keep of one request, 1048576 bytes"):
+        size(kv_bytes=4 * mib - 1)
+    assert choose_size(
+        CacheConfig(kv_tokens=64), SPEC, device=CPU, ranks=1, context_len=64, max_running=2
+    ) == CacheSize(4)
+    said = describe_cache(CacheSize(4, 3, 2), 16, replace(SPEC, states=(state,)))
+    assert said.endswith("; states of 3 requests and 2 snapshots, 0.00 GiB")
 
 
 FAULTS = """
