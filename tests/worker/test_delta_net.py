@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.helpers_hybrid import hybrid_config
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.attention.interface import ForwardBatch
-from worker_proc.cpu.delta_net import DeltaNet, supports, waves
+from worker_proc.cpu.delta_net import DeltaNet, supports
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.modules import pack_modules
+from worker_proc.cpu.waves import waves
 from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSave, StateSpec
 
 pytestmark = needs_compiler

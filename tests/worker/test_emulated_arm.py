@@ -10,6 +10,5 @@ from worker_proc.cpu.features import cpu_features
 @needs_compiler
 @pytest.mark.skipif(cpu_features().has("armbf16"), reason="the processor's own instructions are tested")
 def test_the_kernels_for_arm_pass_their_tests() -> None:
-    check_emulated(
-        "--emulate-arm", "armbf16", ("cpu_compressed", "cpu_decoder", "cpu_linear", "delta_net", "quantized_linear")
-    )
+    names = ("cpu_compressed", "cpu_decoder", "cpu_linear", "delta_net", "quantized_linear", "short_conv")
+    check_emulated("--emulate-arm", "armbf16", names)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.recurrent import RecurrentStates, StateKey, StateRows
+from worker_proc.cpu.waves import waves
+from worker_proc.recurrent import RecurrentStates, StateKey
 
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen 3.5
 _TOGETHER = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 _COMMON = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-_MOST_KERNEL = 8
+_MOST_KERNEL = 8  # kMostKernel of native/causal_conv.h
 
 
 class _DeltaStruct(ctypes.Structure):
@@ -92,29 +93,3 @@ class DeltaNet:
         parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
         query, key, value, z, b, a = (part.reshape(*hidden.shape[:-1], -1).contiguous() for part in parts)
         return torch.cat((query, key, value), dim=-1), z, b, a
-
-
-Segments = list[tuple[int, int, int]]
-Copies = list[tuple[int, int]]
-
-
-def waves(batch: ForwardBatch, states: RecurrentStates) -> list[tuple[Segments, Copies]]:
-    """What is computed together, one after another: parts of rows (state row, first token, tokens), then the copies of
-    states that are saved there. A row that is saved on its way is cut into several waves."""
-    where = batch.states or StateRows([states.scratch] * len(batch.q_lens))
-    found: list[tuple[Segments, Copies]] = [([], [])]
-    begin = 0
-    for row, (state, tokens) in enumerate(zip(where.rows, batch.q_lens, strict=True)):
-        done = wave = 0
-        saves = [(save.tokens, save.target) for save in where.saves if save.row == row] if where.saves else []
-        for length, target in [*saves, (tokens, None)]:
-            if length > done:
-                wave += done > 0
-                if wave == len(found):
-                    found.append(([], []))
-                found[wave][0].append((state, begin + done, length - done))
-                done = length
-            if target is not None:
-                found[wave][1].append((state, target))
-        begin += tokens
-    return found

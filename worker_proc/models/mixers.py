@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
-from worker_proc.cpu import delta_net
+from worker_proc.cpu import delta_net, short_conv
 from worker_proc.cpu.delta_net import DeltaNet
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.short_conv import ShortConv
 from worker_proc.errors import ModelError
 from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSpec
 
@@ -142,7 +143,7 @@ class Mixers:
                 if not isinstance(layer, int):
                     raise ModelError("layer_idx", layer, f"{type(module).__name__} does not know its layer")
                 self.layers.add(layer)
-                own = DeltaNet(module, native) if native is not None and delta_net.supports(module) else None
+                own = _native_layer(module, native) if native is not None else None
                 module.forward = self._replaced(layer, module, own)
 
     @contextmanager
@@ -166,7 +167,7 @@ class Mixers:
         finally:
             self._now = None
 
-    def _replaced(self, layer: int, module: nn.Module, own: DeltaNet | None) -> Callable[..., Any]:
+    def _replaced(self, layer: int, module: nn.Module, own: DeltaNet | ShortConv | None) -> Callable[..., Any]:
         forward = module.forward
         name = next((name for name in _CACHES if name in inspect.signature(forward).parameters), None)
         if name is None:
@@ -182,6 +183,13 @@ class Mixers:
             return _compute(lambda x, view: forward(x, **{name: view}), layer, hidden_states, *self._now)
 
         return replaced
+
+
+def _native_layer(module: nn.Module, native: NativeLibrary) -> DeltaNet | ShortConv | None:
+    """What computes the layer in native code, if anything does."""
+    if delta_net.supports(module):
+        return DeltaNet(module, native)
+    return ShortConv(module, native) if short_conv.supports(module) else None
 
 
 def keeps_states(module: nn.Module) -> bool:

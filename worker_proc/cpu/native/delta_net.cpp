@@ -5,13 +5,13 @@
 #include <memory>
 #include <vector>
 
+#include "causal_conv.h"
 #include "parallel.h"
 
 namespace rhizome {
 namespace {
 
 constexpr int64_t kPieceTokens = 64;  // of a segment that are computed before the next ones: bounds the scratch memory
-constexpr int kMostKernel = 8;
 
 // Some tokens of a segment, and where their numbers are in the scratch memory.
 struct Piece {
@@ -74,26 +74,13 @@ class DeltaNet {
     const int64_t width = is_value ? b_.v_dim : b_.k_dim;
     const int64_t first = is_value ? 2 * key_width_ + (block - 2 * b_.k_heads) * b_.v_dim : block * b_.k_dim;
     bf16* kept = b_.conv + (piece.row * channels_ + first) * b_.kernel;
-    const int64_t before = b_.kernel - 1;
     for (int64_t c = 0; c < width; c += kLanes) {
-      floats seen[kMostKernel], weight[kMostKernel];
-      for (int64_t i = 0; i < before; ++i)
-        for (int lane = 0; lane < kLanes; ++lane) seen[i][lane] = to_float(kept[(c + lane) * b_.kernel + 1 + i]);
-      for (int64_t i = 0; i < b_.kernel; ++i) weight[i] = load(b_.conv_weight + i * channels_ + first + c);
-      floats oldest = {};  // what the state has more than the convolution sees
-      for (int64_t t = 0; t < piece.count; ++t) {
-        seen[before] = load(b_.qkv + (piece.token + t) * channels_ + first + c);
-        floats sum = seen[0] * weight[0];
-        for (int64_t i = 1; i < b_.kernel; ++i) sum = sum + seen[i] * weight[i];
-        store(mixed(piece, t) + first + c, silu(sum));
-        oldest = seen[0];
-        for (int64_t i = 0; i < before; ++i) seen[i] = seen[i + 1];
-      }
-      for (int lane = 0; lane < kLanes; ++lane) {
-        bf16* to = kept + (c + lane) * b_.kernel;
-        to[0] = to_bf16(oldest[lane]);
-        for (int64_t i = 0; i < before; ++i) to[1 + i] = to_bf16(seen[i][lane]);
-      }
+      const bf16* from = b_.qkv + piece.token * channels_ + first + c;
+      float* to = mixed(piece, 0) + first + c;
+      rhizome::convolve(
+          kept + c * b_.kernel, b_.conv_weight + first + c, channels_, b_.kernel, piece.count,
+          [&](int64_t t) { return load(from + t * channels_); },
+          [&](int64_t t, floats sum) { store(to + t * channels_, silu(sum)); });
     }
     if (is_value) return;
     const float scale = is_query ? 1.0f / std::sqrt(static_cast<float>(b_.k_dim)) : 1.0f;

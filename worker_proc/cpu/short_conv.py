@@ -1,0 +1,71 @@
+"""The gated short convolutions of LFM2 (native/short_conv.h), all rows of a step in one call."""
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.waves import waves
+from worker_proc.recurrent import RecurrentStates, StateKey
+
+_PARTS = ("conv", "in_proj", "out_proj", "conv_kernel_size")
+_NOT_THIS = ("conv1d", "A_log", "norm")  # of other layers with convolutions
+_MOST_KERNEL = 8  # kMostKernel of native/causal_conv.h
+
+
+class _ConvStruct(ctypes.Structure):
+    """`ConvBatch` of native/short_conv.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("inputs", "weight", "bias", "conv", "segments", "out")),
+        *((name, c_int64) for name in ("num_segments", "channels", "kernel")),
+    )
+
+
+def supports(module: nn.Module) -> bool:
+    """Whether `ShortConv` computes this layer of a transformers model in bfloat16."""
+    if not all(hasattr(module, name) for name in _PARTS) or any(hasattr(module, name) for name in _NOT_THIS):
+        return False
+    conv: Any = module.conv
+    return bool(
+        type(module).__name__.endswith("ShortConv")
+        and isinstance(conv, nn.Conv1d)
+        and conv.weight.dtype == torch.bfloat16
+        and conv.groups == conv.in_channels == conv.out_channels
+        and conv.in_channels % 16 == 0
+        and conv.kernel_size[0] <= _MOST_KERNEL
+    )
+
+
+class ShortConv:
+    """A layer whose products are its own modules', and whose rest is native."""
+
+    def __init__(self, layer: Any, library: NativeLibrary) -> None:
+        """`layer` is one that is supported."""
+        self._layer = layer
+        self._run = library.functions.rhizome_short_conv
+        self._index: int = layer.layer_idx
+        weight, bias = layer.conv.weight.detach(), layer.conv.bias
+        self._weight = weight[:, 0].float().t().contiguous()
+        self._bias = torch.zeros(len(weight)) if bias is None else bias.detach().float().contiguous()
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
+        """`hidden` bfloat16 `[1, T, H]`, the tokens of all rows one after another, to as much."""
+        inputs = self._layer.in_proj(hidden).contiguous()
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        conv = states.tensors[StateKey(self._index, "conv", 0)]
+        for segments, copies in waves(batch, states):
+            held = torch.tensor(segments, dtype=torch.int64)
+            struct = _ConvStruct(
+                *(x.data_ptr() for x in (inputs, self._weight, self._bias, conv, held, out)),
+                len(segments), *conv.shape[1:],
+            )  # fmt: skip
+            self._run(ctypes.addressof(struct))
+            for source, target in copies:
+                states.copy(source, target, self._index)
+        made: Tensor = self._layer.out_proj(out)
+        return made
