@@ -1,7 +1,7 @@
 """The Gated DeltaNet layers of Qwen3-Next and Qwen 3.5 (native/delta_net.h), all rows of a step in one call.
 
-The recurrence goes token by token. That is little beside a layer's products, and makes a token's bits depend on its own
-context alone: not on the batch, nor on how prompts are cut into chunks.
+The recurrence goes token by token. That takes less time than a layer's products, and makes a token's bits depend on its
+own context alone: not on the batch, nor on how prompts are cut into chunks.
 """
 
 import ctypes

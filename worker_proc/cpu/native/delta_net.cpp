@@ -11,6 +11,9 @@
 namespace rhizome {
 namespace {
 
+constexpr int64_t kHeld = 128 * 64;   // numbers of a state's columns that are held side by side: rows a power of two apart
+                                      // would share the few places of the L1 cache where such addresses go
+constexpr int64_t kLong = 4;          // tokens for which that pays
 constexpr int64_t kPieceTokens = 64;  // of a segment that are computed before the next ones: bounds the scratch memory
 
 // Some tokens of a segment, and where their numbers are in the scratch memory.
@@ -113,8 +116,14 @@ class DeltaNet {
     constexpr int kVectors = kColumns / kLanes ? kColumns / kLanes : 1;
     constexpr int kChains = kVectors < 8 ? 8 / kVectors : 1;  // of additions, for the sake of latency
     const int64_t key_head = head / (b_.v_heads / b_.k_heads);
-    float* state = b_.state + (piece.row * b_.v_heads + head) * b_.k_dim * b_.v_dim;
-    for (int64_t column = 0; column < b_.v_dim; column += kColumns)
+    float* whole = b_.state + (piece.row * b_.v_heads + head) * b_.k_dim * b_.v_dim;
+    alignas(64) float held[kHeld];
+    const bool holds = piece.count >= kLong && b_.k_dim * kColumns <= kHeld;
+    const int64_t stride = holds ? kColumns : b_.v_dim;
+    for (int64_t column = 0; column < b_.v_dim; column += kColumns) {
+      float* state = holds ? held : whole + column;
+      if (holds)
+        for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(whole + i * b_.v_dim + column, kColumns, held + i * kColumns);
       for (int64_t t = 0; t < piece.count; ++t) {
         const float* q = mixed(piece, t) + key_head * b_.k_dim;
         const float* k = q + key_width_;
@@ -124,7 +133,7 @@ class DeltaNet {
         floats sums[kChains][kVectors] = {};
         for (int64_t i = 0; i < b_.k_dim; i += kChains)
           for (int chain = 0; chain < kChains; ++chain) {
-            const float* s = state + (i + chain) * b_.v_dim + column;
+            const float* s = state + (i + chain) * stride;
             const floats key = splat(k[i + chain]);
             for (int j = 0; j < kVectors; ++j) sums[chain][j] = sums[chain][j] + key * load(s + j * kLanes);
           }
@@ -134,7 +143,7 @@ class DeltaNet {
           delta[j] = (load(v + j * kLanes) - decay * sums[0][j]) * beta;
         }
         for (int64_t i = 0; i < b_.k_dim; ++i) {
-          float* s = state + i * b_.v_dim + column;
+          float* s = state + i * stride;
           const floats key = splat(k[i]), query = splat(q[i]);
           for (int j = 0; j < kVectors; ++j) {
             const floats next = decay * load(s + j * kLanes) + key * delta[j];
@@ -145,6 +154,9 @@ class DeltaNet {
         float* to = values(piece, t) + head * b_.v_dim + column;
         for (int j = 0; j < kVectors; ++j) store(to + j * kLanes, out[j]);
       }
+      if (holds)
+        for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(held + i * kColumns, kColumns, whole + i * b_.v_dim + column);
+    }
     for (int64_t t = 0; t < piece.count; ++t) finish(piece, t, head);
   }
 
