@@ -23,10 +23,17 @@ from worker_proc.cpu.modules import pack_modules
 from worker_proc.models.mixers import Mixers, keeps_states
 from worker_proc.recurrent import RecurrentStates, StateRows
 
-# as in Qwen3.5-0.8B, Qwen3-Next-80B-A3B and LFM2-1.2B
+# as in Qwen3.5-0.8B, Qwen3-Next-80B-A3B, Granite-4.0-H-1B and LFM2-1.2B
 _LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"hidden_size": 1024, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
     "qwen3_next": {"hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    "granitemoehybrid": {
+        "hidden_size": 1536,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "num_local_experts": 0,
+    },
     "lfm2": {"hidden_size": 2048, "layer_types": ["conv"], "conv_L_cache": 3},
 }
 _SMALL = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.waves import waves
+from worker_proc.cpu.waves import Segments, in_waves
 from worker_proc.recurrent import RecurrentStates, StateKey
 
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen 3.5
@@ -72,7 +72,8 @@ class DeltaNet:
         out = torch.empty_like(z)
         conv = states.tensors[StateKey(self._index, "conv", 0)]
         state = states.tensors[StateKey(self._index, "recurrent", 0)]
-        for segments, copies in waves(batch, states):
+
+        def compute(segments: Segments) -> None:
             held = torch.tensor(segments, dtype=torch.int64)
             struct = _DeltaStruct(
                 *(x.data_ptr() for x in (qkv, z, b, a, self._conv_weight, self._rate, self._dt_bias, self._norm)),
@@ -81,8 +82,8 @@ class DeltaNet:
                 conv.shape[-1], self._eps,
             )  # fmt: skip
             self._run(ctypes.addressof(struct))
-            for source, target in copies:
-                states.copy(source, target, self._index)
+
+        in_waves(batch, states, self._index, compute)
         made: Tensor = layer.out_proj(out.view(*hidden.shape[:-1], -1))
         return made
 

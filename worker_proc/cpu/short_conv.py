@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.waves import waves
+from worker_proc.cpu.waves import Segments, in_waves
 from worker_proc.recurrent import RecurrentStates, StateKey
 
 _PARTS = ("conv", "in_proj", "out_proj", "conv_kernel_size")
@@ -58,14 +58,15 @@ class ShortConv:
         inputs = self._layer.in_proj(hidden).contiguous()
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         conv = states.tensors[StateKey(self._index, "conv", 0)]
-        for segments, copies in waves(batch, states):
+
+        def compute(segments: Segments) -> None:
             held = torch.tensor(segments, dtype=torch.int64)
             struct = _ConvStruct(
                 *(x.data_ptr() for x in (inputs, self._weight, self._bias, conv, held, out)),
                 len(segments), *conv.shape[1:],
             )  # fmt: skip
             self._run(ctypes.addressof(struct))
-            for source, target in copies:
-                states.copy(source, target, self._index)
+
+        in_waves(batch, states, self._index, compute)
         made: Tensor = self._layer.out_proj(out)
         return made

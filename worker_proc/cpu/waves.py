@@ -1,4 +1,6 @@
-"""What native recurrent layers compute together, and where states are copied in between."""
+"""What recurrent layers compute together, and where states are copied in between."""
+
+from collections.abc import Callable
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.recurrent import RecurrentStates, StateRows
@@ -27,3 +29,11 @@ def waves(batch: ForwardBatch, states: RecurrentStates) -> list[tuple[Segments, 
                 found[wave][1].append((state, target))
         begin += tokens
     return found
+
+
+def in_waves(batch: ForwardBatch, states: RecurrentStates, layer: int, compute: Callable[[Segments], None]) -> None:
+    """Have a layer compute a batch wave by wave, and its states copied to where they are saved."""
+    for segments, copies in waves(batch, states):
+        compute(segments)
+        for source, target in copies:
+            states.copy(source, target, layer)

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
-from worker_proc.cpu import delta_net, short_conv
+from worker_proc.cpu import delta_net, short_conv, state_space
 from worker_proc.cpu.delta_net import DeltaNet
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.short_conv import ShortConv
+from worker_proc.cpu.state_space import StateSpace
+from worker_proc.cpu.waves import Segments, in_waves
 from worker_proc.errors import ModelError
-from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSpec
+from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
 
 _CACHES = ("cache_params", "past_key_values")  # what the argument is called
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
+
+NativeLayer = DeltaNet | StateSpace | ShortConv
 
 
 class _LayerStates:
@@ -167,7 +171,7 @@ class Mixers:
         finally:
             self._now = None
 
-    def _replaced(self, layer: int, module: nn.Module, own: DeltaNet | ShortConv | None) -> Callable[..., Any]:
+    def _replaced(self, layer: int, module: nn.Module, own: NativeLayer | None) -> Callable[..., Any]:
         forward = module.forward
         name = next((name for name in _CACHES if name in inspect.signature(forward).parameters), None)
         if name is None:
@@ -185,11 +189,12 @@ class Mixers:
         return replaced
 
 
-def _native_layer(module: nn.Module, native: NativeLibrary) -> DeltaNet | ShortConv | None:
+def _native_layer(module: nn.Module, native: NativeLibrary) -> NativeLayer | None:
     """What computes the layer in native code, if anything does."""
-    if delta_net.supports(module):
-        return DeltaNet(module, native)
-    return ShortConv(module, native) if short_conv.supports(module) else None
+    kinds: tuple[tuple[Callable[[nn.Module], bool], Callable[[Any, NativeLibrary], NativeLayer]], ...] = (
+        (delta_net.supports, DeltaNet), (state_space.supports, StateSpace), (short_conv.supports, ShortConv),
+    )  # fmt: skip
+    return next((make(module, native) for supports, make in kinds if supports(module)), None)
 
 
 def keeps_states(module: nn.Module) -> bool:
@@ -213,32 +218,21 @@ def _compute(
     batch: ForwardBatch,
     states: RecurrentStates,
 ) -> Tensor:
-    """`hidden` `[1, T, H]`, the tokens of all rows one after another, to as much."""
-    where = batch.states or StateRows([states.scratch] * len(batch.q_lens))
-    parts = []
-    begin = 0
-    for row in range(batch.num_prefill_rows):
-        for length, target in _segments(row, batch.q_lens[row], where):
-            if length:
-                view = StateView(states, where.rows[row : row + 1])
-                parts.append(forward(hidden[:, begin : begin + length], view))
-                begin += length
-            if target is not None:
-                states.copy(where.rows[row], target, layer)
-    decodes = where.rows[batch.num_prefill_rows :]
-    if decodes:
-        view = StateView(states, decodes)
-        parts.append(forward(hidden[0, begin:, None], view)[:, 0][None])
-        view.store()
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    """`hidden` `[1, T, H]`, the tokens of all rows one after another, to as much: parts of several tokens one by one,
+    all single tokens together."""
+    made: dict[int, Tensor] = {}  # by first token
 
+    def compute(segments: Segments) -> None:
+        for row, first, tokens in segments:
+            if tokens > 1:
+                made[first] = forward(hidden[:, first : first + tokens], StateView(states, [row]))
+        rows = [row for row, _, tokens in segments if tokens == 1]
+        if rows:
+            firsts = [first for _, first, tokens in segments if tokens == 1]
+            view = StateView(states, rows)
+            parts = forward(hidden[0, firsts, None], view)
+            view.store()
+            made.update((first, parts[i : i + 1]) for i, first in enumerate(firsts))
 
-def _segments(row: int, tokens: int, where: StateRows) -> list[tuple[int, int | None]]:
-    """The lengths of the parts of a chunk, and where the states go after each."""
-    parts: list[tuple[int, int | None]] = []
-    done = 0
-    for save in where.saves:
-        if save.row == row:
-            parts.append((save.tokens - done, save.target))
-            done = save.tokens
-    return [*parts, (tokens - done, None)] if done < tokens else parts
+    in_waves(batch, states, layer, compute)
+    return torch.cat([made[first] for first in sorted(made)], dim=1)

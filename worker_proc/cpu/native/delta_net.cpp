@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <vector>
 
 #include "causal_conv.h"
 #include "parallel.h"
+#include "pieces.h"
 
 namespace rhizome {
 namespace {
@@ -14,12 +14,6 @@ namespace {
 constexpr int64_t kHeld = 128 * 64;   // numbers of a state's columns that are held side by side: rows a power of two apart
                                       // would share the few places of the L1 cache where such addresses go
 constexpr int64_t kLong = 4;          // tokens for which that pays
-constexpr int64_t kPieceTokens = 64;  // of a segment that are computed before the next ones: bounds the scratch memory
-
-// Some tokens of a segment, and where their numbers are in the scratch memory.
-struct Piece {
-  int64_t row, token, count, place;
-};
 
 class DeltaNet {
  public:
@@ -30,39 +24,25 @@ class DeltaNet {
         value_width_(batch.v_heads * batch.v_dim) {}
 
   void run() {
-    int64_t longest = 0;
-    for (int64_t i = 0; i < b_.num_segments; ++i) longest = std::max(longest, b_.segments[3 * i + 2]);
-    for (int64_t begin = 0; begin < longest; begin += kPieceTokens) round(begin);
+    in_rounds(b_.segments, b_.num_segments, [&](const std::vector<Piece>& pieces, int64_t tokens) {
+      reserve(tokens);
+      const int64_t blocks = 2 * b_.k_heads + b_.v_heads, count = static_cast<int64_t>(pieces.size());
+      parallel_for(count * (blocks + 1), [&](int64_t task, int) {
+        const Piece& piece = pieces[task / (blocks + 1)];
+        const int64_t block = task % (blocks + 1);
+        block < blocks ? convolve(piece, block) : make_gates(piece);
+      });
+      parallel_for(count * b_.v_heads, [&](int64_t task, int) {
+        const Piece& piece = pieces[task / b_.v_heads];
+        const int64_t head = task % b_.v_heads;
+        if (b_.v_dim % 64 == 0) return recur<64>(piece, head);
+        if (b_.v_dim % 32 == 0) return recur<32>(piece, head);
+        return recur<16>(piece, head);
+      });
+    });
   }
 
  private:
-  // The tokens from number `begin` on of every segment, as many as a piece has.
-  void round(int64_t begin) {
-    pieces_.clear();
-    int64_t tokens = 0;
-    for (int64_t i = 0; i < b_.num_segments; ++i) {
-      const int64_t* segment = b_.segments + 3 * i;
-      const int64_t count = std::min(kPieceTokens, segment[2] - begin);
-      if (count <= 0) continue;
-      pieces_.push_back({segment[0], segment[1] + begin, count, tokens});
-      tokens += count;
-    }
-    reserve(tokens);
-    const int64_t blocks = 2 * b_.k_heads + b_.v_heads, pieces = static_cast<int64_t>(pieces_.size());
-    parallel_for(pieces * (blocks + 1), [&](int64_t task, int) {
-      const Piece& piece = pieces_[task / (blocks + 1)];
-      const int64_t block = task % (blocks + 1);
-      block < blocks ? convolve(piece, block) : make_gates(piece);
-    });
-    parallel_for(pieces * b_.v_heads, [&](int64_t task, int) {
-      const Piece& piece = pieces_[task / b_.v_heads];
-      const int64_t head = task % b_.v_heads;
-      if (b_.v_dim % 64 == 0) return recur<64>(piece, head);
-      if (b_.v_dim % 32 == 0) return recur<32>(piece, head);
-      return recur<16>(piece, head);
-    });
-  }
-
   void reserve(int64_t tokens) {
     if (tokens <= room_) return;
     room_ = tokens;
@@ -176,7 +156,6 @@ class DeltaNet {
 
   const DeltaBatch& b_;
   const int64_t key_width_, channels_, value_width_;
-  std::vector<Piece> pieces_;
   int64_t room_ = 0;
   std::unique_ptr<float[]> mixed_, gates_, values_;  // of the tokens of a round
 };

@@ -1,0 +1,37 @@
+// Parts of sequences that recurrent layers compute together, some tokens of each at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace rhizome {
+
+inline constexpr int64_t kPieceTokens = 64;  // of a segment that are computed before the next ones: bounds scratch memory
+
+// Some tokens of a segment, and where their numbers are in the scratch memory.
+struct Piece {
+  int64_t row, token, count, place;
+};
+
+// Calls round(pieces, tokens) for the first kPieceTokens tokens of every segment, then for the next ones, until there are
+// no more. `segments` [count, 3]: row of the states, first token, tokens.
+template <typename Round>
+inline void in_rounds(const int64_t* segments, int64_t count, const Round& round) {
+  std::vector<Piece> pieces;
+  for (int64_t begin = 0;; begin += kPieceTokens) {
+    pieces.clear();
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t* segment = segments + 3 * i;
+      const int64_t some = std::min(kPieceTokens, segment[2] - begin);
+      if (some <= 0) continue;
+      pieces.push_back({segment[0], segment[1] + begin, some, tokens});
+      tokens += some;
+    }
+    if (pieces.empty()) return;
+    round(pieces, tokens);
+  }
+}
+
+}  // namespace rhizome
