@@ -2,11 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from common.sampling_params import SamplingParams
 from tests.helpers_hybrid import make_hybrid
 from tests.helpers_models import VOCAB_SIZE, greedy
 from tests.helpers_paged import make_prompts
-from tests.integration.cluster import LAUNCH, Cluster, running
+from tests.integration.cluster import START_S, Cluster, running
 from tests.integration.test_cluster import collect
 
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -104,7 +101,6 @@ def test_other_kinds_in_bfloat16(kind: str, tmp_path: Path) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_what_does_not_go_together_is_refused_by_name(checkpoint: Path, tmp_path: Path, flags: Any, words: str) -> None:
-    command = [sys.executable, str(LAUNCH), "--model", str(checkpoint), "--run-dir", str(tmp_path / "run"), "--no-http"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and words in done.stdout + done.stderr
+def test_what_does_not_go_together_is_refused_by_name(checkpoint: Path, flags: tuple[str, ...], words: str) -> None:
+    with Cluster(checkpoint, *flags) as cluster:
+        assert cluster.process.wait(START_S) == 1 and words in cluster.log
