@@ -78,7 +78,7 @@ class RecurrentStates:
     def apply(self, plan: StepPlan) -> None:
         """Slots that are entered begin with nothing, or with a snapshot. Raises PlanError if the plan contradicts.
         Without room for slots (a trial) there is nothing to begin with."""
-        if not self.slots:
+        if not self.slots or not (plan.enter_slots or plan.state_loads):
             return
         for slot, snapshot in zip(plan.state_loads[::2], plan.state_loads[1::2], strict=True):
             self.copy(self._snapshot(snapshot), slot)

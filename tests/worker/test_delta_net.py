@@ -20,8 +20,8 @@ from worker_proc.cpu.delta_net import DeltaNet, supports
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.modules import pack_modules
-from worker_proc.cpu.waves import waves
 from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSave, StateSpec
+from worker_proc.waves import waves
 
 pytestmark = needs_compiler
 

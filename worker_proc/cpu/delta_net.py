@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.waves import Segments, in_waves
 from worker_proc.recurrent import RecurrentStates, StateKey
+from worker_proc.waves import Segments, in_waves
 
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen 3.5
 _TOGETHER = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.waves import Segments, in_waves
 from worker_proc.recurrent import RecurrentStates, StateKey
+from worker_proc.waves import Segments, in_waves
 
 _PARTS = ("conv", "in_proj", "out_proj", "conv_kernel_size")
 _NOT_THIS = ("conv1d", "A_log", "norm")  # of other layers with convolutions

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.waves import Segments, in_waves
 from worker_proc.recurrent import RecurrentStates, StateKey
+from worker_proc.waves import Segments, in_waves
 
 _PARTS = (
     "in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj", "num_heads", "head_dim", "n_groups",

@@ -2,7 +2,8 @@
 
 Such a layer (a convolution, linear attention, a state space) takes all tokens of a step as one sequence and keeps its
 state in a cache of transformers. Here its forward pass is called once for each chunk of a prompt, cut where states are
-saved, and once for all decodes, with a view of the worker's states in the place of that cache.
+saved, and once for all decodes, with a view of the worker's states in the place of that cache. Where native code knows
+the layer, that computes it instead, all rows together.
 """
 
 import inspect
@@ -20,9 +21,9 @@ from worker_proc.cpu.delta_net import DeltaNet
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.short_conv import ShortConv
 from worker_proc.cpu.state_space import StateSpace
-from worker_proc.cpu.waves import Segments, in_waves
 from worker_proc.errors import ModelError
 from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
+from worker_proc.waves import Segments, in_waves
 
 _CACHES = ("cache_params", "past_key_values")  # what the argument is called
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
