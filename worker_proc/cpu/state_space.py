@@ -41,19 +41,23 @@ def supports(module: nn.Module) -> bool:
     if not all(hasattr(module, name) for name in _PARTS) or hasattr(module, _SCALED):
         return False
     layer: Any = module
-    group = getattr(layer.norm, "group_size", 0)  # of the norm, whose gate comes first where it has groups
+    group = _group(layer)
     return bool(
         layer.intermediate_size == layer.num_heads * layer.head_dim
         and layer.conv_dim == layer.intermediate_size + 2 * layer.n_groups * layer.ssm_state_size
         and layer.num_heads % layer.n_groups == 0
         and layer.head_dim % 16 == layer.ssm_state_size % 16 == 0
-        and group
         and group % 16 == layer.intermediate_size % group == 0
         and layer.time_step_limit is not None
         and layer.conv1d.weight.shape[-1] <= _MOST_KERNEL
         and layer.conv1d.weight.dtype == torch.bfloat16
         and layer.activation == "silu"
     )
+
+
+def _group(layer: Any) -> int:
+    """Numbers that the norm, which comes after the gate, takes together: all of them in older transformers (5.17)."""
+    return int(getattr(layer.norm, "group_size", layer.intermediate_size))
 
 
 class StateSpace:
@@ -72,7 +76,7 @@ class StateSpace:
             *(part.detach().float().contiguous() for part in (layer.dt_bias, layer.D, layer.norm.weight)),
         )
         heads = (layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size)
-        self._sizes = (*heads, layer.intermediate_size // layer.norm.group_size, weight.shape[-1])
+        self._sizes = (*heads, layer.intermediate_size // _group(layer), weight.shape[-1])
         self._limits = (layer.norm.variance_epsilon, *layer.time_step_limit)
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
