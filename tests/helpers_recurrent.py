@@ -1,13 +1,15 @@
 """Runs native recurrent layers as a worker does: rows in chunks and single tokens, their states saved on the way."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.modules import pack_modules
 from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSave, StateSpec
 
 HIDDEN = 64
@@ -20,6 +22,12 @@ STEPS = ([(3, 70), (0, 64)], [(3, 79), (1, 7), (5, 1)], [(1, 1), (3, 1)], [(1, 1
 
 class Layer(Protocol):
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor: ...
+
+
+def packed(layer: Any, library: NativeLibrary) -> Any:
+    """The layer with native products: torch's depend on how many tokens there are."""
+    pack_modules(layer, library, compress=False)
+    return layer
 
 
 def make_states(conv: tuple[int, ...], recurrent: tuple[int, ...] | None = None) -> RecurrentStates:

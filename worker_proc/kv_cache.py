@@ -1,14 +1,12 @@
 """The paged K/V tensors of one rank. Which page belongs to whom is the scheduler's business, not decided here."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from worker_proc.cpu.memory import HugePages
+from worker_proc.cpu.memory import make_tensors
 from worker_proc.quantization.kv import dequantize_heads, quantize_heads
 from worker_proc.recurrent import RecurrentStates, StateSpec
 from worker_proc.staging import Staging
@@ -110,8 +108,8 @@ class KVCache:
         self.head_dim = max(spec.k_head_dim, spec.v_head_dim)  # the widest of all layers
         k_shapes = [(num_pages + 1, heads.num, page_size, heads.k_dim) for heads in spec.layers]
         v_shapes = [(num_pages + 1, heads.num, page_size, heads.v_dim) for heads in spec.layers]
-        # The system hands out memory only when a page is first written: nothing is zeroed here.
-        pages = _pages(k_shapes + v_shapes, torch.int8 if spec.int8 else spec.dtype, torch.device(device))
+        dtype = torch.int8 if spec.int8 else spec.dtype
+        pages = make_tensors([(shape, dtype) for shape in k_shapes + v_shapes], torch.device(device))
         self.k, self.v = pages[: spec.num_layers], pages[spec.num_layers :]
         scaled = k_shapes if spec.int8 else []
         self.k_scales = [torch.empty(shape[:3], dtype=torch.float32, device=device) for shape in scaled]
@@ -168,13 +166,3 @@ class KVCache:
                 pages.index_copy_(0, target, pages.index_select(0, source))
 
         staging.then(copy)
-
-
-def _pages(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Memory that holds anything. On a CPU in huge pages: each step reads many scattered pages of the cache. All of it
-    is one block, as a block for each tensor would waste up to a huge page of each."""
-    if device.type != "cpu":
-        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    counts = [math.prod(shape) for shape in shapes]
-    memory = HugePages(sum(HugePages.room(count * dtype.itemsize) for count in counts))
-    return [memory.take(count, dtype).view(shape) for count, shape in zip(counts, shapes, strict=True)]

@@ -41,57 +41,33 @@ def choose_size(
     max_running: int,
     activations: int = 0,
 ) -> CacheSize:
-    """For one rank of `ranks`. See `choose_num_pages`; states of recurrent layers get up to a quarter of the memory for
-    at most `max_running` requests, and with a prefix cache another one for snapshots. Raises ModelError as that does,
-    and if not a single state fits."""
+    """For one rank of `ranks` on this machine. Pages for `kv_tokens`, rounded up, or what fits in `kv_bytes`, or what
+    fits in a share of the memory that is available now, of which a GPU keeps `activations` bytes for steps and graphs;
+    the last two at most what all running requests' context windows need.
+
+    Of the bytes for the cache, states of recurrent layers get up to a quarter for at most `max_running` requests, and
+    with a prefix cache another quarter for snapshots; where `kv_tokens` say how many pages there are, of what would be
+    for the cache otherwise.
+
+    Raises ModelError with the numbers if not a single page or state fits, or if the memory that is available does not
+    hold what was asked for. A pool smaller than one context window is allowed, because requests that cannot fit are
+    refused one by one, but it is worth a warning.
+    """
+    page_bytes = cache.page_size * spec.bytes_per_token
+    window_pages = -(-context_len // cache.page_size)
+    budget, source = _budget(cache, device, ranks, activations)
     slots = snapshots = 0
     if spec.states:
-        budget, source = _budget(cache, device, ranks, activations)
         fit = budget // _STATES_SHARE // spec.bytes_per_state
         if not fit:
             needs = f"a quarter of the bytes ({source}) does not hold what the recurrent layers keep of one request"
             raise ModelError("kv_memory", budget, f"{needs}, {spec.bytes_per_state} bytes")
-        slots = min(max_running, fit)
+        slots = max_running = min(max_running, fit)
         snapshots = min(fit, _MOST_SNAPSHOTS) if cache.prefix_cache else 0
-    pages = choose_num_pages(
-        cache,
-        spec,
-        device=device,
-        ranks=ranks,
-        context_len=context_len,
-        max_running=slots or max_running,
-        activations=activations,
-        states=(slots + snapshots) * spec.bytes_per_state,
-    )
-    return CacheSize(pages, slots, snapshots)
-
-
-def choose_num_pages(
-    cache: CacheConfig,
-    spec: KVSpec,
-    *,
-    device: torch.device,
-    ranks: int,
-    context_len: int,
-    max_running: int,
-    activations: int = 0,
-    states: int = 0,
-) -> int:
-    """Pages for one rank of `ranks` on this machine: `kv_tokens` rounded up, or what fits in `kv_bytes`, or what fits
-    in a share of the memory that is available now, of which a GPU keeps `activations` bytes for steps and graphs. Of
-    the last two, `states` bytes are for recurrent layers, and pages at most what `max_running` full context windows
-    need.
-
-    Raises ModelError with the numbers if not a single page fits, or if the memory that is available does not hold what
-    was asked for. A pool smaller than one context window is allowed, because requests that cannot fit are refused one
-    by one, but it is worth a warning.
-    """
-    page_bytes = cache.page_size * spec.bytes_per_token
-    window_pages = -(-context_len // cache.page_size)
+    states = (slots + snapshots) * spec.bytes_per_state
     if cache.kv_tokens is not None:
         pages = -(-cache.kv_tokens // cache.page_size)
     else:
-        budget, source = _budget(cache, device, ranks, activations)
         budget -= states
         pages = min(budget // page_bytes, max_running * window_pages)
         if pages < 1:
@@ -116,7 +92,7 @@ def choose_num_pages(
             context_len,
             window_pages * page_bytes / _GIB,
         )
-    return pages
+    return CacheSize(pages, slots, snapshots)
 
 
 def choose_host_pages(cache: CacheConfig, pages: KVCache, ranks: int, *, settled: bool = False) -> int:

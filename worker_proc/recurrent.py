@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from common.messages import StepPlan
-from worker_proc.cpu.memory import HugePages
+from worker_proc.cpu.memory import make_tensors
 from worker_proc.errors import PlanError
 
 
@@ -64,16 +63,10 @@ class RecurrentStates:
         self.slots = slots
         self.snapshots = snapshots
         self.scratch = slots + snapshots
-        self.tensors: dict[StateKey, Tensor] = {}  # [scratch + 1, *shape] each
-        rows, device = self.scratch + 1, torch.device(device)
-        # On a CPU the system hands out memory only when a row is first written.
-        memory = HugePages(sum(HugePages.room(rows * spec.nbytes) for spec in specs)) if device.type == "cpu" else None
-        for spec in specs:
-            shape = (rows, *spec.shape)
-            if memory is not None:
-                self.tensors[spec.key] = memory.take(math.prod(shape), spec.dtype).view(shape)
-            else:
-                self.tensors[spec.key] = torch.zeros(shape, dtype=spec.dtype, device=device)
+        kinds = [((self.scratch + 1, *spec.shape), spec.dtype) for spec in specs]
+        tensors = make_tensors(kinds, torch.device(device))
+        self.tensors = {spec.key: tensor for spec, tensor in zip(specs, tensors, strict=True)}  # [scratch + 1, *shape]
+        self.clear([self.scratch])
 
     def apply(self, plan: StepPlan) -> None:
         """Slots that are entered begin with nothing, or with a snapshot. Raises PlanError if the plan contradicts.

@@ -88,9 +88,8 @@ class TaggedCall(Call):
             return at, False
         self._writer.arguments("}" if self._written else "{}")
         self.done = True
-        if (
-            begun.startswith(form.call_end) and form.call_end not in self._block.closes
-        ):  # which is for the reader of the text
+        own = form.call_end not in self._block.closes  # what closes the block is for the reader of the text
+        if own and begun.startswith(form.call_end):
             at += len(form.call_end)
         elif not closed and any(end.startswith(begun) for end in ends):
             at = len(text)

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests import helpers_recurrent
 from tests.helpers_hybrid import hybrid_config
-from tests.helpers_recurrent import check_bits, check_values, make_batch
+from tests.helpers_recurrent import check_bits, check_values, make_batch, packed
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.delta_net import DeltaNet, supports
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
-from worker_proc.cpu.modules import pack_modules
 from worker_proc.recurrent import RecurrentStates, StateSave
 from worker_proc.waves import waves
 
@@ -58,10 +57,7 @@ def make_layer(kind: str = "qwen3_5_text", shape: tuple[int, ...] = SHAPES[1], s
 
 @cache
 def small_layer(level: Level) -> Any:
-    """With native products: torch's depend on how many tokens there are."""
-    layer = make_layer(shape=(1, 2, 16, 32, 4))
-    pack_modules(layer, load_library(level), compress=False)
-    return layer
+    return packed(make_layer(shape=(1, 2, 16, 32, 4)), load_library(level))
 
 
 def make_states(layer: Any) -> RecurrentStates:

@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from tests import helpers_recurrent
 from tests.helpers_hybrid import hybrid_config
-from tests.helpers_recurrent import HIDDEN, check_bits, check_values
+from tests.helpers_recurrent import HIDDEN, check_bits, check_values, packed
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_delta_net import make_layer
 from worker_proc.cpu import delta_net
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
-from worker_proc.cpu.modules import pack_modules
 from worker_proc.cpu.short_conv import ShortConv, supports
 from worker_proc.recurrent import RecurrentStates
 
@@ -40,10 +39,7 @@ def make_conv(kind: str = "lfm2", kernel: int = 3, bias: bool = False, hidden: i
 
 @cache
 def packed_conv(level: Level) -> Any:
-    """With native products: torch's depend on how many tokens there are."""
-    layer = make_conv()
-    pack_modules(layer, load_library(level), compress=False)
-    return layer
+    return packed(make_conv(), load_library(level))
 
 
 def make_states(layer: Any) -> RecurrentStates:

@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from tests import helpers_recurrent
 from tests.helpers_hybrid import hybrid_config
-from tests.helpers_recurrent import HIDDEN, check_bits, check_values, make_batch
+from tests.helpers_recurrent import HIDDEN, check_bits, check_values, make_batch, packed
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_delta_net import make_layer
 from worker_proc.cpu import delta_net, short_conv
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
-from worker_proc.cpu.modules import pack_modules
 from worker_proc.cpu.state_space import StateSpace, supports
 from worker_proc.recurrent import RecurrentStates
 
@@ -51,10 +50,7 @@ def make_space(kind: str = "granitemoehybrid", shape: tuple[Any, ...] = SHAPES[1
 
 @cache
 def packed_space(level: Level) -> Any:
-    """With native products: torch's depend on how many tokens there are."""
-    layer = make_space()
-    pack_modules(layer, load_library(level), compress=False)
-    return layer
+    return packed(make_space(), load_library(level))
 
 
 def make_states(layer: Any) -> RecurrentStates:

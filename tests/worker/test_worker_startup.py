@@ -26,7 +26,7 @@ from worker_proc.choices import (
 from worker_proc.cpu.features import CpuFeatures
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVSpec
-from worker_proc.memory import CacheSize, choose_num_pages, choose_size, describe_cache
+from worker_proc.memory import CacheSize, choose_size, describe_cache
 from worker_proc.models.describe import describe
 from worker_proc.models.interface import ModelInfo
 from worker_proc.recurrent import StateKey, StateSpec
@@ -42,9 +42,8 @@ CPU = torch.device("cpu")
 
 
 def pages(cache: CacheConfig, *, ranks: int = 1, context_len: int = 64, max_running: int = 2) -> int:
-    return choose_num_pages(
-        cache, SPEC, device=torch.device("cpu"), ranks=ranks, context_len=context_len, max_running=max_running
-    )
+    limits = {"ranks": ranks, "context_len": context_len, "max_running": max_running}
+    return choose_size(cache, SPEC, device=CPU, **limits).num_pages
 
 
 def test_kv_tokens_are_rounded_up_to_pages() -> None:
@@ -84,7 +83,7 @@ def test_a_gpu_keeps_what_steps_take_from_every_cache(monkeypatch: pytest.Monkey
     def pages(cache: CacheConfig, activations: int) -> int:
         gpu = torch.device("cuda", 0)
         limits = {"ranks": 2, "context_len": 2**20, "max_running": 64}
-        return choose_num_pages(cache, SPEC, device=gpu, activations=activations, **limits)
+        return choose_size(cache, SPEC, device=gpu, activations=activations, **limits).num_pages
 
     assert pages(CacheConfig(page_size=16), 2**30) == int(0.92 * 2 * 2**30) // (16 * 512)
     tokens = 2 * 2**30 // 512

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.recurrent_layer import MOST_KERNEL, run_natively, taps
 from worker_proc.recurrent import RecurrentStates, StateKey
-from worker_proc.waves import Segments, in_waves
 
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen 3.5
 _TOGETHER = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 _COMMON = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-_MOST_KERNEL = 8  # kMostKernel of native/causal_conv.h
 
 
 class _DeltaStruct(ctypes.Structure):
@@ -45,7 +44,7 @@ def supports(module: nn.Module) -> bool:
         and layer.head_v_dim % 16 == 0
         and layer.num_v_heads % layer.num_k_heads == 0
         and layer.conv1d.bias is None
-        and layer.conv1d.weight.shape[-1] <= _MOST_KERNEL
+        and layer.conv1d.weight.shape[-1] <= MOST_KERNEL
         and layer.conv1d.weight.dtype == torch.bfloat16
         and layer.activation == layer.norm.activation == "silu"
     )
@@ -59,7 +58,7 @@ class DeltaNet:
         self._layer = layer
         self._run = library.functions.rhizome_delta_net
         self._index: int = layer.layer_idx
-        self._conv_weight = layer.conv1d.weight.detach()[:, 0].float().t().contiguous()
+        self._conv_weight, _ = taps(layer.conv1d)
         self._rate = -layer.A_log.detach().float().exp()
         self._dt_bias = layer.dt_bias.detach().float().contiguous()
         self._norm = layer.norm.weight.detach().float().contiguous()
@@ -73,17 +72,15 @@ class DeltaNet:
         conv = states.tensors[StateKey(self._index, "conv", 0)]
         state = states.tensors[StateKey(self._index, "recurrent", 0)]
 
-        def compute(segments: Segments) -> None:
-            held = torch.tensor(segments, dtype=torch.int64)
-            struct = _DeltaStruct(
+        def struct(segments: int, count: int) -> _DeltaStruct:
+            return _DeltaStruct(
                 *(x.data_ptr() for x in (qkv, z, b, a, self._conv_weight, self._rate, self._dt_bias, self._norm)),
-                *(x.data_ptr() for x in (conv, state, held, out)),
-                len(segments), layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
+                conv.data_ptr(), state.data_ptr(), segments, out.data_ptr(),
+                count, layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
                 conv.shape[-1], self._eps,
             )  # fmt: skip
-            self._run(ctypes.addressof(struct))
 
-        in_waves(batch, states, self._index, compute)
+        run_natively(self._run, struct, batch, states, self._index)
         made: Tensor = layer.out_proj(out.view(*hidden.shape[:-1], -1))
         return made
 

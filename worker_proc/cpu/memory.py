@@ -1,6 +1,8 @@
 """Memory in huge pages: weights are streamed from end to end in every step, and each small page costs a look-up."""
 
+import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,3 +39,15 @@ class HugePages:
     def room(nbytes: int) -> int:
         """What `take` may use for a piece of `nbytes`."""
         return nbytes + _ALIGNMENT
+
+
+def make_tensors(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Tensors of these shapes and dtypes that hold anything. On a CPU in huge pages: each step reads many scattered
+    pieces of them. All of it is one block, as a block for each would waste up to a huge page of each, and the system
+    hands out memory only when a page of it is first written."""
+    if device.type != "cpu":
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+    counts = [math.prod(shape) for shape, _ in kinds]
+    sizes = [count * dtype.itemsize for count, (_, dtype) in zip(counts, kinds, strict=True)]
+    memory = HugePages(sum(map(HugePages.room, sizes)))
+    return [memory.take(count, dtype).view(shape) for count, (shape, dtype) in zip(counts, kinds, strict=True)]

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.recurrent_layer import MOST_KERNEL, run_natively, taps
 from worker_proc.recurrent import RecurrentStates, StateKey
-from worker_proc.waves import Segments, in_waves
 
 _PARTS = ("conv", "in_proj", "out_proj", "conv_kernel_size")
 _NOT_THIS = ("conv1d", "A_log", "norm")  # of other layers with convolutions
-_MOST_KERNEL = 8  # kMostKernel of native/causal_conv.h
 
 
 class _ConvStruct(ctypes.Structure):
@@ -37,7 +36,7 @@ def supports(module: nn.Module) -> bool:
         and conv.weight.dtype == torch.bfloat16
         and conv.groups == conv.in_channels == conv.out_channels
         and conv.in_channels % 16 == 0
-        and conv.kernel_size[0] <= _MOST_KERNEL
+        and conv.kernel_size[0] <= MOST_KERNEL
     )
 
 
@@ -49,9 +48,7 @@ class ShortConv:
         self._layer = layer
         self._run = library.functions.rhizome_short_conv
         self._index: int = layer.layer_idx
-        weight, bias = layer.conv.weight.detach(), layer.conv.bias
-        self._weight = weight[:, 0].float().t().contiguous()
-        self._bias = torch.zeros(len(weight)) if bias is None else bias.detach().float().contiguous()
+        self._weight, self._bias = taps(layer.conv)
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
         """`hidden` bfloat16 `[1, T, H]`, the tokens of all rows one after another, to as much."""
@@ -59,14 +56,10 @@ class ShortConv:
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         conv = states.tensors[StateKey(self._index, "conv", 0)]
 
-        def compute(segments: Segments) -> None:
-            held = torch.tensor(segments, dtype=torch.int64)
-            struct = _ConvStruct(
-                *(x.data_ptr() for x in (inputs, self._weight, self._bias, conv, held, out)),
-                len(segments), *conv.shape[1:],
-            )  # fmt: skip
-            self._run(ctypes.addressof(struct))
+        def struct(segments: int, count: int) -> _ConvStruct:
+            pointers = (x.data_ptr() for x in (inputs, self._weight, self._bias, conv))
+            return _ConvStruct(*pointers, segments, out.data_ptr(), count, *conv.shape[1:])
 
-        in_waves(batch, states, self._index, compute)
+        run_natively(self._run, struct, batch, states, self._index)
         made: Tensor = self._layer.out_proj(out)
         return made

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.recurrent_layer import MOST_KERNEL, run_natively, taps
 from worker_proc.recurrent import RecurrentStates, StateKey
-from worker_proc.waves import Segments, in_waves
 
 _PARTS = (
     "in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj", "num_heads", "head_dim", "n_groups",
     "ssm_state_size", "intermediate_size", "conv_dim", "time_step_limit",
 )  # fmt: skip
 _SCALED = "mup_vector"  # Falcon-H1 multiplies what is projected
-_MOST_KERNEL = 8  # kMostKernel of native/causal_conv.h
 
 
 class _SpaceStruct(ctypes.Structure):
@@ -49,7 +48,7 @@ def supports(module: nn.Module) -> bool:
         and layer.head_dim % 16 == layer.ssm_state_size % 16 == 0
         and group % 16 == layer.intermediate_size % group == 0
         and layer.time_step_limit is not None
-        and layer.conv1d.weight.shape[-1] <= _MOST_KERNEL
+        and layer.conv1d.weight.shape[-1] <= MOST_KERNEL
         and layer.conv1d.weight.dtype == torch.bfloat16
         and layer.activation == "silu"
     )
@@ -68,15 +67,13 @@ class StateSpace:
         self._layer = layer
         self._run = library.functions.rhizome_state_space
         self._index: int = layer.layer_idx
-        weight, bias = layer.conv1d.weight.detach(), layer.conv1d.bias
         self._held = (
-            weight[:, 0].float().t().contiguous(),
-            torch.zeros(len(weight)) if bias is None else bias.detach().float().contiguous(),
+            *taps(layer.conv1d),
             -layer.A_log.detach().float().exp(),
             *(part.detach().float().contiguous() for part in (layer.dt_bias, layer.D, layer.norm.weight)),
         )
         heads = (layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size)
-        self._sizes = (*heads, layer.intermediate_size // _group(layer), weight.shape[-1])
+        self._sizes = (*heads, layer.intermediate_size // _group(layer), layer.conv1d.weight.shape[-1])
         self._limits = (layer.norm.variance_epsilon, *layer.time_step_limit)
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
@@ -86,14 +83,10 @@ class StateSpace:
         conv = states.tensors[StateKey(self._index, "conv", 0)]
         state = states.tensors[StateKey(self._index, "recurrent", 0)]
 
-        def compute(segments: Segments) -> None:
-            rows = torch.tensor(segments, dtype=torch.int64)
-            struct = _SpaceStruct(
-                *(x.data_ptr() for x in (projected, *self._held, conv, state, rows, out)),
-                len(segments), *self._sizes, *self._limits,
-            )  # fmt: skip
-            self._run(ctypes.addressof(struct))
+        def struct(segments: int, count: int) -> _SpaceStruct:
+            pointers = (x.data_ptr() for x in (projected, *self._held, conv, state))
+            return _SpaceStruct(*pointers, segments, out.data_ptr(), count, *self._sizes, *self._limits)
 
-        in_waves(batch, states, self._index, compute)
+        run_natively(self._run, struct, batch, states, self._index)
         made: Tensor = self._layer.out_proj(out)
         return made

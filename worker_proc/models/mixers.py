@@ -8,9 +8,9 @@ the layer, that computes it instead, all rows together.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ _CACHES = ("cache_params", "past_key_values")  # what the argument is called
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 
 NativeLayer = DeltaNet | StateSpace | ShortConv
+_Now = TypeVar("_Now", "tuple[ForwardBatch, RecurrentStates]", "Recorder")
 
 
 class _LayerStates:
@@ -151,24 +152,19 @@ class Mixers:
                 own = _native_layer(module, native) if native is not None else None
                 module.forward = self._replaced(layer, module, own)
 
-    @contextmanager
-    def on(self, batch: ForwardBatch, states: RecurrentStates) -> Iterator[None]:
+    def on(self, batch: ForwardBatch, states: RecurrentStates) -> AbstractContextManager[object]:
         """The layers compute `batch` on `states`. Else they compute one sequence, as they do by themselves."""
-        with self._set((batch, states)):
-            yield
+        return self._with((batch, states))
 
-    @contextmanager
-    def recorded(self) -> Iterator[Recorder]:
+    def recorded(self) -> AbstractContextManager[Recorder]:
         """Gives what the layers keep of a sequence that is computed."""
-        recorder = Recorder()
-        with self._set(recorder):
-            yield recorder
+        return self._with(Recorder())
 
     @contextmanager
-    def _set(self, now: tuple[ForwardBatch, RecurrentStates] | Recorder) -> Iterator[None]:
+    def _with(self, now: _Now) -> Iterator[_Now]:
         self._now = now
         try:
-            yield
+            yield now
         finally:
             self._now = None
 
@@ -200,7 +196,13 @@ def _native_layer(module: nn.Module, native: NativeLibrary) -> NativeLayer | Non
 
 def keeps_states(module: nn.Module) -> bool:
     """Whether one of the functions of the module's class puts states into a cache."""
-    functions = (inspect.unwrap(value) for value in vars(type(module)).values() if inspect.isfunction(value))
+    kind: Any = type(module)
+    return _keeps_states(kind)
+
+
+@cache  # models have few classes and many modules
+def _keeps_states(kind: Any) -> bool:
+    functions = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isfunction(value))
     return any(_UPDATES.intersection(_names(function.__code__)) for function in functions)
 
 
