@@ -131,8 +131,8 @@ def test_a_salt_separates_what_is_cached(by_page_size):
 def test_a_deadline_ends_its_request_and_the_others_go_on(by_page_size):
     cluster = by_page_size("16")
     with cluster.connect() as connection:
-        other = connection.submit(PROMPT, sampled(1, max_tokens=60), n=2)
-        with cluster.frozen():
+        with cluster.frozen():  # else a row of the other one may come while the doomed one is waited for
+            other = connection.submit(PROMPT, sampled(1, max_tokens=60), n=2)
             doomed = connection.submit(PROMPT, sampled(2, max_tokens=60), n=3, deadline_ms=80)
             error = collect(connection, {doomed: 3})[doomed]
         assert (error.code, error.field, error.limit) == (ErrorCode.DEADLINE, "deadline_ms", 80)
