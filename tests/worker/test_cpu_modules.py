@@ -1,5 +1,6 @@
 """Linear layers and experts of transformers' models by the native kernels."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Finish
-from worker_proc.cpu.modules import NativeExperts, NativeLinear, experts_finish, pack_modules
+from worker_proc.cpu.modules import NativeExperts, NativeLinear, NativeMlp, NativeNorm, pack_modules
 from worker_proc.cpu.quantized import QuantizedMatrix
+from worker_proc.cpu.recognized import experts_finish, gated_mlp, rms_norm
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
@@ -61,6 +63,11 @@ def logits(model: TransformersModel, tokens: list[int]) -> Tensor:
     return model.forward(make_batch([Row(tokens, pages)], [len(tokens)], 8), cache)
 
 
+def every_expert(kind: str) -> dict[str, Any]:
+    """Tokens go through all of them: else a rounding may choose another one."""
+    return {"num_experts_per_tok": 4} if kind == "olmoe" else {}
+
+
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
@@ -68,10 +75,12 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_stay_near_those_of_float32(kind: str, level: Level, tmp_path: Path) -> None:
-    path = make_checkpoint(kind, tmp_path)
+    path = make_checkpoint(kind, tmp_path, **every_expert(kind))
     native, plain, exact = load(path, level), load(path, None), load(path, None, torch.float32)
     assert not modules(native, nn.Linear) and modules(native, NativeLinear)
     assert len(modules(native, NativeExperts)) == (2 if kind == "olmoe" else 0)
+    assert len(modules(native, NativeMlp)) == (2 if kind in ("vaultgemma", "olmo") else 0)
+    assert len(modules(native, NativeNorm)) == {"vaultgemma": 5, "olmoe": 9}.get(kind, 0)
     assert not modules(plain, NativeLinear)
     for prompt in PROMPTS:
         want = logits(exact, prompt)
@@ -93,8 +102,7 @@ def test_compressed_weights_have_the_bits_of_plain_ones(kind: str, level: Level,
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32), FP8, W8A8], ids=str)
 def test_weights_become_codes(scheme: Scheme, kind: str, level: Level, tmp_path: Path) -> None:
     """The logits are those of torch with the weights that the codes stand for."""
-    every = {"num_experts_per_tok": 4} if kind == "olmoe" else {}  # else a rounding may choose another expert
-    path = make_checkpoint(kind, tmp_path, **every)
+    path = make_checkpoint(kind, tmp_path, **every_expert(kind))
     plain, codes = load(path, None), load(path, level, quantization=scheme)
     before = [logits(plain, prompt) for prompt in PROMPTS]
     head = plain.model.get_output_embeddings()
@@ -147,6 +155,193 @@ def test_a_linear_layer_of_any_shape(
         torch.testing.assert_close(model(x).double(), want, rtol=2**-8, atol=1e-4)
         with pytest.raises(RuntimeError, match="float32"):
             model(x.float())
+
+
+class Mlp(nn.Module):
+    """A gated MLP whose layers have these names: two of them where gates and ups are stacked."""
+
+    def __init__(
+        self, names: tuple[str, ...], hidden: int, channels: int, gelu: bool = False, bias: bool = False
+    ) -> None:
+        super().__init__()
+        first = [(name, channels) for name in names[:-1]] if len(names) == 3 else [(names[0], 2 * channels)]
+        for name, outputs in first:
+            setattr(self, name, nn.Linear(hidden, outputs, bias=False))
+        setattr(self, names[-1], nn.Linear(channels, hidden, bias=bias))
+        self.names = names
+        self.act_fn = partial(F.gelu, approximate="tanh") if gelu else nn.SiLU()
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [getattr(self, name)(x) for name in self.names[:-1]]
+        gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
+        out: Tensor = getattr(self, self.names[-1])(self.act_fn(gate) * up)
+        return out
+
+
+MLP_NAMES = [
+    ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"),
+    ("input_linear", "output_linear"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(
+    names=st.sampled_from(MLP_NAMES), shape=st.lists(st.integers(0, 4), max_size=3), hidden=st.integers(2, 70),
+    channels=st.integers(2, 70), gelu=st.booleans(), bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_gated_mlp_of_any_shape(
+    level: Level,
+    names: tuple[str, ...],
+    shape: list[int],
+    hidden: int,
+    channels: int,
+    gelu: bool,
+    bias: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Mlp(names, hidden, channels, gelu, bias))
+    x = torch.randn(*shape, hidden).to(torch.bfloat16)
+    with torch.inference_mode():
+        want = model.double()(x.double())
+        assert pack_modules(model.to(torch.bfloat16), load_library(level)) == 2
+        native = model[0]
+        assert isinstance(native, NativeMlp) and isinstance(native.down, NativeLinear)
+        got = native(x)
+        torch.testing.assert_close(got.double(), want, rtol=2**-6, atol=2e-2)
+        for row, alone in zip(got.view(-1, hidden), x.view(-1, hidden), strict=True):
+            assert torch.equal(native(alone), row)
+        with pytest.raises(RuntimeError, match="float32"):
+            native(x.float())
+
+
+class ScaledMlp(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.1 * super().forward(x)
+
+
+class SparseMlp(Mlp):
+    """As in some layers of Gemma 3n."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        gate = F.relu(gate - gate.mean(dim=-1, keepdim=True))
+        out: Tensor = self.down_proj(self.act_fn(gate) * self.up_proj(x))
+        return out
+
+
+class ResidualMlp(Mlp):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        out = super().forward(x)
+        return out if residual is None else out + residual
+
+
+class SwappedMlp(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+        return out
+
+
+@pytest.mark.parametrize("kind", [ScaledMlp, SparseMlp, ResidualMlp, SwappedMlp])
+def test_mlps_that_compute_something_else_stay_with_torch(kind: type[Mlp]) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        assert gated_mlp(Mlp(MLP_NAMES[0], 64, 96)) is not None
+        assert gated_mlp(kind(MLP_NAMES[0], 64, 96)) is None
+
+
+def test_mlps_of_other_kinds_stay_with_torch() -> None:
+    def changed(name: str, value: Any) -> Mlp:
+        mlp = Mlp(MLP_NAMES[0], 64, 96)
+        setattr(mlp, name, value)
+        return mlp
+
+    bfloat16 = {"dtype": torch.bfloat16}
+    with torch.inference_mode():
+        assert gated_mlp(changed("act_fn", nn.ReLU())) is None
+        assert gated_mlp(changed("gate_proj", nn.Linear(64, 96, **bfloat16))) is None
+        assert gated_mlp(changed("other", nn.Linear(64, 96, **bfloat16))) is None
+        assert gated_mlp(changed("up_proj", nn.Linear(64, 96, bias=False))) is None
+        assert gated_mlp(changed("down_proj", nn.Linear(48, 64, **bfloat16))) is None
+
+
+class Norm(nn.Module):
+    """RMSNorm; `offset` is added to what is stored."""
+
+    def __init__(self, size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(size) * 0.3 + 1 - offset).to(torch.bfloat16))
+        self.variance_epsilon, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (normed * (self.offset + self.weight.to(wide.dtype))).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3), size=st.integers(1, 300), offset=st.sampled_from([0.0, 1.0]),
+    eps=st.sampled_from([1e-6, 1e-5, 1e-3]), turned=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_norm_of_any_shape(
+    level: Level, shape: list[int], size: int, offset: float, eps: float, turned: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    plain = Norm(size, eps, offset)
+    model = nn.Sequential(plain)
+    x = torch.randn(*shape, size).to(torch.bfloat16)
+    if turned and len(shape) > 1:
+        x = x.transpose(0, 1)
+    with torch.inference_mode():
+        want = model(x.double())
+        assert pack_modules(model, load_library(level)) == 1
+        native = model[0]
+        assert isinstance(native, NativeNorm)
+        assert native.weight is plain.weight
+        torch.testing.assert_close(native(x).double(), want, rtol=2**-8, atol=1e-6)
+        assert torch.equal(native(x.float()), plain(x.float()))
+
+
+class ScaledNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.1 * super().forward(x)
+
+
+class GatedNorm(Norm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+class WideNorm(Norm):
+    """Over all dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.float().square().mean() + self.variance_epsilon)
+        return (x.float() * scale * self.weight.float()).to(x.dtype)
+
+
+class Centered(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Float32Norm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+@pytest.mark.parametrize("kind", [ScaledNorm, GatedNorm, WideNorm, Centered, Float32Norm])
+def test_norms_that_compute_something_else_stay_with_torch(kind: type[Norm]) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        assert rms_norm(Norm(48)) is not None
+        assert rms_norm(kind(48)) is None
+        assert rms_norm(nn.LayerNorm(48, bias=False, dtype=torch.bfloat16)) is None
+        assert rms_norm(Norm(48).float()) is None
 
 
 def make_experts(count: int, hidden: int, channels: int, **fields: Any) -> Any:

@@ -38,6 +38,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         None,
         [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT, _POINTER],
     ),
+    "rhizome_rms_norm": (None, [_POINTER, _LONG, _LONG, _POINTER, _FLOAT, _POINTER]),
     "rhizome_delta_net": (None, [_POINTER]),
     "rhizome_state_space": (None, [_POINTER]),
     "rhizome_short_conv": (None, [_POINTER]),

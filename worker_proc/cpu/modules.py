@@ -1,16 +1,15 @@
-"""Products of any torch model by the native kernels: in place of its linear layers and its experts.
+"""Any torch model by the native kernels: in place of its linear layers, gated MLPs, experts and RMSNorms.
 
-Models that run through transformers spend most of a step in them, and torch's products of bfloat16 are slow where the
-processor has no instructions for them, and where rows are few.
+Models that run through transformers spend most of a step in products, and torch's of bfloat16 are slow where the
+processor has no instructions for them, and where rows are few. The rest are many small operations, each of which costs
+torch some microseconds and a way over all numbers.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_proc.cpu.compressed import CompressedMatrix
@@ -19,9 +18,8 @@ from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing, side_by_side
 from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
+from worker_proc.cpu.recognized import GatedMlp, RmsNorm, experts_finish, gated_mlp, is_linear, rms_norm
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
-
-_ROUNDING = 0.05  # of what a layer in bfloat16 makes of a token; an order of magnitude above what is seen
 
 
 class NativeLinear(nn.Module):
@@ -46,6 +44,54 @@ class NativeLinear(nn.Module):
         if len(rows):
             self.matrix.linear(rows, Finish.STORE, out)
         return out.view(*x.shape[:-1], self.out_features)
+
+
+class NativeMlp(nn.Module):
+    """A gated MLP in bfloat16, whose gates and ups are one product."""
+
+    def __init__(self, gate_up: PackedMatrix, finish: Finish, down: nn.Module) -> None:
+        """`gate_up` is paired."""
+        super().__init__()
+        self.matrix = gate_up
+        self.down = down
+        self._finish = finish
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` bfloat16 `[..., hidden]` to as much."""
+        if x.dtype != torch.bfloat16:
+            raise RuntimeError(f"expected bfloat16, got {x.dtype}")
+        rows = x.reshape(-1, self.matrix.inputs)
+        inner = torch.empty(len(rows), self.matrix.outputs // 2, dtype=torch.bfloat16)
+        if len(rows):
+            self.matrix.linear(rows, self._finish, inner)
+        out: Tensor = self.down(inner.view(*x.shape[:-1], inner.shape[1]))
+        return out
+
+
+class NativeNorm(nn.Module):
+    """An RMSNorm over the last dimension. Of other numbers than bfloat16 (some models' hidden states) it is torch's."""
+
+    def __init__(self, native: NativeLibrary, norm: RmsNorm, plain: Any) -> None:
+        super().__init__()
+        self.plain: Any = plain
+        self._norm = native.functions.rhizome_rms_norm
+        self._scale, self._eps = norm.weight, norm.eps
+
+    @property
+    def weight(self) -> Tensor:
+        """`[size]`, as stored: for models that look at it."""
+        weight: Tensor = self.plain.weight
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[..., size]` to as much."""
+        if x.dtype != torch.bfloat16:
+            made: Tensor = self.plain(x)
+            return made
+        rows, size = x.contiguous(), len(self._scale)
+        out = torch.empty_like(rows)
+        self._norm(rows.data_ptr(), rows.numel() // size, size, self._scale.data_ptr(), self._eps, out.data_ptr())
+        return out
 
 
 class NativeExperts(nn.Module):
@@ -93,67 +139,36 @@ def pack_modules(
     A weight that is shared with an embedding is held twice then: as it was for the embedding, and packed.
     """
     packing = _Packing(native, compress, scheme, head)
-    layers = [(*child, forms) for child in _children(model) if (forms := packing.forms(child[2]))]
-    count, memory = len(layers), HugePages(sum(form.room() for *_, forms in layers for form in forms))
-    while layers:  # whose entries are taken out, so that each is freed when it is packed
-        parent, name, layer, forms = layers.pop()
-        setattr(parent, name, packing.pack(layer, forms, memory))
+    # entries are taken out from the end, so that each is freed when it is packed, and an MLP after its layers
+    plans = list(packing.plans(model))
+    count, memory = len(plans), HugePages(sum(form.room() for plan in plans for form in plan.forms))
+    while plans:
+        plan = plans.pop()
+        setattr(plan.parent, plan.name, packing.pack(plan, memory))
     return count
-
-
-def experts_finish(module: Any) -> Finish | None:
-    """What makes gates and ups of transformers' experts one, or None where the kernels do not know them."""
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(w, nn.Parameter) and w.dim() == 3 and w.dtype == torch.bfloat16 for w in weights):
-        return None
-    # What transformers says about the layout, as its `use_experts_implementation` sets it.
-    said = ("has_gate", "is_concatenated", "has_bias", "is_transposed")
-    if [getattr(module, name, None) for name in said] != [True, True, False, False]:
-        return None
-    if getattr(module, "has_post_expert_norm", False):  # which older versions do not know
-        return None
-    if getattr(module, "_is_expert_parallel", False) or _gate_of(module) != "_default_apply_gate":
-        return None
-    # An activation is known by what it does: it may be a function, a module, or a partial of one.
-    probe = torch.linspace(-6, 6, 97)
-    with torch.inference_mode():
-        found, gelu = module.act_fn(probe), F.gelu(probe, approximate="tanh")
-        for finish, function in ((Finish.SILU_MUL, F.silu(probe)), (Finish.GELU_MUL, gelu)):
-            if torch.allclose(found, function, rtol=1e-5, atol=1e-6):
-                return finish if _has_gated_mlps(module) else None
-    return None
-
-
-def _has_gated_mlps(module: Any) -> bool:
-    """Whether a token of one expert comes out as the kernels would have it: layers, too, are known by what they do."""
-    gate_up, down = module.gate_up_proj[-1], module.down_proj[-1]
-    x = torch.linspace(-1, 1, gate_up.shape[1])[None].to(gate_up.dtype)
-    chosen, share = torch.tensor([[len(module.down_proj) - 1]]), torch.tensor([[0.5]])
-    found = inspect.unwrap(type(module).forward)(module, x, chosen, share).float()
-    gate, up = F.linear(x.float(), gate_up.float()).chunk(2, dim=-1)
-    inner = 0.5 * module.act_fn(gate) * up
-    size = F.linear(inner.square(), down.float().square()).sqrt()  # of sums whose terms do not cancel out
-    return bool((found - F.linear(inner, down.float())).norm() <= _ROUNDING * size.norm())
-
-
-def _gate_of(module: Any) -> str:
-    return str(getattr(getattr(type(module), "_apply_gate", None), "__name__", ""))
 
 
 def plain_bytes(model: nn.Module) -> int:
     """Of the weights of linear layers that `pack_modules` would take."""
-    return sum(module.weight.nbytes for _, _, module in _children(model) if _is_linear(module))
+    return sum(module.weight.nbytes for _, _, module in _children(model) if is_linear(module))
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Every module with its parent and its name there."""
+    """Every module with its parent and its name there, parents first."""
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             yield parent, name, module
 
 
-def _is_linear(module: Any) -> bool:
-    return type(module) is nn.Linear and module.weight.dtype == torch.bfloat16 and module.weight.device.type == "cpu"
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What takes the place of `module`, the child `name` of `parent`."""
+
+    parent: nn.Module
+    name: str
+    module: Any
+    known: GatedMlp | RmsNorm | Finish | None  # as what it was recognized: a finish is that of experts, None a layer's
+    forms: list[MatrixForm]  # of the matrices that it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,28 +180,57 @@ class _Packing:
     scheme: Scheme | None
     head: nn.Module | None
 
-    def forms(self, layer: Any) -> list[MatrixForm]:
-        """Those of the matrices that `pack` makes; none where the kernels do not know the layer."""
-        if _is_linear(layer):
-            scheme = HEAD_SCHEME if self.scheme is not None and layer is self.head else self.scheme
-            return [MatrixForm(layer.out_features, layer.in_features, scheme, self.compress)]
-        if experts_finish(layer) is None:
-            return []
-        count, double, hidden = (int(size) for size in layer.gate_up_proj.shape)
-        of_one = [MatrixForm(double, hidden, self.scheme, paired=True), MatrixForm(hidden, double // 2, self.scheme)]
-        return of_one * count
+    def plans(self, model: nn.Module) -> Iterator[_Plan]:
+        """Of every module that the kernels know, those of an MLP after it."""
+        inside: list[nn.Module] = []  # what an MLP computes by itself
+        for parent, name, module in _children(model):
+            if module in inside:
+                continue
+            if is_linear(module):
+                scheme = HEAD_SCHEME if self.scheme is not None and module is self.head else self.scheme
+                yield _Plan(parent, name, module, None, [self._form(module.weight, scheme)])
+            elif (mlp := gated_mlp(module)) is not None:
+                inside += [layer for layer in (mlp.gate, mlp.up) if layer is not None]
+                gate, _ = mlp.weights
+                yield _Plan(parent, name, module, mlp, [self._form(gate, self.scheme, paired=True)])
+            elif (norm := rms_norm(module)) is not None:
+                yield _Plan(parent, name, module, norm, [])
+            elif (finish := experts_finish(module)) is not None:
+                count, double, hidden = (int(size) for size in module.gate_up_proj.shape)
+                of_one = [
+                    MatrixForm(double, hidden, self.scheme, paired=True), MatrixForm(hidden, double // 2, self.scheme),
+                ]  # fmt: skip
+                yield _Plan(parent, name, module, finish, of_one * count)
 
-    def pack(self, layer: Any, forms: list[MatrixForm], memory: HugePages) -> NativeLinear | NativeExperts:
-        """What takes the place of a layer that has these forms."""
-        matrices = [form.make(self.native, memory) for form in forms]
-        finish = experts_finish(layer)
-        if finish is None:
-            return self._linear(layer, matrices[0])
+    def _form(self, weight: Tensor, scheme: Scheme | None, *, paired: bool = False) -> MatrixForm:
+        """Of a matrix with this weight, or with these gates and as many ups."""
+        outputs, inputs = weight.shape
+        return MatrixForm(2 * outputs if paired else outputs, inputs, scheme, self.compress, paired=paired)
+
+    def pack(self, plan: _Plan, memory: HugePages) -> nn.Module:
+        """What takes the module's place."""
+        matrices = [form.make(self.native, memory) for form in plan.forms]
+        match plan.known:
+            case RmsNorm():
+                return NativeNorm(self.native, plan.known, plan.module)
+            case GatedMlp():
+                return self._mlp(plan.module, plan.known, matrices[0])
+            case Finish():
+                return self._experts(plan.module, plan.known, matrices)
+        return self._linear(plan.module, matrices[0])
+
+    def _mlp(self, module: nn.Module, mlp: GatedMlp, gate_up: PackedMatrix) -> NativeMlp:
+        for weight, pairing in zip(mlp.weights, (Pairing.GATE, Pairing.UP), strict=True):
+            self._fill(gate_up, weight, pairing)
+        self._seal(gate_up)
+        return NativeMlp(gate_up, mlp.finish, getattr(module, mlp.down))
+
+    def _experts(self, module: Any, finish: Finish, matrices: list[PackedMatrix]) -> NativeExperts:
         gate_ups, downs = matrices[::2], matrices[1::2]
-        for both, gate_up in zip(layer.gate_up_proj, gate_ups, strict=True):
+        for both, gate_up in zip(module.gate_up_proj, gate_ups, strict=True):
             for part, pairing in zip(both.chunk(2), (Pairing.GATE, Pairing.UP), strict=True):
                 self._fill(gate_up, part, pairing)
-        for weight, down in zip(layer.down_proj, downs, strict=True):
+        for weight, down in zip(module.down_proj, downs, strict=True):
             self._fill(down, weight)
         return NativeExperts(self.native, gate_ups, downs, finish)
 
@@ -194,8 +238,7 @@ class _Packing:
         self._fill(matrix, layer.weight)
         if layer.bias is not None:
             matrix.set_bias(layer.bias)
-        if isinstance(matrix, CompressedMatrix):
-            matrix.seal()
+        self._seal(matrix)
         return NativeLinear(matrix)
 
     def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE) -> None:
@@ -203,3 +246,8 @@ class _Packing:
             matrix.pack_rows(NativeQuantizer(self.native)(rows, matrix.scheme), 0, pairing)
         else:
             matrix.pack(rows, 0, pairing)
+
+    @staticmethod
+    def _seal(matrix: PackedMatrix) -> None:
+        if isinstance(matrix, CompressedMatrix):
+            matrix.seal()
