@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.cpu.memory import make_tensors
+from worker_proc.errors import ModelError
 from worker_proc.quantization.kv import dequantize_heads, quantize_heads
 from worker_proc.recurrent import RecurrentStates, StateSpec
 from worker_proc.staging import Staging
@@ -28,6 +29,7 @@ class KVSpec:
     dtype: torch.dtype  # in which attention computes
     int8: bool = False  # held as one byte a number and one float32 scale per token and head
     states: tuple[StateSpec, ...] = ()
+    chunk: int | None = None  # tokens after which attention of some layers begins anew (Llama 4)
 
     @classmethod
     def uniform(
@@ -85,6 +87,8 @@ class KVCache:
     In int8, `k_scales` and `v_scales` of a layer are `[num_pages + 1, num_kv_heads, page_size]`, else there are none.
 
     `states` are those of recurrent layers, of `slots` sequences and `snapshots` more; None in models without.
+
+    Raises ModelError for pages that would lie across chunks of attention.
     """
 
     def __init__(
@@ -101,6 +105,8 @@ class KVCache:
             raise ValueError(f"num_pages = {num_pages}: at least one page is needed")
         if page_size < 1:
             raise ValueError(f"page_size = {page_size}: a page holds at least one token")
+        if spec.chunk is not None and spec.chunk % page_size:
+            raise ModelError("attention_chunk_size", spec.chunk, f"must be a multiple of the page size ({page_size})")
         self.spec = spec
         self.num_pages = num_pages
         self.page_size = page_size

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
+from tests.helpers_multimodal import greedy_of_whole, make_multimodal
 from tests.helpers_paged import NEW_TOKENS, make_prompts
 from worker_proc import shared_memory
 from worker_proc.errors import ModelError
@@ -69,6 +70,18 @@ def test_two_ranks_equal_transformers(tmp_path: Path) -> None:
         assert collectives["sum"] == [2.0] * 3 and collectives["broadcast"] == [7, 7] and collectives["min"] == 9
         assert collectives["gathered_shape"] == ([2, 4] if rank == 0 else [0, 2])
     assert reports[0]["collectives"]["gathered"] == [[0, 0, 1, 1]] * 2
+
+
+def test_two_ranks_share_stacked_experts(tmp_path: Path) -> None:
+    path = make_multimodal("qwen3_vl_moe", tmp_path / "model")
+    prompts = [prompt for prompt in make_prompts(VOCAB_SIZE) if 3 not in prompt]  # 3 stands for an image
+    reports = run_ranks(2, tmp_path, [path])
+    want = greedy_of_whole(path, prompts, NEW_TOKENS)
+    for report in reports:
+        answers = report["outputs"][str(path)]
+        assert [
+            answer for answer, prompt in zip(answers, make_prompts(VOCAB_SIZE), strict=True) if 3 not in prompt
+        ] == want
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -105,6 +105,15 @@ def test_longrope_is_limited_to_the_length_at_which_it_is_exact(tmp_path: Path) 
     assert describe(path).context_length == 64
 
 
+def test_a_window_as_long_as_the_context_asks_for_nothing(tmp_path: Path) -> None:
+    """Phi-3.5-MoE has one in its config, and hides the tokens before it by a mask."""
+    path = make_checkpoint("phimoe", tmp_path, sliding_window=256)
+    assert generate(load(path), PROMPTS, NEW_TOKENS, page_size=16, chunk=9) == greedy(path, PROMPTS, NEW_TOKENS)
+    with pytest.raises(ModelError, match="layer 0 asks attention for None") as caught:
+        load(make_checkpoint("phimoe", tmp_path / "short", sliding_window=255))
+    assert caught.value.field == "sliding_window"
+
+
 class NoWindow(ReferenceAttention):
     """Forgets the window, as a model that expresses it in a mask would."""
 

@@ -159,6 +159,8 @@ class DecoderLayout:
         apart = mlp + "experts.0.gate_proj.weight" in self.stored  # in GGUF files
         if self.spec.layout == "gpt_oss" and not apart:
             return router, tuple(self._stacked(mlp + "experts.", expert) for expert in range(mixture.experts))
+        if mlp + "experts.gate_up_proj" in self.stored and not apart:
+            return router, tuple(self._stacked_halves(mlp + "experts.", expert) for expert in range(mixture.experts))
         return router, tuple(self._mlp(f"{mlp}experts.{expert}.") for expert in range(mixture.experts))
 
     def _stacked(self, base: str, expert: int) -> MlpParts:
@@ -175,6 +177,20 @@ class DecoderLayout:
         down_bias = Part(down + "_bias", (hidden,), stack=stack)
         first = self.shard.rank == 0
         return MlpParts(LinearParts(weights, biases), LinearParts((down_weight,), (down_bias,), adds_bias=first))
+
+    def _stacked_halves(self, base: str, expert: int) -> MlpParts:
+        """An expert of Qwen3-VL: those of a layer are one tensor, all gates before all ups. Published checkpoints have
+        them `[in, out]`, those that newer transformers writes `[out, in]`."""
+        assert self.spec.mixture is not None
+        hidden, inner, channels = self.spec.hidden_size, self.spec.intermediate_size, self.shard.channels
+        count = self.spec.mixture.experts
+        up, down = base + "gate_up_proj", base + "down_proj"
+        shapes = [self.stored[name].shape for name in (up, down) if name in self.stored]
+        turned = shapes != [(count, 2 * inner, hidden), (count, hidden, inner)]
+        spans = [_moved(channels, start) for start in (0, inner)]
+        weights = tuple(Part(up, (2 * inner, hidden), span, None, turned, (expert, count)) for span in spans)
+        down_weight = Part(down, (hidden, inner), None, channels, turned, (expert, count))
+        return MlpParts(LinearParts(weights), LinearParts((down_weight,)))
 
     def _mlp(self, base: str) -> MlpParts:
         spec, channels, inner = self.spec, self.shard.channels, self.spec.intermediate_size

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from worker_proc.attention.chunks import in_chunks
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.library import NativeLibrary
@@ -27,9 +28,10 @@ from worker_proc.cpu.weights import compresses
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVHeads, KVSpec
 from worker_proc.models.families import check_servable
-from worker_proc.models.language_part import NAMES, is_multimodal
+from worker_proc.models.language_part import NAMES, WHOLE, is_multimodal, name_alone
 from worker_proc.models.loading import Progress
 from worker_proc.models.mixers import Mixers
+from worker_proc.models.query_temperature import QueryTemperature, tempered
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.weights import Checkpoint
@@ -40,7 +42,8 @@ ATTENTION_NAME = "rhizome_paged"
 
 _WITHOUT_MEMORY = ("mlp", "moe")  # kinds of layers that know nothing of other tokens (Nemotron-H)
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")  # `hybrid` has attention beside it or after it
-_LAYER_KINDS = ("full_attention", "sliding_attention", *_RECURRENT, *_WITHOUT_MEMORY)
+_CHUNKED = "chunked_attention"
+_LAYER_KINDS = ("full_attention", "sliding_attention", _CHUNKED, *_RECURRENT, *_WITHOUT_MEMORY)
 
 # Keyword arguments that models pass along to attention and that do not change its result.
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position", "use_cache", "return_dict"}
@@ -60,7 +63,8 @@ class AttentionCall:
 class PagedStep:
     """Travels from `TransformersModel.forward` through the model to `paged_attention`.
 
-    Without a cache nothing is computed, and calls are only noted down. `places` are the layers' in the cache.
+    Without a cache nothing is computed, and calls are only noted down. `places` are the layers' in the cache; those
+    in `chunked` see `chunks`, which is `batch` as `in_chunks` gives it.
     """
 
     batch: ForwardBatch | None
@@ -68,6 +72,8 @@ class PagedStep:
     attention: AttentionBackend
     places: Mapping[int, int] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
+    chunked: frozenset[int] = frozenset()
+    chunks: ForwardBatch | None = None
 
 
 def paged_attention(
@@ -100,16 +106,18 @@ def paged_attention(
         if name not in _HARMLESS and not _is_neutral(given):
             shown = list(given.shape) if isinstance(given, Tensor) else given
             raise ModelError(name, shown, f"{who} asks for something that paged attention does not do")
-    if rhizome_step.batch is None or rhizome_step.cache is None:
+    batch = rhizome_step.chunks if layer in rhizome_step.chunked else rhizome_step.batch
+    if batch is None or rhizome_step.cache is None:
         heads = KVHeads(key.shape[1], key.shape[3], value.shape[3])
         rhizome_step.calls.append(AttentionCall(layer, heads, sliding_window, key))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    query = tempered(module, query, batch.positions)
     out = rhizome_step.attention.forward(
         rhizome_step.places[layer],
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        rhizome_step.batch,
+        batch,
         rhizome_step.cache,
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
@@ -136,9 +144,13 @@ class TransformersModel:
         attention interface, or not as its config says."""
         self.model = model
         self.attention = attention
-        self.config = model.config
+        self.config = model.config.get_text_config(decoder=True)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._mixers = Mixers(model, native)
+        self._temperature = QueryTemperature(model)
+        kinds = getattr(self.config, "layer_types", None) or ()
+        self._chunked = frozenset(layer for layer, kind in enumerate(kinds) if kind == _CHUNKED)
+        self._chunk = int(self.config.attention_chunk_size) if self._chunked else None
         self._kv_spec, self._places = self._probe()
 
     @property
@@ -154,7 +166,8 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `LanguageModel`."""
-        step = PagedStep(batch, cache, self.attention, self._places)
+        chunks = in_chunks(batch, self._chunk, cache.page_size) if self._chunk is not None else None
+        step = PagedStep(batch, cache, self.attention, self._places, chunked=self._chunked, chunks=chunks)
         with self._mixers.on(batch, cache.states) if cache.states is not None else nullcontext():
             return self._run(batch.token_ids, batch.positions, batch.logit_rows, rhizome_step=step)
 
@@ -164,7 +177,8 @@ class TransformersModel:
         positions = torch.arange(token_ids.shape[0], device=token_ids.device)
         self.model.set_attn_implementation("eager")
         try:
-            return self._run(token_ids, positions, positions)
+            with self._temperature.own():
+                return self._run(token_ids, positions, positions)
         finally:
             self.model.set_attn_implementation(ATTENTION_NAME)
 
@@ -194,7 +208,8 @@ class TransformersModel:
                 held.append(call)
             places[call.layer] = place
         states = tuple(recorder.specs[key] for key in sorted(recorder.specs))
-        return KVSpec(tuple(call.heads for call in held), self.model.dtype, states=states), places
+        spec = KVSpec(tuple(call.heads for call in held), self.model.dtype, states=states, chunk=self._chunk)
+        return spec, places
 
     def _check_layers(self, attending: set[int], calls: int) -> None:
         """Every layer must have asked attention, once, or be one whose state is known, or have neither."""
@@ -218,6 +233,8 @@ def _check_window(config: Any, call: AttentionCall) -> None:
     kinds = getattr(config, "layer_types", None)
     sliding = kinds[call.layer] == "sliding_attention" if kinds else window is not None
     expected = window if sliding else None
+    if expected is not None and call.window is None and expected >= config.max_position_embeddings:
+        return  # all that there can be (Phi-3.5-MoE)
     if call.window != expected and not (kinds is None and call.window is not None):
         raise ModelError("sliding_window", expected, f"layer {call.layer} asks attention for {call.window} instead")
 
@@ -267,15 +284,23 @@ def _read_model(directory: Path, raw_config: Mapping[str, Any], checkpoint: Chec
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
     model_type = str(raw_config["model_type"])
+    classes = hf.models.auto.modeling_auto
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config, renamed = hf.AutoConfig.from_pretrained(directory, **local), None
-        if is_multimodal(config.to_dict()):
-            config, renamed = hf.AutoConfig.for_model(**raw_config), NAMES
-        _check_config(config, model_type)
+        multimodal = is_multimodal(config.to_dict())
+        if multimodal:
+            alone = hf.AutoConfig.for_model(**raw_config)
+            if type(alone) in classes.MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in WHOLE:
+                config, renamed = alone, NAMES
+        kind, known = hf.AutoModelForCausalLM, classes.MODEL_FOR_CAUSAL_LM_MAPPING
+        whole = multimodal and renamed is None
+        if whole or type(config) not in known:  # (Mistral 4 is no part of another model, and among these)
+            kind, known = hf.AutoModelForImageTextToText, classes.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        _check_config(config, known, model_type)
         # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
         # not stored, such as rotary frequencies.
-        model, found = hf.AutoModelForCausalLM.from_pretrained(
+        model, found = kind.from_pretrained(
             directory,
             config=config,
             key_mapping=renamed,
@@ -291,20 +316,36 @@ def _read_model(directory: Path, raw_config: Mapping[str, Any], checkpoint: Chec
         raise ModelError("model_type", model_type, f"transformers cannot load the model: {error}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in found.get(problem) or ())
-        if problem == "unexpected_keys" and renamed is not None:
-            names = [name for name in names if name in checkpoint.tensors]  # the others are those of towers
+        if problem == "unexpected_keys" and multimodal:
+            names = [name for name in names if name_alone(name) in checkpoint.tensors]  # the others are of towers
         if names:
             raise ModelError(names[0], problem, f"{len(names)} tensors do not fit the model")
+    if whole:
+        _drop_towers(model)
     return model
 
 
-def _check_config(config: Any, model_type: str) -> None:
-    """Refuse by name what cannot be right, before any weight is read."""
-    known = hf.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+def _drop_towers(model: Any) -> None:
+    """Free what is neither the language model nor its head, nor around them."""
+    kept = {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
+
+    def drop(parent: nn.Module) -> None:
+        for name, child in parent.named_children():
+            if kept.isdisjoint(child.modules()):
+                setattr(parent, name, None)
+            elif child not in kept:
+                drop(child)
+
+    drop(model)
+
+
+def _check_config(config: Any, known: Mapping[type, Any], model_type: str) -> None:
+    """Refuse by name what cannot be right, before any weight is read. `known` are the classes of models by config."""
     if type(config) not in known:
         raise ModelError("model_type", model_type, "transformers has no causal language model of this type")
     if not any(getattr(known[type(config)], flag, False) for flag in ("_supports_attention_backend", "_is_stateful")):
         raise ModelError("model_type", model_type, "its layers do not go through transformers' attention interface")
+    config = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
     for kind in getattr(config, "layer_types", None) or ():
