@@ -52,25 +52,30 @@ class Message(ApiModel):
     UNSUPPORTED: ClassVar = {"audio": (), "function_call": ()}
 
     def text(self, path: str) -> str:
-        """The content as one text; parts are joined by line breaks, as vLLM joins them. Raises ApiError for others."""
+        """The content as one text. Raises ApiError for parts that are not text."""
         if self.content is None:
             if self.role != "assistant":
                 raise refused(f"{path}.content", "is required")
             return self.refusal or ""
         if isinstance(self.content, str):
             return self.content
-        texts = []
-        for i, part in enumerate(self.content):
-            where = f"{path}.content[{i}]"
-            if part.type in ("text", "input_text", "output_text"):
-                if part.text is None:
-                    raise refused(f"{where}.text", "is required")
-                texts.append(part.text)
-            elif part.type == "refusal":
-                texts.append(part.refusal or "")
-            else:
-                raise unsupported(f"{where}.type", f"{part.type!r} is not supported: this model reads text only")
-        return "\n".join(texts)
+        return joined(self.content, f"{path}.content")
+
+
+def joined(parts: list[Part], path: str) -> str:
+    """The text of parts, which are joined by line breaks, as vLLM joins them. Raises ApiError for others than text."""
+    texts = []
+    for i, part in enumerate(parts):
+        where = f"{path}[{i}]"
+        if part.type in ("text", "input_text", "output_text"):
+            if part.text is None:
+                raise refused(f"{where}.text", "is required")
+            texts.append(part.text)
+        elif part.type == "refusal":
+            texts.append(part.refusal or "")
+        else:
+            raise unsupported(f"{where}.type", f"{part.type!r} is not supported: this model reads text only")
+    return "\n".join(texts)
 
 
 class FunctionDefinition(ApiModel):

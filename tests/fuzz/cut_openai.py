@@ -3,7 +3,7 @@
     python -m tests.fuzz.cut_openai openapi.json > tests/fuzz/openai_api.json
 
 The input is `openapi.json` of https://github.com/openai/openai-openapi, which is under the MIT licence; its notice is
-kept in the output. /responses is left out: nine tenths of its schema are tools, which our endpoint refuses.
+kept in the output. /responses is left out: nine tenths of its schema are tools that our endpoint refuses.
 """
 
 import json

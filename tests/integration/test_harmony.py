@@ -227,13 +227,15 @@ def check_schema(answer: dict[str, Any]) -> bool:
     return choice["finish_reason"] in ("stop", "length")
 
 
-def test_responses_show_the_final_channel_alone(http: httpx.Client) -> None:
+def test_responses_show_channels_as_items(http: httpx.Client) -> None:
     form = {"text": {"format": {"type": "json_schema", "name": "place", "schema": CITY}}}
     complete = thought = 0
     for seed in range(12):
         asked = {"input": "hi", "max_output_tokens": 400, "seed": seed, **form}
         answer = ask(http, "/v1/responses", **asked)
-        text = answer["output"][0]["content"][0]["text"]
+        text = "".join(item["content"][0]["text"] for item in answer["output"] if item["type"] == "message")
+        thoughts = [item for item in answer["output"] if item["type"] == "reasoning"]
+        assert bool(thoughts) == (answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0)
         if answer["status"] == "completed":
             jsonschema.validate(json.loads(text), CITY)
             complete += 1

@@ -17,6 +17,8 @@ from tests.unit.gateway_world import World, answering, play, words
 
 PATH = "/v1/responses"
 HELLO = answering(words("He", "llo"))
+CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
+SPACE = {"type": "namespace", "name": "a"}
 
 
 def test_a_response(short_dir: Path) -> None:
@@ -152,11 +154,33 @@ def test_a_format(short_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [SPACE | {"tools": [{"type": "function", "name": f"f{i}"} for i in range(129)]}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "local_shell_call"}]}, "input[0].type"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "1", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [CALL | {"call_id": str(i)} for i in range(129)]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}]},
+            "input[0].output[0].type",
+        ),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
