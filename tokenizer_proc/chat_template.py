@@ -61,15 +61,19 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
         self._special_tokens = dict(special_tokens)
+        self._in_parts = self._system_first = False
         # Those of models that also see want a message's text as one of its parts, and show nothing of it otherwise.
-        self._in_parts = False
         if "type" in source:
-            self._in_parts = not self._shows_text() and self._shows_text(in_parts=True)
+            self._in_parts = not self._shows(_said("user")) and self._shows({"role": "user", "content": _parts(_MARK)})
+        # Many refuse what the system says behind others, or leave it out: agents say things there.
+        if "system" in source and not self._shows(
+            _said("system", ""), _said("user", ""), _said("system"), _said("user", "")
+        ):
+            self._system_first = self._shows(_said("system"), _said("user", ""))
 
-    def _shows_text(self, *, in_parts: bool = False) -> bool:
-        content = _parts(_MARK) if in_parts else _MARK
+    def _shows(self, *messages: dict[str, Any]) -> bool:
         try:
-            return _MARK in self.render([{"role": "user", "content": content}], _TRIAL_CHARS)
+            return _MARK in self.render(list(messages), _TRIAL_CHARS)
         except ChatTemplateError:
             return False
 
@@ -90,8 +94,11 @@ class ChatTemplate:
         message. `arguments` are further variables. May be run by several threads at once.
 
         Rendering stops soon after `max_chars`: a longer result says that the whole would be longer. Raises
-        ChatTemplateError with the template's own words where it has some.
+        ChatTemplateError with the template's own words where it has some. Where the template takes a system message in
+        front alone, all of them are put there as one.
         """
+        if self._system_first:
+            messages = _system_in_front(messages)
         variables = {
             **self._special_tokens,
             "documents": None,
@@ -126,6 +133,18 @@ class ChatTemplate:
                 return text
             raise ChatTemplateError("chat template: it does not show the last message as it is, to be continued")
         return text[:at]
+
+
+def _said(role: str, content: str = _MARK) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _system_in_front(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same conversation with all that the system says in its first message."""
+    said = [message["content"] for message in messages if message["role"] == "system"]
+    if not said or (len(said) == 1 and messages[0]["role"] == "system"):
+        return messages
+    return [_said("system", "\n\n".join(said)), *(message for message in messages if message["role"] != "system")]
 
 
 def _parts(text: str) -> list[dict[str, str]]:

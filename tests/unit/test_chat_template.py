@@ -237,3 +237,37 @@ def test_a_message_in_parts_can_be_continued():
 
 def test_templates_that_take_both_get_text():
     assert ChatTemplate(EITHER, SPECIAL).render([USER], 10**6).strip() == USER["content"]
+
+
+FIRST_ALONE = """{% for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{ raise_exception('system must be first') }}{% endif %}
+[{{ message.role }}]{{ message.content }}
+{%- endfor %}"""
+SHOWN_FIRST = """{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% endif %}
+{%- for message in messages if message.role != 'system' %}[{{ message.role }}]{{ message.content }}{% endfor %}"""
+FIRST_PARTS = FIRST_ALONE.replace(
+    "message.content", "(message.content | selectattr('type', 'eq', 'text') | first).text"
+)
+
+
+@pytest.mark.parametrize("template", [FIRST_ALONE, SHOWN_FIRST, FIRST_PARTS], ids=["refused", "left out", "in parts"])
+@pytest.mark.parametrize("begun", [True, False], ids=["system", "user"])
+def test_what_the_system_says_later_is_put_in_front_where_the_template_wants_it(template: str, begun: bool) -> None:
+    system, later = {"role": "system", "content": "Be kind."}, {"role": "system", "content": "It is noon."}
+    user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    ours = ChatTemplate(template, {})
+    said = "Be kind.\n\nIt is noon." if begun else "It is noon."
+    expected = f"[system]{said}[user]Hi[assistant]Ho[user]Hi"
+    messages = [*([system] if begun else []), user, assistant, later, user]
+    assert ours.render(messages, 1000).replace("\n[", "[") == expected
+    assert ours.render_open([*messages, assistant], 1000).endswith("Ho")
+    assert messages[-2] is later, "what was given is as it was"
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["chatml", "llama-3"])
+def test_the_system_may_speak_later_where_the_template_lets_it(template: str) -> None:
+    messages = [USER, ASSISTANT, SYSTEM, USER]
+    theirs = reference().apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    assert ChatTemplate(template, SPECIAL).render(messages, 10_000) == theirs
