@@ -232,6 +232,15 @@ class SparseMlp(Mlp):
         return out
 
 
+class LimitedMlp(Mlp):
+    """As the shared experts of Step 3.7's last layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.act_fn(self.gate_proj(x)).clamp(max=16), self.up_proj(x).clamp(-16, 16)
+        out: Tensor = self.down_proj(gate * up)
+        return out
+
+
 class ResidualMlp(Mlp):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = super().forward(x)
@@ -244,7 +253,7 @@ class SwappedMlp(Mlp):
         return out
 
 
-@pytest.mark.parametrize("kind", [ScaledMlp, SparseMlp, ResidualMlp, SwappedMlp])
+@pytest.mark.parametrize("kind", [ScaledMlp, SparseMlp, LimitedMlp, ResidualMlp, SwappedMlp])
 def test_mlps_that_compute_something_else_stay_with_torch(kind: type[Mlp]) -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -426,9 +435,22 @@ def test_experts_that_compute_something_else_stay_with_torch() -> None:
         def forward(self, *arguments: Tensor) -> Tensor:
             return 2 * super().forward(*arguments)
 
-    experts = make_experts(2, 32, 32)
-    experts.__class__ = Scaled
-    assert experts_finish(experts) is None
+    class Limited(MixtralExperts):
+        """As in Step 3.7's last layers."""
+
+        def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for token, experts in enumerate(chosen.tolist()):
+                for place, expert in enumerate(experts):
+                    gate, up = F.linear(x[token], self.gate_up_proj[expert]).chunk(2)
+                    inner = self.act_fn(gate).clamp(max=7) * up.clamp(-7, 7)
+                    out[token] += F.linear(inner, self.down_proj[expert]) * shares[token, place]
+            return out
+
+    for kind in (Scaled, Limited):
+        experts = make_experts(2, 32, 32)
+        experts.__class__ = kind
+        assert experts_finish(experts) is None
 
 
 def test_logits_are_those_of_transformers_own_model(tmp_path: Path) -> None:

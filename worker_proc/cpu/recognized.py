@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from worker_proc.cpu.linear import Finish
 
 _ROUNDING = 0.05  # of what a layer in bfloat16 makes of a token; an order of magnitude above what is seen
+_NOTHING = 1e-6  # what is left of a gate far below 0, whose size rounding decides
 _ACTIVATIONS = ("act_fn", "activation_fn", "activation")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _STACKED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gates before ups
@@ -80,21 +81,27 @@ def _takes_one(module: nn.Module) -> bool:
 def _computes(module: nn.Module, mlp: GatedMlp, down: nn.Linear) -> bool:
     """Whether a token comes out as the kernels would have it."""
     gate_weight, up_weight = mlp.weights
-    x = torch.linspace(-1, 1, gate_weight.shape[1])[None]
-    size = F.linear(x.to(gate_weight.dtype), gate_weight).float().square().mean().sqrt()
-    x = (x * 2 / size.clamp(min=1e-3)).to(gate_weight.dtype)  # gates about 2, where activations differ
+    x = _probe(gate_weight)
     try:
         found = module(x)
     except _UNLIKE:
         return False
-    if not isinstance(found, Tensor) or found.shape != (1, down.out_features):
+    if not isinstance(found, Tensor) or found.shape != (len(x), down.out_features):
         return False
     gate, up = F.linear(x, gate_weight).float(), F.linear(x, up_weight).float()
     act = F.silu(gate) if mlp.finish == Finish.SILU_MUL else F.gelu(gate, approximate="tanh")
     inner = (act * up).to(x.dtype)
     bias = 0.0 if down.bias is None else down.bias.float()
     want, most = F.linear(inner, down.weight).float() + bias, F.linear(inner.abs(), down.weight.abs()).float()
-    return bool((found.float() - want).norm() <= _ROUNDING * (most / inner.shape[1] ** 0.5).norm())
+    off, size = (found.float() - want).norm(dim=1), (most / inner.shape[1] ** 0.5).norm(dim=1)
+    return bool((off <= _ROUNDING * size + _NOTHING).all())
+
+
+def _probe(gate: Tensor) -> Tensor:
+    """Two tokens: gates of about 2, where activations differ, and of about 200, which a limit would cut."""
+    x = torch.linspace(-1, 1, gate.shape[1])[None]
+    size = F.linear(x.to(gate.dtype), gate).float().square().mean().sqrt()
+    return (x * torch.tensor([[2.0], [200.0]]) / size.clamp(min=1e-3)).to(gate.dtype)
 
 
 def rms_norm(module: Any) -> RmsNorm | None:
@@ -155,13 +162,14 @@ def experts_finish(module: Any) -> Finish | None:
 def _has_gated_mlps(module: Any) -> bool:
     """Whether a token of one expert comes out as the kernels would have it: layers, too, are known by what they do."""
     gate_up, down = module.gate_up_proj[-1], module.down_proj[-1]
-    x = torch.linspace(-1, 1, gate_up.shape[1])[None].to(gate_up.dtype)
-    chosen, share = torch.tensor([[len(module.down_proj) - 1]]), torch.tensor([[0.5]])
+    x = _probe(gate_up)
+    chosen, share = torch.full((len(x), 1), len(module.down_proj) - 1), torch.full((len(x), 1), 0.5)
     found = inspect.unwrap(type(module).forward)(module, x, chosen, share).float()
     gate, up = F.linear(x.float(), gate_up.float()).chunk(2, dim=-1)
     inner = 0.5 * module.act_fn(gate) * up
     size = F.linear(inner.square(), down.float().square()).sqrt()  # of sums whose terms do not cancel out
-    return bool((found - F.linear(inner, down.float())).norm() <= _ROUNDING * size.norm())
+    off = (found - F.linear(inner, down.float())).norm(dim=1)
+    return bool((off <= _ROUNDING * size.norm(dim=1) + _NOTHING).all())
 
 
 def _gate_of(module: Any) -> str:
