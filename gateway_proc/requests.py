@@ -1,6 +1,7 @@
 """From an HTTP request to a checked model of its body."""
 
 import logging
+from codecs import BOM_UTF8
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -56,7 +57,7 @@ class BodyReader:
         """Raises ApiError. The parser itself ends at 200 levels of nesting and at text that is not UTF-8."""
         _check_values(body)
         try:
-            model = kind.model_validate_json(body)
+            model = kind.model_validate_json(body.removeprefix(BOM_UTF8))  # editors on Windows write one
         except ValidationError as error:
             raise of_validation(error) from None
         model.check_supported()

@@ -44,6 +44,21 @@ def langchain(server: Server) -> bool:
     return _script(server, "langchain_client", "langchain-openai")
 
 
+def agents(server: Server) -> bool:
+    return _script(server, "agents_client", "openai-agents")
+
+
+def pydantic_ai(server: Server) -> bool:
+    return _script(server, "pydantic_ai_client", "pydantic-ai-slim[openai]")
+
+
+def ai_sdk(server: Server) -> bool:
+    packages = ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic")
+    modules = node_modules(server.home / "ai_sdk", *packages)
+    script = HERE / "clients" / "ai_sdk.mjs"
+    return _shown(run(["node", script, f"{server.url}/v1", server.key, server.name, modules]), "ai")
+
+
 def openai_node(server: Server) -> bool:
     package = node_modules(server.home / "node", "openai", "compatcanary") / "openai"
     script = HERE / "clients" / "openai_node.mjs"
@@ -169,6 +184,9 @@ SUITES: dict[str, Callable[[Server], bool]] = {
     "compatcanary": compatcanary,
     "openai-node": openai_node,
     "langchain": langchain,
+    "agents": agents,
+    "pydantic-ai": pydantic_ai,
+    "ai-sdk": ai_sdk,
     "llm": llm,
     "aiperf": loads.aiperf,
     "guidellm": loads.guidellm,

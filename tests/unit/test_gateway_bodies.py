@@ -38,6 +38,14 @@ def test_a_body_has_a_bounded_number_of_values(body: bytes, problem: str) -> Non
     assert refused.value.status == 413 and problem in refused.value.message
 
 
+def test_a_byte_order_mark_is_passed_over() -> None:
+    """As FastAPI does in vLLM and SGLang: files that some editors write begin with one."""
+    assert READER.parse('\ufeff{"prompt": "\ufeffa"}'.encode(), CompletionRequest).prompt == "\ufeffa"
+    for wrong in ('\ufeff\ufeff{"prompt": "a"}', ' \ufeff{"prompt": "a"}', "\ufeff"):
+        with pytest.raises(ApiError, match="not valid JSON"):
+            READER.parse(wrong.encode(), CompletionRequest)
+
+
 def test_texts_hold_as_much_punctuation_as_they_like() -> None:
     text = ',[{:"\\' * 400_000 + '\\"'
     assert READER.parse(json.dumps({"prompt": text}).encode(), CompletionRequest).prompt == text

@@ -1,5 +1,6 @@
 """Anthropic's SDK on the Messages API."""
 
+import json
 from importlib.metadata import version
 from typing import Any
 
@@ -39,7 +40,7 @@ def messages(target: Target) -> None:
     expect(read == counted, (whole.usage, counted))
 
 
-@suite.check("a tool that must be called, and its result")
+@suite.check("a tool that must be called, whole and streamed, and its result")
 def tools(target: Target) -> None:
     more = ASKED | {"max_tokens": 200, "tools": [TOOL]}
     with client(target) as sdk:
@@ -47,6 +48,10 @@ def tools(target: Target) -> None:
         answer = sdk.messages.create(model=target.model, tool_choice=choice, **more)
         (call,) = answer.content
         expect(answer.stop_reason == "tool_use" and call.name == "weather" and call.input["city"], answer)
+        with sdk.messages.stream(model=target.model, tool_choice=choice, **more) as stream:
+            parts = [event.partial_json for event in stream if event.type == "input_json"]
+            streamed = stream.get_final_message()
+        expect(json.loads("".join(parts)) == streamed.content[0].input and streamed.stop_reason == "tool_use", streamed)
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees"}
         turns = [*ASKED["messages"], {"role": "assistant", "content": answer.content}]
         turns.append({"role": "user", "content": [result]})

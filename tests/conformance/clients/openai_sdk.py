@@ -339,5 +339,31 @@ def responses(target: Target) -> None:
     expect(isinstance(parsed.output_parsed, Flags), parsed)
 
 
+@suite.check("responses: functions that must be called, whole, streamed and parsed; their results go back")
+def response_tools(target: Target) -> None:
+    class Flags(BaseModel):
+        """Switches."""
+
+        stable: bool
+        beta: bool
+
+    client = client_of(target)
+    tool: Any = openai.pydantic_function_tool(Flags, name="set_flags")["function"] | {"type": "function"}
+    for choice in ("required", {"type": "function", "name": "set_flags"}):
+        options: dict[str, Any] = {
+            "model": target.model, "input": "Set them.", "tools": [tool], "tool_choice": choice,
+            "parallel_tool_calls": False, "extra_body": {"seed": 5},
+        }  # fmt: skip
+        whole: Any = client.responses.create(**options).output[0]
+        with client.responses.stream(**options) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+            streamed: Any = stream.get_final_response().output[0]
+        expect("".join(deltas) == streamed.arguments == whole.arguments, (deltas, streamed, whole))
+        expect(whole.name == "set_flags" and Flags.model_validate_json(whole.arguments), whole)
+    result: Any = {"type": "function_call_output", "call_id": whole.call_id, "output": "done"}
+    turns: list[Any] = [{"role": "user", "content": "Set them."}, whole, result]
+    client.responses.create(model=target.model, input=turns, tools=[tool], max_output_tokens=4)
+
+
 if __name__ == "__main__":
     suite.main()
