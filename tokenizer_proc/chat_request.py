@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import Any
 
 from common.chat_json import check_tools, get, typed
@@ -24,7 +25,23 @@ def parse_messages(chat: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if message.extra:
             parsed |= _parse_extra(message.extra, f"chat[{i}]")
         messages.append(parsed)
-    return messages
+    return _in_order(messages)
+
+
+def _in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with the results of a message's calls in the order of these: many templates show no ids, so that the
+    model has only that to go by. Where one of the results names no call they stay as they are."""
+    ordered: list[dict[str, Any]] = []
+    places: dict[Any, int] = {}  # of the calls of the message before
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        found = list(group)
+        if not are_results:
+            calls = found[-1].get("tool_calls", ())
+            places = {call["id"]: i for i, call in enumerate(calls) if isinstance(call.get("id"), str)}
+        elif all(message.get("tool_call_id") in places for message in found):
+            found.sort(key=lambda message: places[message["tool_call_id"]])
+        ordered += found
+    return ordered
 
 
 def parse_tools(text: str) -> list[dict[str, Any]] | None:

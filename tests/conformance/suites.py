@@ -90,6 +90,7 @@ def lm_eval(server: Server) -> bool:
     programs = python_environment(server.home / "lm_eval", "lm-eval[api]", "transformers")
     client = version_of(programs, "lm-eval")
     out = server.home / "lm_eval_out"
+    shutil.rmtree(out, ignore_errors=True)  # what a run before wrote there
     arguments = {
         "model": server.name, "base_url": f"{server.url}/v1/completions", "tokenizer": server.model,
         "tokenizer_backend": "huggingface", "num_concurrent": 4, "max_length": 1024,

@@ -248,3 +248,24 @@ def test_halves_of_surrogate_pairs() -> None:
     assert parse_tools('[{"function": {"name": "\\ud83d\\ude00"}}]') == [{"function": {"name": "\N{GRINNING FACE}"}}]
     refusal = Refused(ErrorCode.INVALID, "template_args.\ud800: is not known", "template_args.\ud800").answer(3)
     assert decode(encode(refusal), {RequestError}) == refusal and refusal.field == "template_args.?"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("ba", "ab"), ("cab", "abc"), ("abc", "abc"), ("bba", "abb"), ("xba", "xba"), ("b-a", "b-a"), ("b|a", "b|a"),
+    ],
+)  # fmt: skip
+def test_results_come_in_the_order_of_their_calls(told: str, expected: str) -> None:
+    """`-` is a result without an id, `|` something that the user says; there is no call x."""
+
+    def result(name: str) -> dict[str, Any]:
+        if name == "|":
+            return {**USER, "content": name}
+        return {"role": "tool", "content": name} | ({} if name == "-" else {"tool_call_id": name})
+
+    calls = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": name} for name in "abc"]}
+    before = [USER, {**calls, "tool_calls": [{**CALL, "id": name} for name in "ba"]}, result("a"), calls]
+    messages = parse_messages(wire([*before, *map(result, told)]))
+    assert "".join(message["content"] for message in messages[4:]) == expected
+    assert [message["role"] for message in messages[:4]] == ["user", "assistant", "tool", "assistant"]
