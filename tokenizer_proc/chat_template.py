@@ -37,6 +37,10 @@ CALL_STEPS = 10  # a call takes about as long as ten iterations
 MAX_ITEMS = 2**20  # of what a filter makes one by one
 _MARK = "\ue000\ue001\ue002"  # for private use: no conversation holds it
 _TRIAL_CHARS = 2**20  # of a prompt that tries the template out
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+_RESULT = {"role": "tool", "content": "", "tool_call_id": "call00000", "name": "f"}
+_ONE_CALL = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _RESULT)
+_TWO_CALLS = (_ONE_CALL[0], {**_ONE_CALL[1], "tool_calls": [_CALL, _CALL]}, _RESULT, _RESULT)
 _GLOBALS = ("raise_exception", "strftime_now", "dict", "namespace", "range", "cycler", "joiner")
 _BUDGET = "step budget"  # not an identifier: no template can name it
 
@@ -48,7 +52,8 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """A compiled template. Raises ChatTemplateError when it cannot be compiled.
 
-    `variables` are those that it uses, but for special tokens. Messages have their content as text.
+    `variables` are those that it uses, but for special tokens; with `one_call` it takes no more calls in a message.
+    Messages have their content as text.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
@@ -70,6 +75,15 @@ class ChatTemplate:
             _said("system", ""), _said("user", ""), _said("system"), _said("user", "")
         ):
             self._system_first = self._shows(_said("system"), _said("user", ""))
+
+        self.one_call = "tool_calls" in source and self._refuses(*_TWO_CALLS) and not self._refuses(*_ONE_CALL)
+
+    def _refuses(self, *messages: dict[str, Any]) -> bool:
+        try:
+            self.render(list(messages), _TRIAL_CHARS)
+        except ChatTemplateError:
+            return True
+        return False
 
     def _shows(self, *messages: dict[str, Any]) -> bool:
         try:

@@ -9,6 +9,8 @@ a conversation in OpenAI's schema is not what it expects, it leaves something ou
 
 from typing import Any
 
+from tokenizer_proc.tool_prompt import one_by_one
+
 Message = dict[str, Any]
 
 
@@ -16,18 +18,7 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
     """The same conversation with one message of instructions, and each call in a message before its result."""
     instructions = [message["content"] for message in messages if message["role"] == "system"]
     shown = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
-    waiting = [message for message in messages if message["role"] != "system"]
-    while waiting:
-        message = _thinking(waiting.pop(0))
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2:
-            shown.append(message)
-            continue
-        results = []
-        while waiting and waiting[0]["role"] == "tool":
-            results.append(waiting.pop(0))
-        shown += _one_by_one(message, results)
-    return shown
+    return shown + one_by_one([_thinking(message) for message in messages if message["role"] != "system"])
 
 
 def harmony_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -51,18 +42,3 @@ def _thinking(message: Message) -> Message:
     if message.get("tool_calls") and message["content"]:
         return {**rest, "content": "", "thinking": "\n\n".join(filter(None, (thinking, message["content"])))}
     return {**rest, "thinking": thinking}
-
-
-def _one_by_one(message: Message, results: list[Message]) -> list[Message]:
-    """A message with several calls as several with one, each with its result: the one that names its call, else the
-    next in order."""
-    shown = []
-    for i, call in enumerate(message["tool_calls"]):
-        said = message if i == 0 else {"role": message["role"], "content": ""}
-        shown.append({**said, "tool_calls": [call]})
-        named = [result for result in results if call.get("id") and result.get("tool_call_id") == call["id"]]
-        nameless = [result for result in results if "tool_call_id" not in result]
-        for result in (named or nameless)[:1]:
-            results.remove(result)
-            shown.append(result)
-    return shown + results

@@ -14,7 +14,7 @@ from tokenizer_proc.chat_request import parse_messages, parse_template_args, par
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
 from tokenizer_proc.harmony_prompt import harmony_messages, harmony_tools
 from tokenizer_proc.limits import Limits, Refused
-from tokenizer_proc.tool_prompt import describe_tools
+from tokenizer_proc.tool_prompt import describe_tools, one_by_one
 from tokenizer_proc.truncation import Truncation
 
 SHORT = 4096  # characters of a text that may keep other threads waiting: some milliseconds
@@ -117,6 +117,8 @@ class PromptEncoder:
             messages, tools = describe_tools(messages, tools), None
         if speaks_harmony(template.source):
             messages, tools = harmony_messages(messages), harmony_tools(tools)
+        elif template.one_call:
+            messages = one_by_one(messages)
         arguments = parse_template_args(msg.template_args, template.variables)
         most = self._limits.max_chars if msg.truncate_prompt_tokens is None else self._limits.max_frame
         if msg.continue_final_message:

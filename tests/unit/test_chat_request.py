@@ -269,3 +269,17 @@ def test_results_come_in_the_order_of_their_calls(told: str, expected: str) -> N
     messages = parse_messages(wire([*before, *map(result, told)]))
     assert "".join(message["content"] for message in messages[4:]) == expected
     assert [message["role"] for message in messages[:4]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_template_that_takes_one_call_gets_several_one_by_one() -> None:
+    """Llama 3's model can be made to call more, and clients send all of that back."""
+    calls = [{**CALL, "id": name, "function": {"name": name, "arguments": "{}"}} for name in "ab"]
+    results = [{"role": "tool", "content": name.upper(), "tool_call_id": name} for name in "ba"]
+    text = rendered(LLAMA31, [USER, {**CALLS, "content": "", "tool_calls": calls}, *results, USER])
+    places = [text.index(part) for part in ('{"name": "a"', "\n\nA<", '{"name": "b"', "\n\nB<")]
+    assert places == sorted(places)
+    one = [USER, {**CALLS, "tool_calls": calls[:1]}, results[1], {**CALLS, "tool_calls": calls[1:]}, results[0], USER]
+    assert text == rendered(LLAMA31, one)
+    assert [ChatTemplate(source, SPECIAL).one_call for source in TEMPLATES.values()] == [
+        source is LLAMA31 for source in TEMPLATES.values()
+    ]
