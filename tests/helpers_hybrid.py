@@ -40,6 +40,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": _MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
     },
     "bamba": _STATE_SPACE | {"attn_layer_indices": [1]},
+    "jamba": {
+        "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 4, "num_experts_per_tok": 2, "mamba_dt_rank": 8, "mamba_d_state": 16,
+    },
     "falcon_h1": _STATE_SPACE | {"mamba_d_ssm": 128},
     "nemotron_h": {
         "layers_block_type": [_LINEAR, "moe", _FULL, "mlp", _LINEAR], "num_hidden_layers": 5, "mamba_num_heads": 8,

@@ -35,6 +35,12 @@ class NativeLinear(nn.Module):
         """`[out, in]`, unpacked anew: for models that look at it."""
         return self.matrix.unpack(torch.arange(self.out_features))
 
+    @property
+    def bias(self) -> Tensor | None:
+        """bfloat16 `[out]`."""
+        held = self.matrix.bias
+        return None if held is None else held[: self.out_features].bfloat16()
+
     def forward(self, x: Tensor) -> Tensor:
         """`x` bfloat16 `[..., in]` to `[..., out]`."""
         if x.dtype != torch.bfloat16:

@@ -22,6 +22,8 @@ from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.short_conv import ShortConv
 from worker_proc.cpu.state_space import StateSpace
 from worker_proc.errors import ModelError
+from worker_proc.models import selective_scan
+from worker_proc.models.selective_scan import SelectiveScan
 from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
 from worker_proc.waves import Segments, in_waves
 
@@ -170,6 +172,7 @@ class Mixers:
 
     def _replaced(self, layer: int, module: nn.Module, own: NativeLayer | None) -> Callable[..., Any]:
         forward = module.forward
+        scan = SelectiveScan(module).forward if selective_scan.supports(module) else None
         name = next((name for name in _CACHES if name in inspect.signature(forward).parameters), None)
         if name is None:
             raise ModelError("model_type", type(module).__name__, f"its forward pass takes none of {_CACHES}")
@@ -181,7 +184,8 @@ class Mixers:
                 return forward(hidden_states, **{name: self._now})
             if own is not None:
                 return own.forward(hidden_states, *self._now)
-            return _compute(lambda x, view: forward(x, **{name: view}), layer, hidden_states, *self._now)
+            on_states = scan or (lambda x, view: forward(x, **{name: view}))
+            return _compute(on_states, layer, hidden_states, *self._now)
 
         return replaced
 
