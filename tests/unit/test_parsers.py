@@ -314,3 +314,21 @@ LLAMA3 = """{{ '<|start_header_id|>' }}{{ '{"name": "' + call.name + '", "parame
 def test_formats_from_the_template(template, tools, reasoning):
     assert detect_formats(template) == Formats(tools, reasoning)
     assert detect_formats(QWEN, thinking=False) == Formats(HERMES, Reasoning.NONE)
+
+
+@pytest.mark.parametrize(
+    ("tools", "call", "ending"),
+    [
+        (ToolFormat.HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}', "\n</tool_call>"),
+        (ToolFormat.HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "\n<tool_call>"),
+        (ToolFormat.HERMES, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "\n</tool_call>"),
+        (ToolFormat.HUNYUAN, '<tool_calls>[{"name": "f", "arguments": {"a": 1}}]', "</tool_calls>"),
+        (ToolFormat.GEMMA, "<|tool_call>call:f{a:1}", "<tool_call|>"),
+    ],
+)
+def test_a_mark_behind_a_call_that_is_cut_off_is_no_content(tools: ToolFormat, call: str, ending: str) -> None:
+    offered = {"f": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    for length in range(len(ending) + (ending != "\n<tool_call>")):
+        for pieces in ([call + ending[:length]], call + ending[:length]):
+            assert shown(parse(pieces, tools, offered=offered)) == [("f", '{"a": 1}')], ending[:length]
+    assert shown(parse([call + "\n</tool_x"], tools, offered=offered))[-1] == "</tool_x"
