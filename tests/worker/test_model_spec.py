@@ -276,7 +276,7 @@ def test_the_tokenizers_own_end_is_one_too(end: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [({"is_encoder_decoder": True}, "is_encoder_decoder"), ({"vision_config": {"depth": 2}}, "vision_config"),
-     ({"auto_map": {"AutoConfig": "x.y"}}, "auto_map"), ({"model_type": None}, "model_type")],
+     ({"auto_map": {"AutoConfig": "x.y"}, "model_type": "own"}, "auto_map"), ({"model_type": None}, "model_type")],
 )  # fmt: skip
 def test_describe_refuses_what_no_backend_serves(change: dict[str, Any], field: str, tmp_path: Path) -> None:
     path = make_checkpoint("olmo", tmp_path)

@@ -1,5 +1,6 @@
 """Models computed by transformers through our paged attention, against transformers' own generate."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,22 @@ def test_longrope_is_limited_to_the_length_at_which_it_is_exact(tmp_path: Path) 
     fields = {"rope_scaling": rope, "original_max_position_embeddings": 64, "max_position_embeddings": 256}
     path = make_checkpoint("phi3", tmp_path, **fields)
     assert describe(path).context_length == 64
+
+
+def test_code_of_which_transformers_has_its_own_is_not_run(tmp_path: Path) -> None:
+    path, ran = make_checkpoint("olmoe", tmp_path), tmp_path / "ran"
+    names = {"AutoConfig": "own.OlmoeConfig", "AutoModelForCausalLM": "own.OlmoeForCausalLM"}
+    (path / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"auto_map": names}))
+    assert describe(path).backend == "transformers"
+    assert generate(load(path), PROMPTS, NEW_TOKENS, page_size=16) == greedy(path, PROMPTS, NEW_TOKENS)
+    for kind in ("strange", "llama"):  # one that nobody knows, and one that is likely changed
+        (path / "config.json").write_text(json.dumps(config | {"auto_map": names, "model_type": kind}))
+        with pytest.raises(ModelError, match="never run") as caught:
+            describe(path)
+        assert caught.value.field == "auto_map"
+    assert not ran.exists()
 
 
 def test_a_window_as_long_as_the_context_asks_for_nothing(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def _lacks_experts(config: Config) -> bool:
 
 def check_servable(config: Config) -> None:
     """Refuse what no backend serves, by name: remote code, unknown codes, models that are not decoders only."""
-    if config.get("auto_map") and config.get("model_type") not in _CARRY_A_COPY:
+    if config.get("auto_map") and not _has_another_copy(config.get("model_type")):
         raise ModelError("auto_map", config["auto_map"], "the model brings its own code, which is never run")
     stored = parse_stored(config)
     if stored is not None and (not is_native(config) or config.get("model_type") == "gpt2"):
@@ -51,6 +51,16 @@ def check_servable(config: Config) -> None:
         if config.get(key):
             reason = f"of multimodal models, the text of these is served: {', '.join(sorted(language_part.KINDS))}"
             raise ModelError(key, "...", reason)
+
+
+def _has_another_copy(model_type: object) -> bool:
+    """Whether the code that a checkpoint brings is one of which transformers has its own, as many are that are older
+    than that (DeepSeek, MiniMax M2, Nemotron-H). With the name of a native family it is rather a changed one."""
+    if model_type in FAMILIES:
+        return model_type in _CARRY_A_COPY
+    from transformers import CONFIG_MAPPING  # takes a second, and few need it
+
+    return model_type in CONFIG_MAPPING
 
 
 def parse_spec(config: Config) -> DecoderSpec:
@@ -444,4 +454,4 @@ FAMILIES = {
 _MAY_HAVE_BIAS = ("gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 EXCEED_FLOAT16 = ("gemma2", "gemma3_text")  # whose hidden states grow beyond 65504
-_CARRY_A_COPY = ("phi3",)  # of what transformers has for them; as always, none of it is run
+_CARRY_A_COPY = ("phi3",)  # of what transformers has for them, too; as always, none of it is run
