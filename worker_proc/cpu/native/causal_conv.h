@@ -1,36 +1,106 @@
 // Convolutions along a sequence, of each channel by itself, that keep their last inputs from one call to the next.
 #pragma once
 
+#include <cstring>
+#include <utility>
+
 #include "bf16.h"
 
 namespace rhizome {
 
 inline constexpr int kMostKernel = 8;
 
-// kLanes channels, `count` tokens further. `kept` [kLanes, kernel] has their last inputs, before and after; tap i of them
-// is at weights + i * stride. `input(t)` gives what token t brings, numbers of bfloat16, `output(t, sum)` takes the sums.
-template <typename Input, typename Output>
-inline void convolve(bf16* kept, const float* weights, int64_t stride, int64_t kernel, int64_t count,
+// The last kKernel inputs of kLanes channels, the oldest first: numbers of bfloat16. In memory they lie channel by channel.
+template <int kKernel>
+struct Kept {
+  floats at[kKernel];
+
+  void load(const bf16* from) {
+    if constexpr (kKernel == 4) {
+      uint32_t words __attribute__((vector_size(8 * kLanes)));
+      std::memcpy(&words, from, sizeof words);
+      turn(words, std::make_integer_sequence<int, kLanes>());
+    } else {
+      for (int i = 0; i < kKernel; ++i)
+        for (int lane = 0; lane < kLanes; ++lane) at[i][lane] = to_float(from[lane * kKernel + i]);
+    }
+  }
+
+  void store(bf16* to) const {
+    if constexpr (kKernel == 4) {
+      turn_back(to, std::make_integer_sequence<int, 2 * kLanes>());
+    } else {
+      for (int i = 0; i < kKernel; ++i)
+        for (int lane = 0; lane < kLanes; ++lane) to[lane * kKernel + i] = to_bf16(at[i][lane]);
+    }
+  }
+
+ private:
+  // Two inputs are a word: the first one its low half.
+  template <class Words, int... kLane>
+  void turn(Words words, std::integer_sequence<int, kLane...>) {
+    const auto first = __builtin_shufflevector(words, words, 2 * kLane...);
+    const auto second = __builtin_shufflevector(words, words, 2 * kLane + 1 ...);
+    at[0] = reinterpret_cast<floats>(first << 16), at[1] = reinterpret_cast<floats>(first & 0xffff0000u);
+    at[2] = reinterpret_cast<floats>(second << 16), at[3] = reinterpret_cast<floats>(second & 0xffff0000u);
+  }
+
+  template <int... kPlace>
+  void turn_back(bf16* to, std::integer_sequence<int, kPlace...>) const {
+    typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+    const Words first = reinterpret_cast<Words>(at[0]) >> 16 | (reinterpret_cast<Words>(at[1]) & 0xffff0000u);
+    const Words second = reinterpret_cast<Words>(at[2]) >> 16 | (reinterpret_cast<Words>(at[3]) & 0xffff0000u);
+    const auto words = __builtin_shufflevector(first, second, (kPlace / 2 + kPlace % 2 * kLanes)...);
+    std::memcpy(to, &words, sizeof words);
+  }
+};
+
+// kVectors * kLanes channels; see `convolve`.
+template <int kKernel, int kVectors, class Input, class Output>
+inline void convolve_some(bf16* memory, const float* weights, int64_t stride, int64_t count, const Input& input,
+                          const Output& output) {
+  Kept<kKernel> kept[kVectors];
+  floats weight[kVectors][kKernel];
+  for (int v = 0; v < kVectors; ++v) {
+    kept[v].load(memory + v * kLanes * kKernel);
+    for (int i = 0; i < kKernel; ++i) weight[v][i] = load(weights + i * stride + v * kLanes);
+  }
+  for (int64_t t = 0; t < count; ++t)
+    for (int v = 0; v < kVectors; ++v) {
+      floats(&seen)[kKernel] = kept[v].at;
+      for (int i = 1; i < kKernel; ++i) seen[i - 1] = seen[i];
+      seen[kKernel - 1] = input(t, v);
+      floats sum = seen[0] * weight[v][0];
+      for (int i = 1; i < kKernel; ++i) sum = sum + seen[i] * weight[v][i];
+      output(t, v, sum);
+    }
+  for (int v = 0; v < kVectors; ++v) kept[v].store(memory + v * kLanes * kKernel);
+}
+
+// `channels`, a multiple of kLanes, `count` tokens further. `kept` [channels, kKernel] has their last inputs, before and
+// after; tap i of them is at weights + i * stride. `input(t, c)` gives what token t brings to channels c and following,
+// numbers of bfloat16, `output(t, c, sum)` takes the sums. Two vectors go by the tokens together: a cache line of inputs.
+template <int kKernel, class Input, class Output>
+inline void convolve_all(bf16* kept, const float* weights, int64_t stride, int64_t channels, int64_t count,
+                         const Input& input, const Output& output) {
+  for (int64_t c = 0; c < channels;) {
+    const auto from = [&](int64_t t, int v) { return input(t, c + v * kLanes); };
+    const auto to = [&](int64_t t, int v, floats sum) { output(t, c + v * kLanes, sum); };
+    if (channels - c >= 2 * kLanes)
+      convolve_some<kKernel, 2>(kept + c * kKernel, weights + c, stride, count, from, to), c += 2 * kLanes;
+    else
+      convolve_some<kKernel, 1>(kept + c * kKernel, weights + c, stride, count, from, to), c += kLanes;
+  }
+}
+
+template <class Input, class Output>
+inline void convolve(int64_t kernel, bf16* kept, const float* weights, int64_t stride, int64_t channels, int64_t count,
                      const Input& input, const Output& output) {
-  floats seen[kMostKernel], weight[kMostKernel];
-  const int64_t before = kernel - 1;
-  for (int64_t i = 0; i < before; ++i)
-    for (int lane = 0; lane < kLanes; ++lane) seen[i][lane] = to_float(kept[lane * kernel + 1 + i]);
-  for (int64_t i = 0; i < kernel; ++i) weight[i] = load(weights + i * stride);
-  floats oldest = {};  // what is kept beyond what the next sum needs
-  for (int64_t t = 0; t < count; ++t) {
-    seen[before] = input(t);
-    floats sum = seen[0] * weight[0];
-    for (int64_t i = 1; i < kernel; ++i) sum = sum + seen[i] * weight[i];
-    output(t, sum);
-    oldest = seen[0];
-    for (int64_t i = 0; i < before; ++i) seen[i] = seen[i + 1];
-  }
-  for (int lane = 0; lane < kLanes; ++lane) {
-    bf16* to = kept + lane * kernel;
-    to[0] = to_bf16(oldest[lane]);
-    for (int64_t i = 0; i < before; ++i) to[1 + i] = to_bf16(seen[i][lane]);
-  }
+  const auto with = [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
+    (void)((kernel == kLess + 1 &&
+            (convolve_all<kLess + 1>(kept, weights, stride, channels, count, input, output), true)) || ...);
+  };
+  with(std::make_integer_sequence<int, kMostKernel>());
 }
 
 }  // namespace rhizome

@@ -7,13 +7,16 @@
 #include "causal_conv.h"
 #include "parallel.h"
 #include "pieces.h"
+#include "rows.h"
 
 namespace rhizome {
 namespace {
 
-constexpr int64_t kHeld = 128 * 64;   // numbers of a state's columns that are held side by side: rows a power of two apart
-                                      // would share the few places of the L1 cache where such addresses go
-constexpr int64_t kLong = 4;          // tokens for which that pays
+// Columns of a state, of so many keys at most, that are held side by side, half of an L1 cache: rows a power of two apart would
+// share the few places where such addresses go.
+constexpr int64_t kMostKeys = 128;
+constexpr int kHeldColumns = 32;
+constexpr int64_t kLong = 4;  // tokens for which that pays
 
 class DeltaNet {
  public:
@@ -21,7 +24,8 @@ class DeltaNet {
       : b_(batch),
         key_width_(batch.k_heads * batch.k_dim),
         channels_(2 * key_width_ + batch.v_heads * batch.v_dim),
-        value_width_(batch.v_heads * batch.v_dim) {}
+        value_width_(batch.v_heads * batch.v_dim),
+        stride_(float_stride(channels_)) {}
 
   void run() {
     in_rounds(b_.segments, b_.num_segments, [&](const std::vector<Piece>& pieces, int64_t tokens) {
@@ -34,10 +38,7 @@ class DeltaNet {
       });
       parallel_for(count * b_.v_heads, [&](int64_t task, int) {
         const Piece& piece = pieces[task / b_.v_heads];
-        const int64_t head = task % b_.v_heads;
-        if (b_.v_dim % 64 == 0) return recur<64>(piece, head);
-        if (b_.v_dim % 32 == 0) return recur<32>(piece, head);
-        return recur<16>(piece, head);
+        recur(piece, task % b_.v_heads);
       });
     });
   }
@@ -46,7 +47,7 @@ class DeltaNet {
   void reserve(int64_t tokens) {
     if (tokens <= room_) return;
     room_ = tokens;
-    mixed_.reset(new float[tokens * channels_]);
+    mixed_.reset(new float[tokens * stride_]);
     gates_.reset(new float[tokens * 2 * b_.v_heads]);
     values_.reset(new float[tokens * value_width_]);
   }
@@ -56,15 +57,12 @@ class DeltaNet {
     const bool is_value = block >= 2 * b_.k_heads, is_query = block < b_.k_heads;
     const int64_t width = is_value ? b_.v_dim : b_.k_dim;
     const int64_t first = is_value ? 2 * key_width_ + (block - 2 * b_.k_heads) * b_.v_dim : block * b_.k_dim;
-    bf16* kept = b_.conv + (piece.row * channels_ + first) * b_.kernel;
-    for (int64_t c = 0; c < width; c += kLanes) {
-      const bf16* from = b_.qkv + piece.token * channels_ + first + c;
-      float* to = mixed(piece, 0) + first + c;
-      rhizome::convolve(
-          kept + c * b_.kernel, b_.conv_weight + first + c, channels_, b_.kernel, piece.count,
-          [&](int64_t t) { return load(from + t * channels_); },
-          [&](int64_t t, floats sum) { store(to + t * channels_, silu(sum)); });
-    }
+    const bf16* const from = b_.qkv + piece.token * channels_ + first;
+    float* const to = mixed(piece, 0) + first;
+    rhizome::convolve(
+        b_.kernel, b_.conv + (piece.row * channels_ + first) * b_.kernel, b_.conv_weight + first, channels_, width, piece.count,
+        [&](int64_t t, int64_t c) { return load(from + t * channels_ + c); },
+        [&](int64_t t, int64_t c, floats sum) { store(to + t * stride_ + c, silu(sum)); });
     if (is_value) return;
     const float scale = is_query ? 1.0f / std::sqrt(static_cast<float>(b_.k_dim)) : 1.0f;
     for (int64_t t = 0; t < piece.count; ++t) {
@@ -89,55 +87,87 @@ class DeltaNet {
       }
   }
 
-  // A value head: the columns of its state are independent, so some of them take all tokens while they are in the L1
-  // cache. S = decay * S + k (beta * (v - decay * S^T k))^T, out = S^T q.
-  template <int kColumns>
+  // A value head: the columns of its state are independent, so some of them take all tokens.
   void recur(const Piece& piece, int64_t head) {
-    constexpr int kVectors = kColumns / kLanes ? kColumns / kLanes : 1;
-    constexpr int kChains = kVectors < 8 ? 8 / kVectors : 1;  // of additions, for the sake of latency
-    const int64_t key_head = head / (b_.v_heads / b_.k_heads);
-    float* whole = b_.state + (piece.row * b_.v_heads + head) * b_.k_dim * b_.v_dim;
-    alignas(64) float held[kHeld];
-    const bool holds = piece.count >= kLong && b_.k_dim * kColumns <= kHeld;
-    const int64_t stride = holds ? kColumns : b_.v_dim;
-    for (int64_t column = 0; column < b_.v_dim; column += kColumns) {
-      float* state = holds ? held : whole + column;
-      if (holds)
-        for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(whole + i * b_.v_dim + column, kColumns, held + i * kColumns);
-      for (int64_t t = 0; t < piece.count; ++t) {
-        const float* q = mixed(piece, t) + key_head * b_.k_dim;
-        const float* k = q + key_width_;
-        const float* v = mixed(piece, t) + 2 * key_width_ + head * b_.v_dim + column;
-        const float* gate = gates_.get() + 2 * ((piece.place + t) * b_.v_heads + head);
-        const floats decay = splat(gate[0]), beta = splat(gate[1]);
-        floats sums[kChains][kVectors] = {};
-        for (int64_t i = 0; i < b_.k_dim; i += kChains)
-          for (int chain = 0; chain < kChains; ++chain) {
-            const float* s = state + (i + chain) * stride;
-            const floats key = splat(k[i + chain]);
-            for (int j = 0; j < kVectors; ++j) sums[chain][j] = sums[chain][j] + key * load(s + j * kLanes);
-          }
-        floats delta[kVectors], out[kVectors] = {};
-        for (int j = 0; j < kVectors; ++j) {
-          for (int chain = 1; chain < kChains; ++chain) sums[0][j] = sums[0][j] + sums[chain][j];
-          delta[j] = (load(v + j * kLanes) - decay * sums[0][j]) * beta;
-        }
-        for (int64_t i = 0; i < b_.k_dim; ++i) {
-          float* s = state + i * stride;
-          const floats key = splat(k[i]), query = splat(q[i]);
-          for (int j = 0; j < kVectors; ++j) {
-            const floats next = decay * load(s + j * kLanes) + key * delta[j];
-            store(s + j * kLanes, next);
-            out[j] = out[j] + query * next;
-          }
-        }
-        float* to = values(piece, t) + head * b_.v_dim + column;
-        for (int j = 0; j < kVectors; ++j) store(to + j * kLanes, out[j]);
+    if (piece.count >= kLong && b_.k_dim <= kMostKeys) {
+      alignas(64) float held[kMostKeys * kHeldColumns];
+      for (int64_t column = 0; column < b_.v_dim; column += kHeldColumns)
+        if (b_.v_dim - column >= kHeldColumns)
+          recur_held<kHeldColumns>(piece, head, column, held);
+        else
+          recur_held<16>(piece, head, column, held);
+    } else {
+      for (int64_t column = 0; column < b_.v_dim;) {
+        const int64_t left = b_.v_dim - column;
+        float* const state = state_of(piece, head) + column;
+        if (left >= 64)
+          recur_columns<64>(piece, head, column, state, b_.v_dim), column += 64;
+        else
+          recur_columns<16>(piece, head, column, state, b_.v_dim), column += 16;
       }
-      if (holds)
-        for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(held + i * kColumns, kColumns, whole + i * b_.v_dim + column);
     }
     for (int64_t t = 0; t < piece.count; ++t) finish(piece, t, head);
+  }
+
+  // The same where tokens are many: the columns lie side by side in the L1 cache meanwhile.
+  template <int kColumns>
+  void recur_held(const Piece& piece, int64_t head, int64_t column, float* held) {
+    float* const from = state_of(piece, head) + column;
+    for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(from + i * b_.v_dim, kColumns, held + i * kColumns);
+    recur_columns<kColumns>(piece, head, column, held, kColumns);
+    for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(held + i * kColumns, kColumns, from + i * b_.v_dim);
+  }
+
+  // S = decay * S + k (beta * (v - decay * S^T k))^T, out = S^T q. Numbers of S are read once for a token: while it changes
+  // them, they are multiplied with the next one's key.
+  template <int kColumns>
+  void recur_columns(const Piece& piece, int64_t head, int64_t column, float* state, int64_t stride) {
+    constexpr int kVectors = kColumns / kLanes;
+    const int64_t first_key = key_width_ + head / (b_.v_heads / b_.k_heads) * b_.k_dim;
+    const float* k = mixed(piece, 0) + first_key;
+    floats sums[kVectors] = {};
+    for (int64_t i = 0; i < b_.k_dim; ++i)
+      for (int j = 0; j < kVectors; ++j) sums[j] += splat(k[i]) * load(state + i * stride + j * kLanes);
+    for (int64_t t = 0; t < piece.count; ++t) {
+      const float* const v = mixed(piece, t) + 2 * key_width_ + head * b_.v_dim + column;
+      const float* const gate = gates_.get() + 2 * ((piece.place + t) * b_.v_heads + head);
+      const Token token{k, k - key_width_, t + 1 < piece.count ? mixed(piece, t + 1) + first_key : nullptr, gate[0]};
+      floats delta[kVectors], out[kVectors] = {};
+      for (int j = 0; j < kVectors; ++j) {
+        delta[j] = (load(v + j * kLanes) - splat(gate[0]) * sums[j]) * splat(gate[1]);
+        sums[j] = floats{};
+      }
+      token.next != nullptr ? change<kVectors, true>(token, delta, state, stride, out, sums)
+                            : change<kVectors, false>(token, delta, state, stride, out, sums);
+      float* const to = values(piece, t) + head * b_.v_dim + column;
+      for (int j = 0; j < kVectors; ++j) store(to + j * kLanes, out[j]);
+      k = token.next;
+    }
+  }
+
+  struct Token {
+    const float *k, *q, *next;  // the next one's key, or null
+    float decay;
+  };
+
+  template <int kVectors, bool kNext>
+  void change(const Token& token, const floats* delta, float* state, int64_t stride, floats* out, floats* sums) const {
+    const floats decay = splat(token.decay);
+    const float *const k = token.k, *const q = token.q, *const next = token.next;
+    floats difference[kVectors], read[kVectors] = {}, seen[kVectors] = {};  // in registers, whatever the state's memory is
+    std::copy_n(delta, kVectors, difference);
+    const int64_t keys = b_.k_dim;
+    for (int64_t i = 0; i < keys; ++i, state += stride) {
+      const floats key = splat(k[i]), query = splat(q[i]), after = splat(kNext ? next[i] : 0.0f);
+      for (int j = 0; j < kVectors; ++j) {
+        const floats now = decay * load(state + j * kLanes) + key * difference[j];
+        store(state + j * kLanes, now);
+        read[j] += query * now;
+        if constexpr (kNext) seen[j] += after * now;
+      }
+    }
+    std::copy_n(read, kVectors, out);
+    std::copy_n(seen, kVectors, sums);
   }
 
   // RMSNorm over a head, times weight and SiLU of the gate.
@@ -151,11 +181,14 @@ class DeltaNet {
       store(b_.out + at + c, load(x + c) * factor * load(b_.norm + c) * silu(load(b_.z + at + c)));
   }
 
-  float* mixed(const Piece& piece, int64_t t) { return mixed_.get() + (piece.place + t) * channels_; }
+  float* state_of(const Piece& piece, int64_t head) const {
+    return b_.state + (piece.row * b_.v_heads + head) * b_.k_dim * b_.v_dim;
+  }
+  float* mixed(const Piece& piece, int64_t t) { return mixed_.get() + (piece.place + t) * stride_; }
   float* values(const Piece& piece, int64_t t) { return values_.get() + (piece.place + t) * value_width_; }
 
   const DeltaBatch& b_;
-  const int64_t key_width_, channels_, value_width_;
+  const int64_t key_width_, channels_, value_width_, stride_;  // the last one from token to token of `mixed_`
   int64_t room_ = 0;
   std::unique_ptr<float[]> mixed_, gates_, values_;  // of the tokens of a round
 };

@@ -13,15 +13,18 @@ constexpr int64_t kBlock = 256;  // channels of a task
 // The channels from `first` on of a segment.
 void run(const ConvBatch& b, const int64_t* segment, int64_t first) {
   const int64_t width = b.channels, row = 3 * width;
-  for (int64_t c = first; c < std::min(first + kBlock, width); c += kLanes) {
-    const bf16* from = b.inputs + segment[1] * row + c;
-    bf16* to = b.out + segment[1] * width + c;
-    const floats bias = load(b.bias + c);
-    convolve(
-        b.conv + (segment[0] * width + c) * b.kernel, b.weight + c, width, b.kernel, segment[2],
-        [&](int64_t t) { return widen(narrow(load(from + t * row) * load(from + t * row + 2 * width))); },
-        [&](int64_t t, floats sum) { store(to + t * width, load(from + t * row + width) * (sum + bias)); });
-  }
+  const bf16* const from = b.inputs + segment[1] * row + first;
+  bf16* const to = b.out + segment[1] * width + first;
+  convolve(
+      b.kernel, b.conv + (segment[0] * width + first) * b.kernel, b.weight + first, width, std::min(kBlock, width - first),
+      segment[2],
+      [&](int64_t t, int64_t c) {
+        const bf16* const at = from + t * row + c;
+        return widen(narrow(load(at) * load(at + 2 * width)));
+      },
+      [&](int64_t t, int64_t c, floats sum) {
+        store(to + t * width + c, load(from + t * row + width + c) * (sum + load(b.bias + first + c)));
+      });
 }
 
 }  // namespace

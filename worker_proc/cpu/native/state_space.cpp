@@ -6,6 +6,7 @@
 #include "causal_conv.h"
 #include "parallel.h"
 #include "pieces.h"
+#include "rows.h"
 
 namespace rhizome {
 namespace {
@@ -20,13 +21,14 @@ class StateSpace {
       : b_(batch),
         width_(batch.heads * batch.head_dim),
         channels_(width_ + 2 * batch.groups * batch.state_size),
-        stride_(width_ + channels_ + batch.heads) {}
+        stride_(width_ + channels_ + batch.heads),
+        mixed_stride_(float_stride(channels_)) {}
 
   void run() {
     in_rounds(b_.segments, b_.num_segments, [&](const std::vector<Piece>& pieces, int64_t tokens) {
       if (tokens > room_) {
         room_ = tokens;
-        mixed_.reset(new float[tokens * channels_]);
+        mixed_.reset(new float[tokens * mixed_stride_]);
         values_.reset(new float[tokens * width_]);
       }
       const int64_t count = static_cast<int64_t>(pieces.size()), blocks = (channels_ + kChannels - 1) / kChannels;
@@ -43,16 +45,14 @@ class StateSpace {
 
  private:
   void convolve(const Piece& piece, int64_t block) {
-    const int64_t end = std::min((block + 1) * kChannels, channels_);
-    for (int64_t c = block * kChannels; c < end; c += kLanes) {
-      const bf16* from = projected(piece, 0) + width_ + c;
-      float* to = mixed(piece, 0) + c;
-      const floats bias = load(b_.conv_bias + c);
-      rhizome::convolve(
-          b_.conv + (piece.row * channels_ + c) * b_.kernel, b_.conv_weight + c, channels_, b_.kernel, piece.count,
-          [&](int64_t t) { return load(from + t * stride_); },
-          [&](int64_t t, floats sum) { store(to + t * channels_, silu(sum + bias)); });
-    }
+    const int64_t first = block * kChannels;
+    const bf16* const from = projected(piece, 0) + width_ + first;
+    float* const to = mixed(piece, 0) + first;
+    rhizome::convolve(
+        b_.kernel, b_.conv + (piece.row * channels_ + first) * b_.kernel, b_.conv_weight + first, channels_,
+        std::min(kChannels, channels_ - first), piece.count,
+        [&](int64_t t, int64_t c) { return load(from + t * stride_ + c); },
+        [&](int64_t t, int64_t c, floats sum) { store(to + t * mixed_stride_ + c, silu(sum + load(b_.conv_bias + first + c))); });
   }
 
   // S = exp(dt * rate) * S + dt * x B^T, out = S C + skip * x. Rows of the state are independent.
@@ -109,11 +109,11 @@ class StateSpace {
   }
 
   const bf16* projected(const Piece& piece, int64_t t) const { return b_.projected + (piece.token + t) * stride_; }
-  float* mixed(const Piece& piece, int64_t t) { return mixed_.get() + (piece.place + t) * channels_; }
+  float* mixed(const Piece& piece, int64_t t) { return mixed_.get() + (piece.place + t) * mixed_stride_; }
   float* values(const Piece& piece, int64_t t) { return values_.get() + (piece.place + t) * width_; }
 
   const SpaceBatch& b_;
-  const int64_t width_, channels_, stride_;
+  const int64_t width_, channels_, stride_, mixed_stride_;
   int64_t room_ = 0;
   std::unique_ptr<float[]> mixed_, values_;  // of the tokens of a round
 };
