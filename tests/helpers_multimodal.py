@@ -98,6 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "minicpmv4_6": {"model_type": "qwen3_5_text"} | _DELTA,
     "minicpmv4_7": {"model_type": "qwen3_5_text"} | _DELTA,
     "mistral3": {"model_type": "mistral", "sliding_window": None},
+    "mllama": {"model_type": "mllama_text_model", "cross_attention_layers": [1], "pad_token_id": 0},
     "ovis2": {"model_type": "qwen2"},
     "qwen2_5_omni": {"model_type": "qwen2_5_omni_text", "rope_parameters": _SECTIONS},
     "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": _SECTIONS},

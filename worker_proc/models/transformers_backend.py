@@ -216,6 +216,7 @@ class TransformersModel:
         layers = int(self.config.num_hidden_layers)
         kinds = getattr(self.config, "layer_types", None) or [None] * layers
         bare = {layer for layer, kind in enumerate(kinds) if kind in _WITHOUT_MEMORY}
+        bare |= set(getattr(self.config, "cross_attention_layers", None) or ())  # left out where there is no image
         seen = attending | self._mixers.layers | bare
         if seen != set(range(layers)) or calls != len(attending):
             raise ModelError(
