@@ -110,7 +110,7 @@ def flat_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-class Tool(ApiModel):
+class ClientTool(ApiModel):
     """A function of the client, or a namespace of such `tools`. Those that search the web would run at OpenAI, and the
     model does not hear of them; the rest is refused by its type."""
 
@@ -119,7 +119,7 @@ class Tool(ApiModel):
     description: str | None = None
     parameters: Anything | None = None
     strict: bool | None = None
-    tools: "Items[Tool] | None" = None
+    tools: "Items[ClientTool] | None" = None
 
     def functions(self, where: str, namespace: str | None = None) -> list[tuple[str | None, Anything]]:
         """What it says to a chat, as namespaces and functions. Raises ApiError."""
@@ -143,7 +143,7 @@ class Tool(ApiModel):
         return {"type": self.type, "parameters": None, "strict": False, **shown} if self.type == "function" else shown
 
 
-class NamedFunction(ApiModel):
+class FunctionChoice(ApiModel):
     type: Literal["function"]
     name: ToolName
 
@@ -176,8 +176,8 @@ class ResponsesRequest(ApiModel):
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: Annotated[Items[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     include: Items[Annotated[str, Field(max_length=64)]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -237,7 +237,7 @@ class ResponsesRequest(ApiModel):
     def _tools(self) -> Anything:
         functions = [{**given, "name": flat_name(space, given["name"])} for space, given in self.functions()]
         choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunction):
+        if isinstance(choice, FunctionChoice):
             if all(given["name"] != choice.name for given in functions):
                 raise refused("tool_choice.name", f"{choice.name!r} is not one of the tools")
             choice = {"type": "function", "function": {"name": choice.name}}

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.messages import ChatMessage, Generate, Tokenize, Tokens, ints
+from gateway_proc.app import ROUTES
 from tests.unit.fake_frontend import rows
 from tests.unit.gateway_world import CHAT, HELLO, World, answering, play
 
@@ -124,6 +125,14 @@ def test_the_description_covers_every_endpoint(short_dir: Path) -> None:
             assert reference in components, reference
 
     play(short_dir, HELLO, test)
+
+
+def test_parts_of_bodies_have_names_of_their_own() -> None:
+    """The description knows them by these alone."""
+    known: dict[str, Any] = {}
+    for body in [route.body for route in ROUTES if route.body is not None]:
+        for name, schema in body.model_json_schema().get("$defs", {}).items():
+            assert known.setdefault(name, schema) == schema, f"{name} of {body.__name__}"
 
 
 def test_metrics(short_dir: Path) -> None:
