@@ -18,9 +18,9 @@ KINDS = frozenset(
         "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "ernie4_5_vl_moe", "exaone4_5",
         "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "hyperclovax_vision_v2",
         "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "llama4", "llava", "llava_next",
-        "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral3", "mllama", "ovis2", "qwen2_5_omni",
-        "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-        "step3p7", "video_llama_3", "video_llava", "vipllava",
+        "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral3", "mllama", "ovis2",
+        "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl",
+        "qwen3_vl_moe", "smolvlm", "step3p7", "video_llama_3", "video_llava", "vipllava",
     }
 )  # fmt: skip
 
