@@ -24,6 +24,7 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -70,7 +71,7 @@ def fetch(model: HubId) -> Path:
             files = choose_gguf(_names(model), model.which)
             patterns = [glob.escape(file) for file in files]
             return Path(snapshot_download(model.repo, revision=model.revision, allow_patterns=patterns)) / files[0]
-        rest = ["*/*"]  # what lies in folders is other formats'
+        rest = ["*/*", "consolidated*"]  # what lies in folders is other formats', as are Mistral's own files
         path = Path(
             snapshot_download(model.repo, revision=model.revision, allow_patterns=list(FILES), ignore_patterns=rest)
         )

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"
+MISTRAL_FILE = "tekken.json"  # all that some of Mistral's models have
+_MISTRAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 class TokenizerFilesError(RuntimeError):
@@ -41,10 +43,22 @@ def _convert(path: Path) -> Tokenizer:
 
     try:
         slow = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        return slow.backend_tokenizer
+        return _begun(slow.backend_tokenizer) if (path / MISTRAL_FILE).is_file() else slow.backend_tokenizer
     except Exception as error:
         problem = f"{path} has no {TOKENIZER_FILE}, and transformers cannot build one"
         raise TokenizerFilesError(f"{problem}: {error}") from None
+
+
+def _begun(tokenizer: Tokenizer) -> Tokenizer:
+    """Mistral's tokenizer with its first token before every text, as its models were trained with it and the
+    tokenizer.json of their others says; transformers leaves it out."""
+    first = _MISTRAL_TOKENS["bos_token"]
+    number = tokenizer.token_to_id(first)
+    if number is not None and tokenizer.encode("").ids != [number]:
+        before, both = tokenizer.post_processor, f"{first}:0 $A:0 {first}:1 $B:1"
+        template = processors.TemplateProcessing(f"{first} $A", both, [(first, number)])
+        tokenizer.post_processor = template if before is None else processors.Sequence([before, template])
+    return tokenizer
 
 
 def longest_token(tokenizer: Tokenizer) -> int:
@@ -72,6 +86,8 @@ def load_chat_template(path: Path) -> str | None:
 def load_special_tokens(path: Path) -> dict[str, str]:
     """The special tokens by the names that templates use: bos_token, eos_token and so on."""
     tokens: dict[str, str] = {}
+    if (path / MISTRAL_FILE).is_file() and not (path / TOKENIZER_FILE).is_file():
+        tokens |= _MISTRAL_TOKENS
     for name in ("special_tokens_map.json", CONFIG_FILE):
         values = _read_json(path / name)
         extra = values.get("extra_special_tokens")

@@ -29,7 +29,13 @@ for model in sys.argv[1:]:
 def repository(tmp_path: Path) -> Path:
     home = tmp_path / "repository"
     shutil.copytree(ROOT / "demo_model", home)
-    for name in ("modeling_evil.py", "pytorch_model.bin", "original/model.safetensors", "onnx/config.json"):
+    for name in (
+        "modeling_evil.py",
+        "pytorch_model.bin",
+        "original/model.safetensors",
+        "onnx/config.json",
+        "consolidated.safetensors",
+    ):
         (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text("not to be fetched")
     return home
@@ -51,6 +57,7 @@ def test_weights_configuration_and_tokenizer_are_fetched_and_nothing_else(reposi
         wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
         assert wanted <= set(server.served)
         assert not [name for name in server.served if "/" in name or name.endswith((".py", ".bin"))]
+        assert "consolidated.safetensors" not in server.served, "the weights once more, in Mistral's format"
         assert (Path(place) / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
         before = len(server.served)
         assert run_fetch(server.url, tmp_path / "cache", "owner/name@main") == [place]
