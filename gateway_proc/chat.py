@@ -146,7 +146,8 @@ class _Writer:
         reader = self._readers.get(row.choice)
         if reader is None:
             reader = self._readers[row.choice] = self._plan.reader()
-            chunks.append(self._chunk(row.choice, {"role": "assistant", "content": ""}, begins=True))
+            content = None if self._plan.conversation.forced else ""  # some clients begin a text where one comes
+            chunks.append(self._chunk(row.choice, {"role": "assistant", "content": content}, begins=True))
         pieces = reader.feed(row)
         _count(self._generation, reader)
         shown = reader.take_shown()

@@ -71,6 +71,19 @@ def test_a_call_whole_and_streamed(short_dir: Path) -> None:
     play(short_dir, CALLED, test)
 
 
+@pytest.mark.parametrize(("choice", "content"), [("auto", ""), ("required", None)])
+def test_a_stream_of_a_call_that_must_come_says_that_there_is_no_content(
+    short_dir: Path, choice: str, content: str | None
+) -> None:
+    """Vercel's AI SDK begins a text with the first content that is none of null."""
+
+    async def test(world: World) -> None:
+        found = events(await world.post("/v1/chat/completions", WITH_TOOLS | {"stream": True, "tool_choice": choice}))
+        assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": content}
+
+    play(short_dir, CALLED, test)
+
+
 def test_an_answer_that_is_cut_off(short_dir: Path) -> None:
     async def test(world: World) -> None:
         choice = (await world.post("/v1/chat/completions", WITH_TOOLS)).json()["choices"][0]

@@ -9,7 +9,7 @@ import pytest
 
 from common.codec import decode, encode, message_types
 from common.messages import Generate
-from common.sampling_params import MAX_GRAMMAR_CHARS, Grammar, SamplingParams
+from common.sampling_params import MAX_GRAMMAR_CHARS, MAX_TOKEN_ID, Grammar, SamplingParams
 from gateway_proc.errors import ApiError
 from gateway_proc.params import Defaults, grammar_of, sampling_params
 from gateway_proc.schemas.completions import CompletionRequest
@@ -84,6 +84,18 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         params(max_tokens=8, **fields)
     assert caught.value.param == param and caught.value.status == 400
+
+
+def test_limits_themselves_are_allowed() -> None:
+    assert params(max_tokens=9, min_tokens=9).min_tokens == 9
+    grammar, _ = grammar_of(request(guided_regex="a" * MAX_GRAMMAR_CHARS))
+    assert grammar is not None and len(grammar.text) == MAX_GRAMMAR_CHARS
+    ends = [0, MAX_TOKEN_ID]
+    made = params(stop_token_ids=ends, logit_bias={str(token): 1 for token in ends})
+    assert (list(made.stop_token_ids), list(made.logit_bias)) == (ends, ends)
+    for field, wrong in (("stop_token_ids", [MAX_TOKEN_ID + 1]), ("logit_bias", {str(MAX_TOKEN_ID + 1): 1})):
+        with pytest.raises(ApiError, match=field):
+            params(**{field: wrong})
 
 
 def test_defaults_of_the_model(tmp_path: Path) -> None:

@@ -199,3 +199,9 @@ def test_the_official_sdk_reads_calls(short_dir: Path) -> None:
             await sdk.responses.create(**options | {"input": [*turn, result]})
 
     play(short_dir, answering(words(*THOUGHT, *CALLS[:5]), QWEN), test, HttpConfig(strict_fields=True))
+
+
+def test_as_many_functions_as_chats_take() -> None:
+    body = {"input": "hi", "tools": [AGENTS | {"tools": [SPAWN | {"name": f"f{i}"} for i in range(128)]}]}
+    chat, _ = ResponsesRequest.model_validate_json(json.dumps(body)).as_chat()
+    assert [tool.function.name for tool in chat.tools or ()] == [f"agents__f{i}" for i in range(128)]
