@@ -10,6 +10,7 @@ from tests.helpers_triton import DEVICE, on_device
 pytest.importorskip("triton")
 
 from tests.helpers_paged import Row, copy_of, fill, make_batch, poison, shuffled_batch
+from worker_proc.attention.chunks import in_chunks
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cuda.attention import TritonAttention, _block, num_parts, num_splits, store
 from worker_proc.cuda.overlap import MOST_ROWS
@@ -62,6 +63,21 @@ def test_sinks_take_part_in_the_softmax(
 def test_sinks_in_half_precision(dtype: torch.dtype, level: float) -> None:
     for int8 in (False, True):
         compare(*CASES[0], [ROWS[1], ROWS[3], ROWS[5]], int8, dtype, level)
+
+
+def test_attention_within_chunks_of_the_sequence() -> None:
+    """Whose rows may be single tokens among chunks."""
+    batch, pages = shuffled_batch([(5, 5), (9, 40), (33, 33), (17, 49), (1, 1), (1, 32), (1, 33), (1, 130)], 4)
+    spec = KVSpec.uniform(1, 2, 16, 16, torch.float32)
+    cache = KVCache(spec, pages, 4)
+    fill(cache)
+    theirs = copy_of(cache, DEVICE)
+    q, k, v = (torch.randn(len(batch.token_ids), n, 16) for n in (4, 2, 2))
+    want = ReferenceAttention().forward(0, q, k, v, in_chunks(batch, 16, 4), cache, scale=0.25)
+    cut = in_chunks(on_device(batch), 16, 4)
+    assert 1 in cut.q_lens[: cut.num_prefill_rows]
+    found = TritonAttention().forward(0, q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cut, theirs, scale=0.25)
+    torch.testing.assert_close(found.cpu(), want, **close(torch.float32))
 
 
 @pytest.mark.parametrize("window", [None, 7])
