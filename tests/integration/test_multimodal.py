@@ -19,7 +19,9 @@ SMALL = ("--chunk-tokens", "16", "--kv-tokens", "4096")
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags"), [("mistral3", ("--tp", "2")), ("gemma4", ("--host-kv-memory", "1MiB"))], ids=["native", "mixed"]
+    ("kind", "flags"),
+    [("mistral3", ("--tp", "2")), ("gemma4", ("--host-kv-memory", "1MiB")), ("llama4", ("--page-size", "8"))],
+    ids=["native", "mixed", "chunked"],
 )
 def test_text_is_answered_and_images_are_refused(kind: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     path = make_multimodal(kind, tmp_path / kind)
