@@ -19,7 +19,8 @@ SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_se
 SEALED = "reasoning.encrypted_content"  # what clients ask for that keep the conversation themselves
 Anything = dict[str, Any]
 ToolName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\s\"\\]+$")]
-Space = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s\"\\]+$")]
+MAX_SPACE = 64  # characters of a namespace's name
+Space = Annotated[str, Field(min_length=1, max_length=MAX_SPACE, pattern=r"^[^\s\"\\]+$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -110,37 +111,53 @@ def flat_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-class ClientTool(ApiModel):
-    """A function of the client, or a namespace of such `tools`. Those that search the web would run at OpenAI, and the
-    model does not hear of them; the rest is refused by its type."""
+class FunctionTool(ApiModel):
+    """A function of the client; the rest is refused by its type."""
 
     type: Annotated[str, Field(max_length=64)]
     name: ToolName | None = None
     description: str | None = None
     parameters: Anything | None = None
     strict: bool | None = None
-    tools: "Items[ClientTool] | None" = None
 
-    def functions(self, where: str, namespace: str | None = None) -> list[tuple[str | None, Anything]]:
-        """What it says to a chat, as namespaces and functions. Raises ApiError."""
-        if self.type in SEARCHES and namespace is None:
-            return []
-        if self.type not in ("function", "namespace") or (self.type == "namespace" and namespace is not None):
+    def function(self, where: str) -> Anything:
+        """What it says to a chat. Raises ApiError."""
+        if self.type != "function":
             raise unsupported(f"{where}.type", f"{self.type!r} is not supported: tools are functions of the client")
+        self.named(where)
+        return self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+
+    def named(self, where: str) -> str:
         if self.name is None:
             raise refused(f"{where}.name", "is required")
-        if self.type == "namespace":
-            tools = list(enumerate(self.tools or ()))
-            return [found for i, tool in tools for found in tool.functions(f"{where}.tools[{i}]", self.name)]
-        given = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
-        return [(namespace, given)]
+        return self.name
 
     def shown(self) -> Anything:
         """As an answer repeats it."""
-        shown = self.model_dump(exclude_none=True)
-        if self.tools is not None:
-            shown["tools"] = [tool.shown() for tool in self.tools]
-        return {"type": self.type, "parameters": None, "strict": False, **shown} if self.type == "function" else shown
+        more = {"parameters": None, "strict": False} if self.type == "function" else {}
+        return {"type": self.type, **more, **self.model_dump(exclude_none=True)}
+
+
+class ClientTool(FunctionTool):
+    """Or a namespace of such `tools`. Those that search the web would run at OpenAI, and the model does not hear of
+    them."""
+
+    tools: Annotated[Items[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+
+    def functions(self, where: str) -> list[tuple[str | None, Anything]]:
+        """What it says to a chat, as namespaces and functions. Raises ApiError."""
+        if self.type in SEARCHES:
+            return []
+        if self.type != "namespace":
+            return [(None, self.function(where))]
+        name = self.named(where)
+        if len(name) > MAX_SPACE:
+            raise refused(f"{where}.name", f"must have at most {MAX_SPACE} characters, got {len(name)}")
+        return [(name, tool.function(f"{where}.tools[{i}]")) for i, tool in enumerate(self.tools or ())]
+
+    def shown(self) -> Anything:
+        within = {} if self.tools is None else {"tools": [tool.shown() for tool in self.tools]}
+        return {**super().shown(), **within}
 
 
 class FunctionChoice(ApiModel):

@@ -160,6 +160,7 @@ def test_a_format(short_dir: Path) -> None:
         ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
         ({"tools": [SPACE | {"tools": [{"type": "function", "name": f"f{i}"} for i in range(129)]}]}, "tools"),
+        ({"tools": [SPACE | {"name": "a" * 65, "tools": []}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),

@@ -201,7 +201,12 @@ def test_the_official_sdk_reads_calls(short_dir: Path) -> None:
     play(short_dir, answering(words(*THOUGHT, *CALLS[:5]), QWEN), test, HttpConfig(strict_fields=True))
 
 
-def test_as_many_functions_as_chats_take() -> None:
+def test_as_many_functions_and_as_long_names_as_chats_take() -> None:
     body = {"input": "hi", "tools": [AGENTS | {"tools": [SPAWN | {"name": f"f{i}"} for i in range(128)]}]}
     chat, _ = ResponsesRequest.model_validate_json(json.dumps(body)).as_chat()
     assert [tool.function.name for tool in chat.tools or ()] == [f"agents__f{i}" for i in range(128)]
+    named = AGENTS | {"name": "a" * 64, "tools": [SPAWN | {"name": "f" * 128}]}
+    call = {"type": "function_call", "call_id": "1", "namespace": "a" * 64, "name": "f" * 128, "arguments": "{}"}
+    chat, _ = ResponsesRequest.model_validate_json(json.dumps({"input": [call], "tools": [named]})).as_chat()
+    assert chat.tools and chat.messages[0].tool_calls
+    assert chat.tools[0].function.name == chat.messages[0].tool_calls[0].function.name == "a" * 64 + "__" + "f" * 128
