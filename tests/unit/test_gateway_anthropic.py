@@ -347,6 +347,9 @@ def test_keys_in_the_header_of_anthropic(short_dir: Path, caplog: pytest.LogCapt
                 assert refused.status_code == 401
                 assert refused.json()["type"] == "error"
                 assert refused.json()["error"]["type"] == "authentication_error"
+            for bearer, key, status in ((KEYS["alice"], "wrong", 200), ("wrong", KEYS["alice"], 401)):
+                both = {"authorization": f"Bearer {bearer}", "x-api-key": key}
+                assert (await world.post(path, BODY, headers=both)).status_code == status
         other = await world.post("/v1/completions", {"prompt": "x"}, headers={"x-api-key": KEYS["alice"]})
         assert other.status_code == 401 and "type" not in other.json(), "elsewhere it is no key"
 

@@ -2,7 +2,11 @@
 
 import asyncio
 
-from gateway_proc.turnstile import Turnstile
+from starlette.types import Message, Receive, Scope, Send
+
+from common.story import Story
+from gateway_proc.middleware import Observed
+from gateway_proc.turnstile import PER_TURN, Turnstile
 
 
 async def crowd(turnstile: Turnstile, number: int) -> tuple[list[int], list[int]]:
@@ -67,5 +71,30 @@ def test_who_gives_up_leaves_the_place_to_others() -> None:
             await waiting[3]
             await turnstile.enter()
         assert turnstile.waiting == 0
+
+    asyncio.run(run())
+
+
+def test_requests_wait_there_and_probes_do_not() -> None:
+    begun: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+
+    async def nothing(*_: Message) -> Message:
+        raise AssertionError("nobody asks")
+
+    def told(story: Story, seconds: float) -> None:
+        pass
+
+    async def run() -> None:
+        observed = Observed(app, lambda: None, told)
+        paths = ["/v1/models"] * (PER_TURN + 1) + ["/health/live"]
+        scopes = [{"type": "http", "path": path, "method": "GET", "headers": []} for path in paths]
+        asked = [asyncio.ensure_future(observed(scope, nothing, nothing)) for scope in scopes]
+        await asyncio.sleep(0)
+        assert begun == [*["/v1/models"] * PER_TURN, "/health/live"], "one waits for the next turn"
+        await asyncio.gather(*asked)
+        assert len(begun) == len(paths)
 
     asyncio.run(run())
