@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from common.config import ClusterConfig, ConfigError, ModelConfig
+from common.messages.types import MAX_BATCH_TOKENS
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.reference import ReferenceAttention
@@ -94,11 +95,14 @@ def choose_dtype(model: ModelConfig, info: ModelInfo) -> torch.dtype:
 
 
 def choose_context_len(model: ModelConfig, info: ModelInfo) -> int:
-    """The configured context window, which the model must support, or the model's own."""
+    """The configured context window, which the model must support, or the model's own; at most what messages carry
+    (Llama 4 Scout has 10 million tokens)."""
     wanted = model.context_len
+    if wanted is not None and wanted > MAX_BATCH_TOKENS:
+        raise ConfigError(f"context-len {wanted} is more than the {MAX_BATCH_TOKENS} tokens that are served")
     if wanted is not None and wanted > info.context_length:
         raise ConfigError(f"context-len {wanted} is more than the {info.context_length} tokens that the model supports")
-    return wanted or info.context_length
+    return wanted or min(info.context_length, MAX_BATCH_TOKENS)
 
 
 def choose_threads(model: ModelConfig, info: ModelInfo) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.config import CacheConfig, ConfigError, ModelConfig
+from common.messages.types import MAX_BATCH_TOKENS
 from tests.helpers_models import make_checkpoint
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
@@ -159,6 +160,10 @@ def test_context_window() -> None:
     assert choose_context_len(replace(MODEL, context_len=100), INFO) == 100
     with pytest.raises(ConfigError, match="context-len 1025 is more than the 1024 tokens"):
         choose_context_len(replace(MODEL, context_len=1025), INFO)
+    scout = replace(INFO, context_length=10_485_760)
+    assert choose_context_len(MODEL, scout) == MAX_BATCH_TOKENS, "no Go could say more"
+    with pytest.raises(ConfigError, match="context-len 5000000 is more than the 4194304 tokens that are served"):
+        choose_context_len(replace(MODEL, context_len=5_000_000), scout)
 
 
 def test_dtype() -> None:
