@@ -28,9 +28,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hybrid("qwen3_5_text", tmp_path_factory.mktemp("m") / "model")
 
 
-@pytest.fixture(scope="module")
-def cluster(checkpoint: Path) -> Iterator[Cluster]:
-    with running(checkpoint, *FLAGS) as cluster:
+@pytest.fixture(scope="module", params=["1", "2"], ids=lambda ranks: f"tp {ranks}")
+def cluster(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with running(checkpoint, *FLAGS, "--tp", request.param) as cluster:
         yield cluster
 
 
@@ -79,12 +79,30 @@ def test_streams_survive_their_worker(checkpoint: Path, cluster: Cluster) -> Non
         assert killed and [answer.token_ids for answer in answers.values()] == wanted
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid"])
-def test_other_kinds_in_bfloat16(kind: str, tmp_path: Path) -> None:
+def test_requests_are_preempted_on_all_ranks(checkpoint: Path) -> None:
+    """A cache that does not hold two of eight requests to their end, with chunks and snapshots."""
+    prompts, count = [COMMON[:40] + [token] + PROMPTS[2] for token in range(5, 13)], 100
+    flags = ("--dtype", "float32", "--chunk-tokens", "9", "--kv-tokens", "240", "--page-size", "4")
+    flags += ("--max-running", "4", "--tp", "2")
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
+    with running(checkpoint, *flags) as cluster:
+        with cluster.connect() as connection:
+            rids = [connection.submit(prompt, params) for prompt in prompts]
+            answers = collect(connection, rids)
+        assert [answers[rid].token_ids for rid in rids] == greedy(checkpoint, prompts, count)
+        stats = cluster.stats()
+        assert stats["scheduler.preempted"] > 0 and stats["scheduler.loaded_snapshots"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("lfm2", "1"), ("granitemoehybrid", "1"), ("lfm2_moe", "2"), ("granitemoehybrid", "2")]
+)
+def test_other_kinds_in_bfloat16(kind: str, ranks: str, tmp_path: Path) -> None:
     """The precision in which they are served by default on CPUs: tokens may differ in few places from those of float32,
     not from run to run."""
     path = make_hybrid(kind, tmp_path)
-    with running(path, "--dtype", "bfloat16", "--kv-tokens", "4096", "--max-running", "4") as cluster:
+    flags = ("--dtype", "bfloat16", "--kv-tokens", "4096", "--max-running", "4", "--tp", ranks)
+    with running(path, *flags) as cluster:
         with cluster.connect() as connection:
             rids = [connection.submit(prompt, PARAMS) for prompt in PROMPTS * 3]
             answers = collect(connection, rids)
@@ -94,7 +112,7 @@ def test_other_kinds_in_bfloat16(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--tp", "2"), "use tp = 1"),
+        (("--tp", "3"), "linear_num_key_heads = 2: cannot be split over tp = 3 ranks"),
         (("--speculation", "ngram"), "cannot take back tokens"),
         (("--host-kv-memory", "1MiB"), "host_kv_memory"),
         (("--kv-memory", "64KiB"), "what the recurrent layers keep"),

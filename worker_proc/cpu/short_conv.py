@@ -53,7 +53,7 @@ class ShortConv:
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
         """`hidden` bfloat16 `[1, T, H]`, the tokens of all rows one after another, to as much."""
         inputs = self._layer.in_proj(hidden).contiguous()
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        out = inputs.new_empty(*inputs.shape[:-1], len(self._bias))
         conv = states.tensors[StateKey(self._index, "conv", 0)]
 
         def struct(segments: int, count: int) -> _ConvStruct:

@@ -5,6 +5,7 @@ in decodes, too, where transformers (5.23) bounds them in prompts only.
 """
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
@@ -28,7 +29,7 @@ class _SpaceStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("projected", "conv_weight", "conv_bias", "rate", "dt_bias", "skip", "norm")),
-        *((name, c_void_p) for name in ("conv", "state", "segments", "out")),
+        *((name, c_void_p) for name in ("conv", "state", "segments", "out", "squares")),
         *((name, c_int64) for name in ("num_segments", "heads", "head_dim", "groups", "state_size", "norm_groups")),
         ("kernel", c_int64),
         *((name, c_float) for name in ("eps", "least_dt", "most_dt")),
@@ -55,7 +56,8 @@ def supports(module: nn.Module) -> bool:
 
 
 def _group(layer: Any) -> int:
-    """Numbers that the norm, which comes after the gate, takes together: all of them in older transformers (5.17)."""
+    """Numbers that the norm, which comes after the gate, takes together: all of them in older transformers (5.17), and
+    where they are on several ranks."""
     return int(getattr(layer.norm, "group_size", layer.intermediate_size))
 
 
@@ -75,18 +77,23 @@ class StateSpace:
         heads = (layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size)
         self._sizes = (*heads, layer.intermediate_size // _group(layer), layer.conv1d.weight.shape[-1])
         self._limits = (layer.norm.variance_epsilon, *layer.time_step_limit)
+        self._shared: Callable[[Tensor], Tensor] | None = getattr(layer.norm, "factors", None)  # of a norm over ranks
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
         """`hidden` bfloat16 `[1, T, H]`, the tokens of all rows one after another, to as much."""
         projected = self._layer.in_proj(hidden).contiguous()
         out = projected.new_empty(*hidden.shape[:-1], self._layer.intermediate_size)
+        squares = None if self._shared is None else torch.empty(hidden.shape[:-1])
         conv = states.tensors[StateKey(self._index, "conv", 0)]
         state = states.tensors[StateKey(self._index, "recurrent", 0)]
 
         def struct(segments: int, count: int) -> _SpaceStruct:
             pointers = (x.data_ptr() for x in (projected, *self._held, conv, state))
-            return _SpaceStruct(*pointers, segments, out.data_ptr(), count, *self._sizes, *self._limits)
+            sums = None if squares is None else squares.data_ptr()
+            return _SpaceStruct(*pointers, segments, out.data_ptr(), sums, count, *self._sizes, *self._limits)
 
         run_natively(self._run, struct, batch, states, self._index)
+        if self._shared is not None and squares is not None:
+            out = (out.float() * self._shared(squares)[..., None]).bfloat16()
         made: Tensor = self._layer.out_proj(out)
         return made

@@ -27,6 +27,7 @@ from worker_proc.cpu.modules import pack_modules, plain_bytes
 from worker_proc.cpu.weights import compresses
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVHeads, KVSpec
+from worker_proc.models.divided import MODEL_TYPES, DividedModel
 from worker_proc.models.families import check_servable
 from worker_proc.models.language_part import NAMES, WHOLE, is_multimodal, name_alone
 from worker_proc.models.loading import Progress
@@ -258,18 +259,22 @@ def load_transformers_model(
 
     check_servable(raw_config)
     model_type = raw_config["model_type"]
-    if tp.size > 1:
-        reason = f"{model_type} runs through transformers, which is not split over ranks here: use tp = 1"
-        raise ModelError("tp", tp.size, reason)
+    if tp.size > 1 and model_type not in MODEL_TYPES:
+        reason = (
+            f"{model_type} runs through transformers, of which these are split over ranks: {', '.join(MODEL_TYPES)}"
+        )
+        raise ModelError("tp", tp.size, f"{reason}; use tp = 1")
     checkpoint = open_checkpoint(directory)
     total = checkpoint.nbytes
     if progress is not None:
         progress(0, total)
-    model = _read_model(directory, raw_config, checkpoint, dtype).eval().to(device)
+    divided = DividedModel(tp) if tp.size > 1 else None
+    model = _read_model(directory, raw_config, checkpoint, dtype, divided).eval().to(device)
     if native is not None and dtype == torch.bfloat16:
         with torch.inference_mode():
             compress = compresses(native, compression, plain_bytes(model))
             head = model.get_output_embeddings()
+            head = head.inner if divided is not None else head
             pack_modules(model, native, compress=compress, scheme=quantization, head=head)
     if progress is not None:
         progress(total, total)
@@ -281,7 +286,13 @@ def load_transformers_model(
     return served
 
 
-def _read_model(directory: Path, raw_config: Mapping[str, Any], checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def _read_model(
+    directory: Path,
+    raw_config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    divided: DividedModel | None,
+) -> Any:
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
     model_type = str(raw_config["model_type"])
@@ -301,16 +312,17 @@ def _read_model(directory: Path, raw_config: Mapping[str, Any], checkpoint: Chec
         _check_config(config, known, model_type)
         # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
         # not stored, such as rotary frequencies.
-        model, found = kind.from_pretrained(
-            directory,
-            config=config,
-            key_mapping=renamed,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            output_loading_info=True,
-            **local,
-        )
+        with divided.loading(known[type(config)]) if divided is not None else nullcontext(kind) as kind:
+            model, found = kind.from_pretrained(
+                directory,
+                config=config,
+                key_mapping=renamed,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                output_loading_info=True,
+                **local,
+            )
     except ModelError:
         raise
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
@@ -323,6 +335,8 @@ def _read_model(directory: Path, raw_config: Mapping[str, Any], checkpoint: Chec
             raise ModelError(names[0], problem, f"{len(names)} tensors do not fit the model")
     if whole:
         _drop_towers(model)
+    if divided is not None:
+        divided.finish(model)
     return model
 
 

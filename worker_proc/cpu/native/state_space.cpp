@@ -90,7 +90,7 @@ class StateSpace {
       }
   }
 
-  // Times SiLU of the gate, then RMSNorm over groups.
+  // Times SiLU of the gate, then RMSNorm over groups; where others have a part of the only group, they divide later.
   void finish(const Piece& piece, int64_t t) {
     float* x = values(piece, t);
     const bf16* gate = projected(piece, t);
@@ -103,7 +103,9 @@ class StateSpace {
         store(x + c, gated);
         squares = squares + gated * gated;
       }
-      const floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + b_.eps));
+      const float total = sum(squares);
+      if (b_.squares) b_.squares[piece.token + t] = total;
+      const floats factor = splat(b_.squares ? 1.0f : 1.0f / std::sqrt(total / static_cast<float>(size) + b_.eps));
       for (int64_t c = begin; c < begin + size; c += kLanes) store(out + c, load(x + c) * factor * load(b_.norm + c));
     }
   }

@@ -23,6 +23,7 @@ struct SpaceBatch {
   float* state;              // [rows, heads, head_dim, state_size]
   const int64_t* segments;   // [num_segments, 3]: row of conv and state, first token, tokens
   bf16* out;                 // [T, heads * head_dim]
+  float* squares;            // [T] or null: sums over what the norm divides by their root, which is left undivided
   int64_t num_segments, heads, head_dim, groups, state_size, norm_groups, kernel;
   float eps, least_dt, most_dt;
 };
