@@ -165,6 +165,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "bloom": {"model_type": "bloom"},
     "mamba": {"model_type": "mamba"},
+    "xmod": {"model_type": "xmod", "is_decoder": True},
 }
 
 

@@ -68,7 +68,7 @@ def test_greedy_tokens_equal_transformers(kind: str, overrides: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("kind", "field"),
-    [("bloom", "model_type"), ("mamba", "model_type")],
+    [("bloom", "model_type"), ("mamba", "model_type"), ("xmod", "model_type")],
 )
 def test_models_that_cannot_be_right_are_refused_by_name(kind: str, field: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:

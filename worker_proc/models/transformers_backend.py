@@ -281,7 +281,9 @@ def load_transformers_model(
     try:
         served = TransformersModel(model, attention, native if dtype == torch.bfloat16 else None)
         check_against_plain_attention(served, device)
-    except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
+    except ModelError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise ModelError("model_type", model_type, f"a trial run through paged attention failed: {error}") from error
     return served
 
