@@ -33,7 +33,7 @@ from worker_proc.memory import CacheSize, choose_host_pages, choose_size, descri
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.loading import Progress
-from worker_proc.models.registry import load_model
+from worker_proc.models.registry import has_recurrent_layers, load_model
 from worker_proc.parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ def load_worker(
     """
     started = time.monotonic()
     served = decide(config, rank)
+    _refuse_recurrent(config)
     device = served.device
     if device.type == "cpu":
         keep_freed_memory()
@@ -153,8 +154,6 @@ class _Parts:
         """As large as was settled, or as each rank has room for."""
         config, device, context_len = self.config, self.served.device, self.served.context_len
         spec = replace(model.kv_spec, int8=self.served.int8_kv)
-        if spec.states:
-            _refuse_recurrent(config)
         activations = 0
         if device.type == "cuda":
             from worker_proc.cuda.startup import prepare_steps
@@ -240,8 +239,12 @@ class _Parts:
 
 
 def _refuse_recurrent(config: ClusterConfig) -> None:
-    """What a state cannot do: it is not undone token by token, and is worth nothing without that of the same place."""
-    if config.scheduler.speculation != "off":
+    """What a state cannot do: it is not undone token by token, and is worth nothing without that of the same place.
+    Weights are not needed to know it."""
+    speculates = config.scheduler.speculation != "off"
+    if not (speculates or config.cache.host_kv_bytes) or not has_recurrent_layers(config.model.path):
+        return
+    if speculates:
         reason = "models with recurrent layers cannot take back tokens that were guessed wrongly"
         raise ModelError("speculation", config.scheduler.speculation, reason)
     if config.cache.host_kv_bytes:

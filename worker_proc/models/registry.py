@@ -91,6 +91,17 @@ def load_model(
         return Decoder(spec, shard, plan.finish(), tp, attention)
 
 
+def has_recurrent_layers(path: str | Path) -> bool:
+    """Whether the model of a checkpoint directory keeps states, by its configuration alone."""
+    directory = Path(path)
+    config = read_config(directory)
+    if is_native(config):
+        return False
+    from worker_proc.models import transformers_backend
+
+    return transformers_backend.has_recurrent_layers(directory, config)
+
+
 def load_gpu_model(
     spec: DecoderSpec,
     shard: Shard,

@@ -31,7 +31,7 @@ from worker_proc.models.divided import MODEL_TYPES, DividedModel
 from worker_proc.models.families import check_servable
 from worker_proc.models.language_part import NAMES, WHOLE, is_multimodal, name_alone
 from worker_proc.models.loading import Progress
-from worker_proc.models.mixers import Mixers
+from worker_proc.models.mixers import Mixers, keeps_states
 from worker_proc.models.query_temperature import QueryTemperature, tempered
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
@@ -43,6 +43,7 @@ ATTENTION_NAME = "rhizome_paged"
 
 _WITHOUT_MEMORY = ("mlp", "moe")  # kinds of layers that know nothing of other tokens (Nemotron-H)
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")  # `hybrid` has attention beside it or after it
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _CHUNKED = "chunked_attention"
 _LAYER_KINDS = ("full_attention", "sliding_attention", _CHUNKED, *_RECURRENT, *_WITHOUT_MEMORY)
 
@@ -295,23 +296,10 @@ def _read_model(
     dtype: torch.dtype,
     divided: DividedModel | None,
 ) -> Any:
-    hf.utils.logging.set_verbosity_error()
-    hf.utils.logging.disable_progress_bar()
     model_type = str(raw_config["model_type"])
-    classes = hf.models.auto.modeling_auto
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config, renamed = hf.AutoConfig.from_pretrained(directory, **local), None
-        multimodal = is_multimodal(config.to_dict())
-        if multimodal:
-            alone = hf.AutoConfig.for_model(**raw_config)
-            if type(alone) in classes.MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in WHOLE:
-                config, renamed = alone, NAMES
-        kind, known = hf.AutoModelForCausalLM, classes.MODEL_FOR_CAUSAL_LM_MAPPING
-        whole = multimodal and renamed is None
-        if whole or type(config) not in known:  # (Mistral 4 is no part of another model, and among these)
-            kind, known = hf.AutoModelForImageTextToText, classes.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        _check_config(config, known, model_type)
+        config, kind, known, multimodal, whole = _kind_of(directory, raw_config)
+        renamed = NAMES if multimodal and not whole else None
         # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
         # not stored, such as rotary frequencies.
         with divided.loading(known[type(config)]) if divided is not None else nullcontext(kind) as kind:
@@ -323,7 +311,7 @@ def _read_model(
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 output_loading_info=True,
-                **local,
+                **_LOCAL,
             )
     except ModelError:
         raise
@@ -340,6 +328,37 @@ def _read_model(
     if divided is not None:
         divided.finish(model)
     return model
+
+
+def _kind_of(directory: Path, raw_config: Mapping[str, Any]) -> tuple[Any, Any, Any, bool, bool]:
+    """The configuration, the class that makes its model and those that it knows; whether the checkpoint is multimodal,
+    and then whether the model is made as a whole. Raises ModelError, and whatever transformers does."""
+    hf.utils.logging.set_verbosity_error()
+    hf.utils.logging.disable_progress_bar()
+    classes = hf.models.auto.modeling_auto
+    config: Any = hf.AutoConfig.from_pretrained(directory, **_LOCAL)
+    multimodal = whole = is_multimodal(config.to_dict())
+    if multimodal:
+        alone = hf.AutoConfig.for_model(**raw_config)
+        if type(alone) in classes.MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in WHOLE:
+            config, whole = alone, False
+    kind, known = hf.AutoModelForCausalLM, classes.MODEL_FOR_CAUSAL_LM_MAPPING
+    if whole or type(config) not in known:  # (Mistral 4 is no part of another model, and among these)
+        kind, known = hf.AutoModelForImageTextToText, classes.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    _check_config(config, known, str(raw_config["model_type"]))
+    return config, kind, known, multimodal, whole
+
+
+def has_recurrent_layers(directory: Path, raw_config: Mapping[str, Any]) -> bool:
+    """Before any weight is read: the model is made without memory. What transformers cannot make has none; loading says
+    why."""
+    try:
+        config, kind, *_ = _kind_of(directory, raw_config)
+        with torch.device("meta"):
+            model = kind.from_config(config)
+    except (ModelError, ValueError, OSError, KeyError, RuntimeError, ImportError):
+        return False
+    return any(map(keeps_states, model.modules()))
 
 
 def _drop_towers(model: Any) -> None:
