@@ -12,6 +12,7 @@ from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.radix_node import Node
 from scheduler_proc.request import Request, Status
 from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.snapshots import Track
 
 
 class InvariantViolation(AssertionError):
@@ -91,17 +92,23 @@ def _check_host(scheduler: Scheduler, nodes: list[Node]) -> None:
 
 
 def _check_snapshots(scheduler: Scheduler, live: list[Request], nodes: list[Node]) -> None:
-    """Every snapshot is free or at one place, a whole number of pages of a node, and others are taken ahead of what is
-    planned."""
+    """Every snapshot is free, at one place, a whole number of pages of a node, or with one request, which has computed
+    as many pages; others are taken ahead of what is planned."""
     snapshots, size = scheduler.kv.snapshots, scheduler.kv.page_size
-    places = {(number, node) for node in nodes for number in (node.states or {}).values()}
+    owners: list[tuple[int, Node | Track]] = [(n, node) for node in nodes for n in (node.states or {}).values()]
+    tracks = [(request, request.track) for request in live if request.track is not None]
     if snapshots is None:
-        _require(not places, "a node has a snapshot, and the model is not recurrent")
+        _require(not owners and not tracks, "a node or a request has a snapshot, and the model is not recurrent")
         return
-    free = snapshots.free_numbers()
-    numbers = sorted(free + [number for node in nodes for number in (node.states or {}).values()])
+    owners += [(track.number, track) for _, track in tracks if track.number >= 0]
+    numbers = sorted(snapshots.free_numbers() + [number for number, _ in owners])
     _require(numbers == list(range(snapshots.total)), "snapshots that are free or at a place: {}", numbers)
-    _require(places == set(snapshots.places().items()), "snapshots are not where their nodes say")
+    _require(dict(owners) == snapshots.owners(), "snapshots are not where their nodes and requests say")
+    for request, track in tracks:
+        computed = track.length <= request.cached_len and not track.length % size
+        _require(computed, "request {} has a state of {} tokens", request.rid, track.length)
+    for request in scheduler.requests.values():
+        _require(request.slot >= 0 or request.track is None, "request {} waits and has a state", request.rid)
     for node in nodes:
         ends = all(0 < pages <= len(node.key) // (size * 4) for pages in node.states or ())
         _require(ends, "a snapshot is not at the end of a whole page of its node")

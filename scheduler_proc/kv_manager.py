@@ -16,7 +16,7 @@ from scheduler_proc.host_tier import HostTier
 from scheduler_proc.radix_node import TOKEN_BYTES, Match, Node
 from scheduler_proc.radix_tree import RadixTree
 from scheduler_proc.request import Request
-from scheduler_proc.snapshots import Found, Snapshots, find
+from scheduler_proc.snapshots import Found, Place, Snapshots, find, place_of
 
 _FORGOTTEN_AHEAD, _MOVED_AHEAD = 256, 16  # pages evicted at once, at most; a step waits for those that go to the host
 _AHEAD_SHARE = 64  # the part of those that could be evicted
@@ -219,16 +219,43 @@ class KVManager:
         under construction computes; `busy` are those that it saves already. None when there is one of these tokens, or
         none can be had (Snapshots.save), or they are not in the tree."""
         assert self.snapshots is not None
-        last, end = 0, length // self.page_size
-        for node, before, whole in self.tree.walk(request.tokens[:length].tobytes(), request.salt):
-            last = max((before + pages for pages in node.states or () if before + pages < end), default=last)
-            if before + whole == end:
-                worth = length - last * self.page_size
-                number = self.snapshots.save(node, whole, worth, busy, awaited=awaited)
-                if number is not None:
-                    self.tree.version += 1
-                return number
-        return None
+        start = request.saving.start if request.saving is not None else 0
+        place = self._place(request, length, start)
+        if place is None:
+            return None
+        self.snapshots.supersede(place.superseded)
+        number = self.snapshots.save(place.node, place.pages, place.worth, busy, awaited=awaited)
+        if number is not None:
+            self.tree.version += 1
+        return number
+
+    def _place(self, request: Request, length: int, start: int = 0) -> Place | None:
+        """Where the tree has the end of a request's first `length` tokens, whole pages; it has started at `start`."""
+        way = self.tree.walk(request.tokens[:length].tobytes(), request.salt)
+        return place_of(way, length // self.page_size, start // self.page_size, self.page_size)
+
+    def follow_answer(self, request: Request, length: int, least_gain: int, busy: Collection[int]) -> int | None:
+        """The snapshot that takes the state after `length` tokens of a request that decodes, if they are whole pages
+        and it is to have one (Snapshots.follow)."""
+        if length % self.page_size or self.snapshots is None or request.track is None:
+            return None
+        number = self.snapshots.follow(request.track, length, least_gain, busy)
+        if number is not None:
+            self.tree.version += 1  # it may have been somewhere else
+        return number
+
+    def _settle_track(self, request: Request, known: int) -> None:
+        """What a request has computed is in the tree, of which `known` tokens are its own: what went along with its
+        answer stays there, unless it has seen a token after the end."""
+        track, request.track = request.track, None
+        if self.snapshots is None or track is None or track.number < 0:
+            return
+        place = self._place(request, track.length) if track.length <= known else None
+        if place is None:
+            self.snapshots.drop(track)
+        else:
+            self.snapshots.settle(track, place.node, place.pages, place.worth)
+            self.tree.version += 1
 
     def returned_by(self, request: Request) -> int:
         """Pages that can be had once `request` lets go: its own, and those of the tree that nobody else has locked."""
@@ -244,5 +271,6 @@ class KVManager:
         if self.prefix_cache and known > request.shared_pages * self.page_size:
             pages = request.pages[: self.pages_for(known)]
             self.tree.insert(request.tokens[:known].tobytes(), pages, request.salt, request.node)
+        self._settle_track(request, known)
         self.pool.release(request.pages)
         self._let_go(request)

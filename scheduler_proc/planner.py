@@ -20,7 +20,7 @@ from scheduler_proc.quarantine import Quarantine
 from scheduler_proc.ramp_up import RampUp
 from scheduler_proc.request import Event, Request, Status
 from scheduler_proc.residents import Residents
-from scheduler_proc.snapshots import Found, Saving, saving_of
+from scheduler_proc.snapshots import Found, Saving, Track, saving_of
 from scheduler_proc.speculation import Speculation
 from scheduler_proc.step_time import StepShape, StepTimeModel
 
@@ -124,7 +124,18 @@ class Planner:
                 step.decode(request)
             request.cached_len += length
             request.pending += length
+        if self._kv.snapshots is not None:
+            self._follow_answers(step, ready)
         return spare < 0
+
+    def _follow_answers(self, step: PlanBuilder, decoding: list[Request]) -> None:
+        """With a recurrent model: keep the states of answers, at ends of pages."""
+        kv, least_gain = self._kv, self._config.in_batch_gain
+        for request in decoding:
+            length = request.cached_len
+            number = kv.follow_answer(request, length, least_gain, step.saved_states)
+            if number is not None:
+                step.save_state(request, length, number)
 
     def _preempt(self, victim: Request) -> None:
         if victim.status is Status.PREFILLING:
@@ -239,6 +250,7 @@ class Planner:
         if snapshots.total:
             length, size = len(request.tokens), self._kv.page_size
             request.saving = saving_of(found, length, size, self._config.in_batch_gain)
+            request.track = Track(found.deepest)
 
     def _plan_chunk(self, step: PlanBuilder, request: Request, budget: int) -> int:
         length = min(request.extend_len, budget)
@@ -272,6 +284,8 @@ class Planner:
             snapshot = self._kv.save_state(request, length, step.saved_states, awaited=awaited)
             if snapshot is not None:
                 step.save_state(request, length, snapshot)
+                if request.track is not None:
+                    request.track.start = length
 
 
 class _Load:

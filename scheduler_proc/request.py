@@ -9,7 +9,7 @@ from common.sampling_params import DrawParams, Grammar
 
 if TYPE_CHECKING:
     from scheduler_proc.radix_node import Node
-    from scheduler_proc.snapshots import Saving
+    from scheduler_proc.snapshots import Saving, Track
     from scheduler_proc.speculation import Guesser
 
 
@@ -89,6 +89,7 @@ class Request:
     pending: int = 0  # sampled by plans in flight, not yet known; all guesses of one count as right until then
     guesser: "Guesser | None" = None
     saving: "Saving | None" = None  # where its prompt leaves snapshots, with a recurrent model
+    track: "Track | None" = None  # the snapshot that goes along with its answer
     steps_in_flight: int = 0
     preemptions: int = 0
     losses: int = 0  # how often the workers were lost with a step of it in flight, since it got on

@@ -85,7 +85,7 @@ class Residents:
         self._left.clear()
         self._free = list(range(self._max_running))
         for request in holders:
-            request.pages, request.node, request.shared_pages = [], None, 0
+            request.pages, request.node, request.shared_pages, request.track = [], None, 0, None
             request.slot, request.cached_len, request.pending, request.steps_in_flight = -1, 0, 0, 0
             if request.ended:
                 continue

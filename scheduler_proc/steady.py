@@ -37,6 +37,9 @@ class Steady:
         # in which step from now on each request begins a page, in the order in which plans give them
         self._page_ends = [(len(r.pages) * size - r.cached_len, i) for i, r in enumerate(rows)]
         heapq.heapify(self._page_ends)
+        # in which step each one comes to the end of a page, where its state may be kept
+        tracked = [(-(r.cached_len + 1) % size, i) for i, r in enumerate(rows) if r.track is not None]
+        self._state_ends = sorted(tracked)
         self._planned: deque[tuple[int, StepShape]] = deque(maxlen=len(scheduler.in_flight))
 
     @classmethod
@@ -83,12 +86,22 @@ class Steady:
             self._kv.grow(request, request.cached_len + self._steps + 1)
             heapq.heapreplace(ends, (self._steps + self._kv.page_size, ends[0][1]))
         self._steps += 1
+        self._follow_answers()
         self._context += self._count
         shape = StepShape(self._count, self._context)
         self._shapes.append(shape)
         self._planned.append((now, shape))
         self._scheduler.planner.admission.after_step()
         return shape
+
+    def _follow_answers(self) -> None:
+        """As Planner does, after so many steps."""
+        ends, least_gain, busy = self._state_ends, self._scheduler.config.in_batch_gain, list[int]()
+        while ends and ends[0][0] < self._steps:
+            request = self.rows[ends[0][1]]
+            number = self._kv.follow_answer(request, request.cached_len + self._steps, least_gain, busy)
+            busy += [number] if number is not None else []
+            heapq.heapreplace(ends, (ends[0][0] + self._kv.page_size, ends[0][1]))
 
     def end(self, tokens: Sequence[IntArray]) -> None:
         """All steps are taken: `tokens` are the new ones of each row, as many as there were steps."""

@@ -164,7 +164,7 @@ class PaperWorker:
         assert len(set(columns[2])) == len(columns[2]), "a snapshot is taken twice in a step"
         for slot, length, number in zip(*columns, strict=True):
             state = self.slots[slot]
-            assert slot in plan.chunk_slots and begins[slot] < length <= state.length and not length % self.page_size
+            assert slot in begins and begins[slot] < length <= state.length and not length % self.page_size
             self.snapshots[number] = state.passed[:length]
 
     def _copy(self, plan: StepPlan) -> None:

@@ -75,7 +75,7 @@ class StepPlan:
     `state_loads`    of models with recurrent layers: pairs of an entering slot and the snapshot of what those layers
                      keep of the tokens that are in its cache. Read before anything is computed
     `state_saves`    triples of a slot, a length and a snapshot: it takes what the recurrent layers keep of the slot's
-                     first tokens, as many as the length says, which is in the slot's chunk of this step or at its end
+                     first tokens, as many as the length says, of which this step computes the last
     """
 
     TAG: ClassVar[int] = 6

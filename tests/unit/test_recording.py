@@ -89,12 +89,12 @@ def test_a_loss_of_the_workers_is_replayed(tmp_path: Path, policy: str, crashes:
 
 def test_a_recurrent_model_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "states.rec"
-    with recorded(path, snapshots=2, in_batch_gain=4) as run:
+    with recorded(path, snapshots=8, in_batch_gain=4) as run:
         random_workload(run, 1, requests=20)
     timeline = replayed(path)
     assert timeline.plans == len(run.plans)
     stats = timeline.scheduler.stats()
-    assert stats == run.scheduler.stats() and stats["total_snapshots"] == 2 and stats["loaded_snapshots"] > 0
+    assert stats == run.scheduler.stats() and stats["total_snapshots"] == 8 and stats["loaded_snapshots"] > 0
     result = CliRunner().invoke(replay.main, [str(path), "--step", "--tree"])
     assert result.exit_code == 0 and "  snapshot r" in result.output and "snapshots after pages" in result.output
 

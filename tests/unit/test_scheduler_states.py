@@ -55,6 +55,24 @@ class StatesMachine(SchedulerMachine):
         self.hope()
         self.work(steps)
 
+    @rule(
+        which=st.integers(0, 9),
+        dropped=st.sampled_from([0, 0, 0, 1, 5]),
+        more=st.lists(st.integers(0, 1), min_size=1, max_size=6),
+        max_tokens=st.integers(1, 14),
+        stop=st.sets(st.integers(0, 49), max_size=6),
+        steps=st.integers(0, 12),
+    )
+    def go_on(self, which, dropped, more, max_tokens, stop, steps):
+        """The next turn of a conversation, whose prompt may have less of the last one than there is."""
+        ended = [rid for rid in self.ended if self.got[rid]][-10:]
+        if ended:
+            rid = ended[which % len(ended)]
+            before = [*self.asked[rid].prompt, *self.got[rid]]
+            self.arrive([*before[: len(before) - dropped], *more], max_tokens, stop, "", 0, 0, DrawParams())
+            self.hope()
+            self.work(steps)
+
 
 def test_random_schedules_of_recurrent_models(request, monkeypatch):
     """As many runs as `--soak N` says, else 40. A state that is wrong, stale, missing or applied twice is noticed."""
@@ -63,11 +81,17 @@ def test_random_schedules_of_recurrent_models(request, monkeypatch):
 
 def talk(rig, rid, prompt, max_tokens=2, **more):
     """One request from its beginning to its end. Returns how many of its prompt's tokens were cached, and the lengths
-    of which it left snapshots."""
+    of which that left snapshots."""
     rig.add(rid, prompt, max_tokens, **more)
     plans = rig.run()
     assert rig.out[rid] == solo_output(list(prompt), max_tokens)
-    return rig.cached[rid], [length for plan in plans for length in plan.state_saves[1::3]]
+    return rig.cached[rid], prompt_saves(plans)
+
+
+def prompt_saves(plans):
+    """The lengths of which snapshots are taken, but for those of answers."""
+    columns = [(plan, plan.state_saves[::3], plan.state_saves[1::3]) for plan in plans]
+    return [n for plan, *both in columns for slot, n in zip(*both, strict=True) if slot in plan.chunk_slots]
 
 
 def rig_of(snapshots, **options):
@@ -92,13 +116,87 @@ def test_the_same_prompt_again_computes_at_most_a_page_of_tokens(length):
     assert length - 4 <= cached < length and not cached % 4 and not saves
 
 
-def test_the_next_turn_of_a_conversation_starts_at_the_end_of_the_prompt_before_it():
-    rig = rig_of(9)
-    talk(rig, 0, SYSTEM, max_tokens=9)
-    second = [*SYSTEM, *rig.out[0], 1, 2, 3]
-    assert talk(rig, 1, second) == (20, [32]), "none at the end of the answer, where nobody has gone elsewhere"
-    assert talk(rig, 9, [*SYSTEM, *rig.out[0], 9, 9, 9]) == (20, [28, 32])
-    assert talk(rig, 2, [*second, *rig.out[1], 4, 5, 6])[0] == 32
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_next_turn_of_a_conversation_starts_at_the_last_page_of_the_answer(in_flight):
+    rig = rig_of(9, steps_in_flight=in_flight)
+    prompt = SYSTEM
+    for rid, answer in enumerate((9, 2, 1, 30)):
+        rig.add(rid, prompt, answer)
+        saves = [n for plan in rig.run() for n in plan.state_saves[1::3] if n > len(prompt)]
+        computed = len(prompt) + answer - 1
+        assert saves == list(range(len(prompt) // 4 * 4 + 4, computed + 1, 4)), "one that moves on"
+        assert rig.out[rid] == solo_output(list(prompt), answer)
+        prompt = [*prompt, *rig.out[rid], 1, 2, 3]
+        rig.add(100 + rid, prompt, 1)
+        rig.run()
+        assert rig.cached[100 + rid] == computed // 4 * 4
+        check(rig.scheduler)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+@pytest.mark.parametrize("end", ["stop", "abort", "preempt"])
+def test_a_state_that_saw_what_is_not_in_the_answer_is_dropped(end, length):
+    """With two steps in flight one more has been planned when a request ends."""
+    rig = rig_of(9, steps_in_flight=2, chunk_tokens=64)
+    prompt = [*SYSTEM[: 8 + length], 49]
+    answer = solo_output(prompt, 20)
+    stops = (next(token for i, token in enumerate(answer) if i > 3 and token not in answer[:i]),)
+    rig.add(0, prompt, 20, stops if end == "stop" else ())
+    if end == "stop":
+        rig.run()
+    else:
+        for _ in range(6):
+            rig.step()
+    if end == "abort":
+        rig.abort(0)
+    elif end == "preempt":
+        rig.scheduler.planner._preempt(rig.scheduler.requests[0])
+    rig.run()
+    known = [*prompt, *rig.out[0]]
+    assert rig.out[0] == answer[: len(rig.out[0])]
+    rig.add(1, [*known, 1, 2, 3], 5)
+    rig.run()
+    assert rig.out[1] == solo_output([*known, 1, 2, 3], 5)
+    assert rig.cached[1] % 4 == 0 and rig.cached[1] >= len(prompt) // 4 * 4
+    assert end != "stop" or rig.cached[1] == len(known) // 4 * 4
+
+
+def test_an_answer_takes_no_snapshot_that_is_worth_anything():
+    rig = rig_of(1)
+    talk(rig, 0, SYSTEM)
+    talk(rig, 1, [7] * 5, 40)
+    assert talk(rig, 2, SYSTEM)[0] == 20
+
+
+def test_a_conversation_needs_one_snapshot_beside_another_one():
+    """The prompt of each turn takes the place of the turn before it, with all that this was worth."""
+    rig = rig_of(3)
+    talk(rig, 0, range(60))
+    prompt, other = SYSTEM, 100
+    for rid in range(1, 9):
+        cached, _ = talk(rig, rid, prompt, 9)
+        assert cached == (0 if rid == 1 else (len(prompt) - 4) // 4 * 4)
+        prompt = [*prompt, *rig.out[rid], 1, 2, 3]
+    assert talk(rig, other, range(60))[0] == 56
+
+
+def test_where_others_went_elsewhere_nothing_is_superseded():
+    rig = rig_of(3)
+    for rid in range(8):
+        cached, _ = talk(rig, rid, [*SYSTEM, *[rid + 1] * 10])
+        assert cached == (20 if rid > 1 else 0)
+
+
+def test_an_aborted_answer_and_one_whose_grammar_fails_leave_no_snapshot_behind():
+    rig = rig_of(2, steps_in_flight=2)
+    for rid in range(6):
+        rig.add(rid, [rid + 1] * 9, 30)
+        for _ in range(4 + rid):
+            rig.step()
+        rig.abort(rid)
+        rig.run()
+        check(rig.scheduler)
+    assert rig.scheduler.stats()["used_snapshots"] <= 2
 
 
 def test_less_than_what_is_worth_waiting_for_is_not_worth_a_snapshot():
@@ -126,7 +224,7 @@ def test_what_another_one_uses_is_not_taken_from_it():
         rig.step()
     rig.add(1, [*SYSTEM, *[2] * 10], max_tokens=3)
     plans = rig.run()
-    assert [list(plan.state_saves[1::3]) for plan in plans if plan.state_saves] == [[20]]
+    assert prompt_saves(plans) == [20]
     assert talk(rig, 2, [*SYSTEM, *[3] * 10]) == (20, [28])
     for rid, last in ((0, 1), (1, 2)):
         assert rig.out[rid] == solo_output([*SYSTEM, *[last] * 10], len(rig.out[rid]))
@@ -175,7 +273,7 @@ def test_nobody_waits_for_a_snapshot_that_cannot_be_kept():
         rig.add(rid, [*SYSTEM, *[2] * 10], max_tokens=3)
     plans = rig.run()
     assert [rig.cached[rid] for rid in range(1, 4)] == [0, 20, 28]
-    saves = [(number, length) for number, plan in enumerate(plans) for length in plan.state_saves[1::3]]
+    saves = [(number, length) for number, plan in enumerate(plans) for length in prompt_saves([plan])]
     enters = [number for number, plan in enumerate(plans) if plan.enter_slots]
     assert [length for _, length in saves] == [20, 28] and enters[1:] == [number + 1 for number, _ in saves]
 
@@ -213,10 +311,10 @@ def test_two_requests_of_one_step_do_not_share_the_only_snapshot():
 
 def test_evicted_pages_take_their_snapshots_with_them():
     rig = rig_of(9)
-    talk(rig, 0, SYSTEM)
-    talk(rig, 1, [*SYSTEM[:10], 1, 1, 1, 1, 1])
+    talk(rig, 0, SYSTEM, 1)
+    talk(rig, 1, [*SYSTEM[:10], 1, 1, 1, 1, 1], 1)
     kv = rig.scheduler.kv
-    assert sorted(kv.snapshots.places()) == [0, 1, 2]
+    assert sorted(kv.snapshots.owners()) == [0, 1, 2]
     kv.tree.evict(2)
     check(rig.scheduler)
     assert kv.snapshots.used == 2, "of twenty tokens there is none any more"
@@ -272,7 +370,7 @@ def test_a_preempted_request_goes_on_from_a_snapshot():
     for rid, prompt in enumerate(prompts):
         rig.add(rid, prompt, 30)
     plans = rig.run()
-    saves = [length for plan in plans for length in plan.state_saves[1::3]]
+    saves = prompt_saves(plans)
     loads = [plan.enter_lens[0] for plan in plans if plan.state_loads]
     assert rig.scheduler.stats()["preempted"] == len(loads) == 1
     assert saves[:2] == [12, 12] and saves[2:] > loads == [12], "and leaves another one at the end of what it had"

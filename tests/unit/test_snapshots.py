@@ -83,7 +83,7 @@ def test_same_as_a_list_of_prefixes(workload):
         if found.number >= 0 and action == "find":
             snapshots.load(found.number)
             kept[found.number] = kept.pop(found.number)
-        assert list(snapshots.places()) == list(kept)
+        assert list(snapshots.owners()) == list(kept)
         assert sorted([*snapshots.free_numbers(), *kept]) == list(range(total))
     tree.evict(1000)
     assert not snapshots.used and sorted(snapshots.free_numbers()) == list(range(total))
@@ -101,7 +101,7 @@ def test_one_that_is_there_already_is_not_taken_again_but_has_been_used():
     _, snapshots, insert, save = in_tree(2, 1)
     insert([1, 2, 3])
     assert (save([1]), save([1, 2]), save([1])) == (0, 1, None)
-    assert list(snapshots.places()) == [1, 0] and snapshots.saved == 2
+    assert list(snapshots.owners()) == [1, 0] and snapshots.saved == 2
 
 
 def test_what_saves_most_stays():

@@ -20,9 +20,11 @@ WAYS = Overheads(1e-3, 0.2e-3, 0.1e-3, 0.3e-3, 0.1e-3, 0.5e-3, 0.01e-3, 0.4e-3, 
 
 
 def finished(
-    workload: Workload, config: SchedulerConfig, pages: int, page_size: int, leaps: bool, host_pages: int = 0
-) -> Simulation:
-    kv = KVManager(pages, page_size, host_pages=host_pages)
+    workload: Workload, config: SchedulerConfig, pages: int, page_size: int, leaps: bool, host_pages: int = 0,
+    snapshots: int | None = None,
+) -> Simulation:  # fmt: skip
+    recurrent = snapshots is not None
+    kv = KVManager(pages, page_size, host_pages=host_pages, recurrent=recurrent, snapshots=snapshots or 0)
     scheduler = Scheduler(config, kv, workload.longest)
     run = Simulation(scheduler, Traffic(workload, VOCABULARY), VOCABULARY, COST, WAYS, leaps=leaps, transfer_s=1e-4)
     run.run()
@@ -37,6 +39,7 @@ def everything(run: Simulation) -> object:
     seen = {number: dataclasses.astuple(record) for number, record in run.records.items()}
     learned = scheduler.step_time.coefficients(), scheduler.step_time.samples, getattr(scheduler.admission, "ratio", 0)
     pages = scheduler.kv.pool.free_pages()
+    states = sorted((node.key, node.states) for node in scheduler.kv.tree.nodes() if node.states)
     return (
         seen,
         scheduler.stats(),
@@ -45,6 +48,7 @@ def everything(run: Simulation) -> object:
         scheduler.measures.flat(),
         tree,
         pages,
+        states,
         scheduler._next_step,
     )
 
@@ -79,21 +83,23 @@ def skipped(monkeypatch):
     in_flight=st.integers(1, 2),
     target=st.sampled_from([0.0, 3.0]),
     seed=st.integers(0, 10**6),
-    host_pages=st.sampled_from([0, 0, 20, 2000]),
+    beside=st.sampled_from([(0, None), (20, None), (2000, None), (0, 0), (0, 3), (0, 40)]),
+    gain=st.sampled_from([1, 32]),
 )
 def test_any_run_is_the_same_with_leaps_and_without(
-    kind, load, limit, page_size, spare, policy, admission, running, in_flight, target, seed, host_pages
+    kind, load, limit, page_size, spare, policy, admission, running, in_flight, target, seed, beside, gain
 ):
+    """`beside` are pages of a host tier, or snapshots of a recurrent model."""
     recipe = Recipe(
         kind, 24, Lengths("uniform", 1, 90), Lengths("uniform", 1, 80), limit, 3, 40, 2, 0.02, seed=seed, **load
     )
     workload = generate(recipe)
     config = SchedulerConfig(
         max_running=running, max_batch_tokens=256, chunk_tokens=32, policy=policy, admission=admission,
-        steps_in_flight=in_flight, itl_target_ms=target,
+        steps_in_flight=in_flight, itl_target_ms=target, in_batch_gain=gain,
     )  # fmt: skip
     pages = -(-(workload.longest + page_size + spare) // page_size)
-    one, other = (finished(workload, config, pages, page_size, leaps, host_pages) for leaps in (True, False))
+    one, other = (finished(workload, config, pages, page_size, leaps, *beside) for leaps in (True, False))
     assert everything(one) == everything(other)
 
 

@@ -56,3 +56,35 @@ def test_tokens_are_those_of_each_request_alone(kind: str, tmp_path: Path) -> No
             assert [request.tokens for request in requests] == wanted
         totals = {name: totals.get(name, 0) + value for name, value in stats.items()}
     assert totals["loaded_snapshots"] > 15 and totals["preempted"] > 0 and totals["evicted_pages"] > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "nemotron_h"])
+def test_turns_of_conversations_start_in_their_answers(kind: str, tmp_path: Path) -> None:
+    """Several at once, whose answers keep states at ends of pages; each turn starts at the last one's end."""
+    path = make_hybrid(kind, tmp_path)
+    model = load_model(
+        path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention()
+    )  # fmt: skip
+    for page_size, in_flight in ((4, 2), (16, 1)):
+        config = SchedulerConfig(
+            max_running=SLOTS, max_batch_tokens=64, chunk_tokens=9, in_batch_gain=4, steps_in_flight=in_flight
+        )
+        kv = KVManager(600 // page_size, page_size, recurrent=True, snapshots=20)
+        scheduler = Scheduler(config, kv, CONTEXT)
+        cache = KVCache(model.kv_spec, 600 // page_size, page_size, slots=SLOTS, snapshots=20)
+        poison(cache)
+        runner = ModelRunner(
+            model, cache, max_slots=SLOTS, context_len=CONTEXT, group="0", tp=TensorParallel(), device="cpu"
+        )  # fmt: skip
+        runner.warm_up()
+        prompts = [SYSTEM, OTHER, SHORT]
+        for turn in range(3):
+            requests = [Request(prompt, DrawParams(0.0), COUNT) for prompt in prompts]
+            found = scheduler.measures.counts["cached_tokens"]
+            serve(scheduler, runner, requests)
+            wanted = greedy(path, prompts, COUNT)
+            assert [request.tokens for request in requests] == wanted
+            if turn:
+                ends = [(len(prompt) - len(SHORT) - 1) // page_size * page_size for prompt in prompts]
+                assert scheduler.measures.counts["cached_tokens"] - found == sum(ends)
+            prompts = [[*prompt, *answer, *SHORT] for prompt, answer in zip(prompts, wanted, strict=True)]
