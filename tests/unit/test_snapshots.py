@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.radix_tree import RadixTree
-from scheduler_proc.snapshots import Found, Saving, Snapshots, find, saving_of
+from scheduler_proc.snapshots import Found, Saving, Snapshots, Track, find, saving_of
 from tests.examples import examples
 
 
@@ -181,3 +181,30 @@ def test_a_prompt_comes_to_its_points_one_after_the_other():
     saving.wait(8)
     assert saving.points == [4, 8, 12]
     assert (saving.due(3), saving.due(8), saving.due(11), saving.due(12), saving.due(99)) == ([], [4, 8], [], [12], [])
+
+
+def test_what_goes_along_with_an_answer_gives_way_to_a_prompt_and_takes_nothing_from_one():
+    tree, snapshots, insert, save = in_tree(1, 1)
+    insert(range(9))
+    track = Track(start=4)
+    assert snapshots.follow(track, 7, 4, []) is None, "not far enough"
+    assert (snapshots.follow(track, 8, 4, []), track.length) == (0, 8)
+    assert save([0], 50, busy=[0]) is None
+    assert (save([0], 50), track.number) == (0, -1)
+    assert snapshots.follow(track, 12, 4, []) is None and track.number == -1
+    *_, (node, _, _) = tree.walk(raw([0]))
+    assert snapshots.owners() == {0: node}
+    snapshots.supersede([0])
+    assert snapshots.follow(track, 16, 4, busy=[0]) is None
+    assert snapshots.follow(track, 16, 4, []) == 0 and node.states is None
+
+
+def test_the_end_of_an_answer_is_worth_a_quarter_until_it_is_used():
+    tree, snapshots, insert, save = in_tree(2, 1)
+    insert(range(9))
+    track = Track(start=0)
+    assert (snapshots.follow(track, 40, 4, []), save([0], 20)) == (0, 1)
+    *_, (node, _, whole) = tree.walk(raw([0, 1]))
+    snapshots.settle(track, node, whole, 40)
+    assert save([0, 1, 2], 12) == 0, "worth ten"
+    assert (snapshots.saved, snapshots.used) == (3, 2)
