@@ -5,6 +5,7 @@ Generates greedily in float32 from every checkpoint, computes logits in bfloat16
 writes what it saw as JSON to OUT.
 """
 
+import gc
 import json
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.helpers_paged import NEW_TOKENS, Row, generate, make_batch, make_prompts
 from worker_proc.attention.cpu import CpuAttention
@@ -45,6 +47,12 @@ def native_modules(model: Any) -> dict[str, int]:
     return dict(Counter(name for name in names if name.startswith("Native")))
 
 
+def plain_layers() -> int:
+    """Linear layers of torch in bfloat16 that anything holds."""
+    gc.collect()
+    return sum(type(held) is nn.Linear and held.weight.dtype == torch.bfloat16 for held in gc.get_objects())
+
+
 def main() -> None:
     rank, size, store, out, vocab = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[6])
     native = next(load_library(level) for level in LEVELS if level == sys.argv[5])
@@ -68,6 +76,7 @@ def main() -> None:
             "state_bytes": model.kv_spec.bytes_per_state,
             "weight_bytes": sum(weight.nbytes for weight in model.model.parameters()),
             "native_modules": native_modules(rounded),
+            "plain_layers": plain_layers(),
             "logits": paged_logits(rounded, prompts[4]).tolist(),
         }
     Path(out).write_text(json.dumps(reports))

@@ -97,6 +97,7 @@ def test_native_layers_compute_what_one_rank_computes(kind: str, two_ranks: Repo
     want, got = paged_logits(one, PROMPTS[4]), torch.tensor(first["logits"])
     assert second["logits"] == []
     assert first["native_modules"] == second["native_modules"] == native_modules(one)
+    assert first["plain_layers"] == 0, "weights are held twice"
     assert got.shape == want.shape
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.1
 

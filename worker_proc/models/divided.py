@@ -139,6 +139,8 @@ class DividedModel:
         for parent, name, module, division in self._divisions:
             self._finish(parent, name, module, division)
         self._finish_ends(model)
+        self._divisions.clear()  # the model's class knows of this, and layers may be replaced: their weights must go
+        self._cuts.clear()
 
     def _plan(self, model: Any) -> None:
         self._plan_below(model)
