@@ -194,6 +194,12 @@ def make_config(kind: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(**{**ids, **fields})
 
 
+def make_config_of(model_type: str, **fields: Any) -> Any:
+    """The transformers configuration of a type that is not in `KINDS`."""
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return AutoConfig.for_model(model_type, **{**ids, **_BASE, **fields})
+
+
 def make_model(config: Any, seed: int = 0) -> torch.nn.Module:
     """A float32 model with random weights, biases and norms (initialised biases of 0 would hide their absence)."""
     torch.manual_seed(seed)

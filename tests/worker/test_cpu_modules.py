@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -191,6 +191,7 @@ MLP_NAMES = [
     names=st.sampled_from(MLP_NAMES), shape=st.lists(st.integers(0, 4), max_size=3), hidden=st.integers(2, 70),
     channels=st.integers(2, 70), gelu=st.booleans(), bias=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
+@example(names=MLP_NAMES[0], shape=[], hidden=5, channels=4, gelu=True, bias=True, seed=41)  # all but a bias is small
 def test_a_gated_mlp_of_any_shape(
     level: Level,
     names: tuple[str, ...],

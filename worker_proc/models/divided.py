@@ -26,6 +26,36 @@ MODEL_TYPES = (
     "bamba",
     "nemotron_h",
     "falcon_h1",
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "gemma4_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "granitemoe",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "minimax_m2",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "seed_oss",
+    "solar_open",
+    "starcoder2",
+    "vaultgemma",
 )
 
 
@@ -64,6 +94,22 @@ class SharedNorm(nn.Module):
         return (self._tp.all_reduce(sums)[self._group] / self._size + self.variance_epsilon).rsqrt()
 
 
+class RankedNorm(nn.Module):
+    """An RMSNorm over the numbers of all ranks, each of which has as many; those that several have count as often."""
+
+    def __init__(self, norm: Any, tp: TensorParallel) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._eps: float = norm.variance_epsilon
+        self._tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = self._tp.all_reduce(x.float().square().sum(-1, keepdim=True))
+        normed = x.float() * (squares / (x.shape[-1] * self._tp.size) + self._eps).rsqrt()
+        weighted: Tensor = (self.weight.float() * normed).to(x.dtype)
+        return weighted
+
+
 class VocabularyEmbedding(nn.Module):
     """The rows of the tokens from `first` on; others come from their ranks."""
 
@@ -100,6 +146,11 @@ class DividedModel:
         self._share = Share(tp.rank, tp.size)
         self._divisions: list[tuple[nn.Module, str, Any, Division]] = []  # parent, name there, module
         self._cuts: dict[tuple[nn.Module, str], tuple[Cut, torch.Size]] = {}  # and the shape of the whole
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self._tp.size
 
     @contextmanager
     def loading(self, kind: Any) -> Iterator[Any]:
@@ -145,7 +196,8 @@ class DividedModel:
     def _plan(self, model: Any) -> None:
         self._plan_below(model)
         for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-            self._cut(end, "weight", self._share.of_vocabulary(model.config.vocab_size))
+            for name in ("weight", "bias"):
+                self._cut(end, name, self._share.of_vocabulary(model.config.vocab_size))
 
     def _plan_below(self, parent: nn.Module) -> None:
         for name, module in parent.named_children():
@@ -156,7 +208,7 @@ class DividedModel:
             self._divisions.append((parent, name, module, division))
             for path, how in division.cuts.items():
                 above, _, leaf = path.rpartition(".")
-                if above and not hasattr(module, above):
+                if above and getattr(module, above, None) is None:
                     continue
                 self._cut(module.get_submodule(above), leaf, how)
 
@@ -174,6 +226,8 @@ class DividedModel:
             ranks = getattr(norm, "group_size", width * self._tp.size) // width
             groups, group = self._tp.size // ranks, self._tp.rank // ranks
             module.norm = SharedNorm(norm, groups, group, ranks * width, self._tp)
+        for part in division.norms:
+            setattr(module, part, RankedNorm(getattr(module, part), self._tp))
         last = getattr(module, division.out) if division.out else module
         if self._tp.rank and getattr(last, "bias", None) is not None:
             last.bias = None  # is added once

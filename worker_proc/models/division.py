@@ -40,14 +40,15 @@ class Cut(NamedTuple):
 class Division:
     """A rank's part of a module. `cuts` are by name of a parameter or buffer below it; those that it does not have (a
     bias) are passed over. The outputs of its last layer `out` are to be added up over ranks, or those of the module,
-    where nothing comes after it (`ends`), as kernels may know it as a whole. `sizes` replace attributes of the module,
-    and `norm` says that this is a gated RMSNorm over the heads of several ranks."""
+    where nothing comes after it (`ends`), as kernels may know it as a whole. `sizes` replace attributes of the module.
+    `norm`: it has a gated RMSNorm over the heads of several ranks; `norms` are RMSNorms over those of all."""
 
     cuts: dict[str, Cut]
     out: str = ""
     sizes: dict[str, int] = field(default_factory=dict)
     ends: bool = False
     norm: bool = False
+    norms: tuple[str, ...] = ()
 
 
 class Share(NamedTuple):
@@ -158,16 +159,41 @@ def _short_conv(layer: Any, share: Share) -> Division:
 
 
 def _attention(layer: Any, share: Share) -> Division:
-    """A query head's rows may hold its gate, too. Ranks share KV heads where there are fewer than ranks."""
-    queries, keys = layer.config.num_attention_heads, layer.config.num_key_value_heads
+    """A query head's rows may hold its gate, too. Ranks share KV heads where there are fewer than ranks. A norm is of
+    each head, with weights of its own in Cohere's, or of all of them together (OLMo 2, MiniMax M2)."""
+    queries = layer.config.num_attention_heads
+    keys = queries // layer.num_key_value_groups  # which layers may have different numbers of (Gemma 4)
     heads, kv_heads = share.of(queries, "num_attention_heads"), share.or_one(keys, "num_key_value_heads")
     cuts: dict[str, Cut] = {}
+    norms: list[str] = []
     for name, count, span in (("q", queries, heads), ("k", keys, kv_heads), ("v", keys, kv_heads)):
-        rows = Cut(0, (_times(span, getattr(layer, f"{name}_proj").out_features // count),))
+        if not _has_linears(layer, f"{name}_proj"):
+            continue  # keys are the values, too, or another layer's
+        outputs = getattr(layer, f"{name}_proj").out_features
+        rows = Cut(0, (_times(span, outputs // count),))
         cuts |= {f"{name}_proj.weight": rows, f"{name}_proj.bias": rows}
+        norm = getattr(getattr(layer, f"{name}_norm", None), "weight", None)
+        if norm is not None and norm.shape == (outputs,) and count > 1:
+            cuts[f"{name}_norm.weight"] = rows
+            norms.append(f"{name}_norm")
+        elif norm is not None and norm.dim() == 2:
+            cuts[f"{name}_norm.weight"] = Cut(0, (span,))
     out = "o_proj" if hasattr(layer, "o_proj") else "out_proj"
     cuts[f"{out}.weight"] = Cut(1, (_times(heads, getattr(layer, out).in_features // queries),))
-    return Division(cuts, out, {"num_key_value_groups": _count(heads) // _count(kv_heads)})
+    return Division(cuts, out, {"num_key_value_groups": _count(heads) // _count(kv_heads)}, norms=tuple(norms))
+
+
+def _latent_attention(layer: Any, share: Share) -> Division:
+    """DeepSeek's, whose keys and values are made of a latent vector, which is on every rank."""
+    heads = share.of(layer.num_heads, "num_attention_heads")
+    queries, values = Cut(0, (_times(heads, layer.qk_head_dim),)), _times(heads, layer.v_head_dim)
+    cuts = {
+        "q_proj.weight": queries,
+        "q_b_proj.weight": queries,
+        "kv_b_proj.weight": Cut(0, (_times(heads, layer.qk_nope_head_dim + layer.v_head_dim),)),
+        "o_proj.weight": Cut(1, (values,)),
+    }
+    return Division(cuts, "o_proj", {"num_heads": _count(heads)})
 
 
 def _mlp(layer: Any, share: Share) -> Division:
@@ -194,6 +220,8 @@ def _experts(layer: Any, share: Share) -> Division:
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
     (("w1", "w3"), "w2"),
     (("input_linear",), "output_linear"),
 )
@@ -218,7 +246,11 @@ def _is_short_conv(module: nn.Module) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "num_key_value_groups") and _has_linears(module, "q_proj", "k_proj", "v_proj")
+    return hasattr(module, "num_key_value_groups") and _has_linears(module, "q_proj")
+
+
+def _is_latent_attention(module: nn.Module) -> bool:
+    return hasattr(module, "qk_head_dim") and _has_linears(module, "kv_b_proj", "o_proj")
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -235,6 +267,7 @@ _KINDS: tuple[_Kind, ...] = (
     (_is_delta_net, _delta_net),
     (_is_state_space, _state_space),
     (_is_short_conv, _short_conv),
+    (_is_latent_attention, _latent_attention),
     (_is_attention, _attention),
     (_is_experts, _experts),
     (_is_mlp, _mlp),

@@ -299,6 +299,8 @@ def _read_model(
     model_type = str(raw_config["model_type"])
     try:
         config, kind, known, multimodal, whole = _kind_of(directory, raw_config)
+        if whole and divided is not None:
+            raise ModelError("tp", divided.size, f"{config.model_type} is read as a whole, with its towers; use tp = 1")
         renamed = NAMES if multimodal and not whole else None
         # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
         # not stored, such as rotary frequencies.
