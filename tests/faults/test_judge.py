@@ -77,6 +77,10 @@ def test_ends() -> None:
     assert kind_of(READ, outcome(Ending.FINISHED, 10, "a", Finish.ABORT)) is Kind.LOST
     cancelled = replace(READ, conduct=Conduct.CANCEL)
     assert kind_of(cancelled, outcome(Ending.FINISHED, 10, "a", Finish.ABORT)) is Served.GIVEN_UP
+    assert kind_of(cancelled, outcome(Ending.FINISHED, 10, "a\ufffd", Finish.ABORT)) is Served.GIVEN_UP
+    assert kind_of(cancelled, outcome(Ending.FINISHED, 10, "b\ufffd", Finish.ABORT)) is Kind.WRONG
+    assert kind_of(cancelled, outcome(Ending.FINISHED, 10, "a\ufffd\ufffd", Finish.ABORT)) is Kind.WRONG
+    assert kind_of(READ, outcome(Ending.FINISHED, text="a\ufffd")) is Kind.WRONG
     assert kind_of(READ, replace(outcome(Ending.FINISHED), stray_rows=1)) is Kind.DUPLICATED
     wrong = outcome(Ending.DISCONNECTED, 3, "x", Finish.NONE)
     assert kind_of(READ, wrong, Allowed(tokenizer_replaced=True)) is Kind.WRONG, "what came before an error counts too"
