@@ -71,7 +71,7 @@ class Answer:
             raise ApiError(503, "the answer was cut off", code="shutting_down")
         status = "completed" if finish is Finish.STOP else "incomplete"
         details = None if finish is Finish.STOP else {"reason": "max_output_tokens"}
-        events = [] if self._items else self._add({"type": "message", "role": "assistant", "content": []}, "")
+        events = [] if self._items else self.take({"content": ""})
         events += self._close(status)
         response = self._state(status) | {"incomplete_details": details, "usage": _usage(usage)}
         return [*events, {"type": f"response.{status}", "response": response}]

@@ -21,6 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
 
+from tokenizer_proc.conversation import system_in_front
 from tokenizer_proc.template_guards import (
     CONCAT,
     Guard,
@@ -112,7 +113,7 @@ class ChatTemplate:
         front alone, all of them are put there as one.
         """
         if self._system_first:
-            messages = _system_in_front(messages)
+            messages = system_in_front(messages)
         variables = {
             **self._special_tokens,
             "documents": None,
@@ -151,14 +152,6 @@ class ChatTemplate:
 
 def _said(role: str, content: str = _MARK) -> dict[str, Any]:
     return {"role": role, "content": content}
-
-
-def _system_in_front(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation with all that the system says in its first message."""
-    said = [message["content"] for message in messages if message["role"] == "system"]
-    if not said or (len(said) == 1 and messages[0]["role"] == "system"):
-        return messages
-    return [_said("system", "\n\n".join(said)), *(message for message in messages if message["role"] != "system")]
 
 
 def _parts(text: str) -> list[dict[str, str]]:

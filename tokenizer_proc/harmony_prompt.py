@@ -9,16 +9,12 @@ a conversation in OpenAI's schema is not what it expects, it leaves something ou
 
 from typing import Any
 
-from tokenizer_proc.tool_prompt import one_by_one
-
-Message = dict[str, Any]
+from tokenizer_proc.conversation import Message, one_by_one, system_in_front
 
 
 def harmony_messages(messages: list[Message]) -> list[Message]:
     """The same conversation with one message of instructions, and each call in a message before its result."""
-    instructions = [message["content"] for message in messages if message["role"] == "system"]
-    shown = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
-    return shown + one_by_one([_thinking(message) for message in messages if message["role"] != "system"])
+    return one_by_one([_thinking(message) for message in system_in_front(messages)])
 
 
 def harmony_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -12,9 +12,10 @@ from common.messages import MAX_PROMPT_END, Detokenize, ErrorCode, Generate, Tex
 from common.sampling_params import MAX_BAD_WORD_TOKENS
 from tokenizer_proc.chat_request import parse_messages, parse_template_args, parse_tools
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
+from tokenizer_proc.conversation import one_by_one
 from tokenizer_proc.harmony_prompt import harmony_messages, harmony_tools
 from tokenizer_proc.limits import Limits, Refused
-from tokenizer_proc.tool_prompt import describe_tools, one_by_one
+from tokenizer_proc.tool_prompt import describe_tools
 from tokenizer_proc.truncation import Truncation
 
 SHORT = 4096  # characters of a text that may keep other threads waiting: some milliseconds

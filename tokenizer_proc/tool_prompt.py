@@ -1,6 +1,5 @@
 """Tools for models whose chat template knows none: they are described in a system message, and calls and their results
-are written into the messages, in the form that Hermes and Qwen use and that the gateway reads. And calls for templates
-that take one in a message."""
+are written into the messages, in the form that Hermes and Qwen use and that the gateway reads."""
 
 import json
 from typing import Any
@@ -26,38 +25,6 @@ def describe_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
     if plain[0]["role"] == "system":
         return [{"role": "system", "content": f"{plain[0]['content']}\n\n{text}".lstrip()}, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
-
-
-def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation with each call in a message before its result."""
-    shown: list[dict[str, Any]] = []
-    at = 0
-    while at < len(messages):
-        message, at = messages[at], at + 1
-        if len(message.get("tool_calls", ())) < 2:
-            shown.append(message)
-            continue
-        results = []
-        while at < len(messages) and messages[at]["role"] == "tool":
-            results.append(messages[at])
-            at += 1
-        shown += _split(message, results)
-    return shown
-
-
-def _split(message: dict[str, Any], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A message with several calls as several with one, each with its result: the one that names its call, else the
-    next in order."""
-    shown = []
-    for i, call in enumerate(message["tool_calls"]):
-        said = message if i == 0 else {"role": message["role"], "content": ""}
-        shown.append({**said, "tool_calls": [call]})
-        named = [result for result in results if call.get("id") and result.get("tool_call_id") == call["id"]]
-        nameless = [result for result in results if "tool_call_id" not in result]
-        for result in (named or nameless)[:1]:
-            results.remove(result)
-            shown.append(result)
-    return shown + results
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Tensor parallelism between real processes on the CPU."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import helpers_ranks
 from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_multimodal import greedy_of_whole, make_multimodal
 from tests.helpers_paged import NEW_TOKENS, make_prompts
@@ -36,24 +35,9 @@ KINDS = [
 
 
 def run_ranks(size: int, directory: Path, paths: list[Path]) -> list[dict[str, Any]]:
-    """Run `size` ranks to their end; returns their reports."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    outs = [directory / f"rank{rank}.json" for rank in range(size)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers_tp_rank", str(rank), str(size), str(directory / "store"), str(out),
-             str(VOCAB_SIZE), *map(str, paths)],
-            env=environment,
-        )
-        for rank, out in enumerate(outs)
-    ]  # fmt: skip
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0] * size
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [json.loads(out.read_text()) for out in outs]
+    """The reports of `size` ranks."""
+    checkpoints = map(str, paths)
+    return helpers_ranks.run_ranks("tests.helpers_tp_rank", size, directory, str(VOCAB_SIZE), *checkpoints, timeout=120)
 
 
 def test_two_ranks_equal_transformers(tmp_path: Path) -> None:

@@ -5,25 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers_divided_rank import native_modules, paged_logits
+from tests.helpers_divided import PROMPTS, Reports, check_native, check_tokens, reports_of
+from tests.helpers_divided_rank import native_modules
 from tests.helpers_hybrid import HYBRIDS
-from tests.helpers_models import VOCAB_SIZE, greedy, make_config_of, make_model
+from tests.helpers_models import VOCAB_SIZE, make_config_of, make_model
 from tests.helpers_multimodal import make_multimodal
-from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
+from tests.helpers_paged import NEW_TOKENS, generate
 from tests.worker.test_cpu_build import needs_compiler
-from tests.worker.test_divided_models import LEVEL, Reports, run_ranks
 from tests.worker.test_hybrid_models import load
-from worker_proc.attention.cpu import CpuAttention
-from worker_proc.cpu.library import load_library
 from worker_proc.errors import ModelError
 from worker_proc.models.divided import MODEL_TYPES
 from worker_proc.parallel import TensorParallel
 
 pytestmark = needs_compiler
 
-PROMPTS = make_prompts(VOCAB_SIZE)
 _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4), "num_experts_per_tok": 2,
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
@@ -93,49 +89,33 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     directory = tmp_path_factory.mktemp("ranks")
     paths = {kind: make_decoder(kind, directory / kind) for kind in KINDS}
     paths[MULTIMODAL] = make_multimodal(MULTIMODAL, directory / MULTIMODAL)
-    reports = run_ranks(2, directory, list(paths.values()))
-    return {kind: (path, [report[str(path)] for report in reports]) for kind, path in paths.items()}
+    return reports_of(2, directory, paths)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_compute_what_one_computes(kind: str, two_ranks: Reports) -> None:
-    path, reports = two_ranks[kind]
-    one = load(path)
-    want, weights = greedy(path, PROMPTS, NEW_TOKENS), sum(weight.nbytes for weight in one.model.parameters())
-    for report in reports:
-        assert report["outputs"] == want
-        assert report["kv_heads"] == one.kv_spec.num_kv_heads // 2
-        assert report["weight_bytes"] < 0.6 * weights
+    one = check_tokens(*two_ranks[kind])
+    assert [report["kv_heads"] for report in two_ranks[kind][1]] == [one.kv_spec.num_kv_heads // 2] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_layers_compute_what_one_rank_computes(kind: str, two_ranks: Reports) -> None:
-    path, (first, second) = two_ranks[kind]
-    library = load_library(LEVEL)
-    one = load(path, dtype=torch.bfloat16, attention=CpuAttention(library), native=library)
-    want, got = paged_logits(one, PROMPTS[4]), torch.tensor(first["logits"])
-    assert second["logits"] == []
-    assert first["plain_layers"] == 0, "weights are held twice"
-    assert first["native_modules"] == second["native_modules"]
-    assert first["native_modules"].get("NativeLinear") == native_modules(one).get("NativeLinear")
-    assert got.shape == want.shape
-    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.1
+    path, reports = two_ranks[kind]
+    one = check_native(path, reports)
+    assert reports[0]["native_modules"].get("NativeLinear") == native_modules(one).get("NativeLinear")
 
 
 def test_more_ranks_than_kv_heads(tmp_path: Path) -> None:
     """A norm over all heads counts those that several ranks hold as often."""
-    paths = [make_decoder(kind, tmp_path / kind) for kind in ("olmo2", "minimax_m2")]
-    reports = run_ranks(4, tmp_path, paths)
-    for path in paths:
-        want = greedy(path, PROMPTS, NEW_TOKENS)
-        for report in reports:
-            assert report[str(path)]["outputs"] == want and report[str(path)]["kv_heads"] == 1, path.name
+    paths = {kind: make_decoder(kind, tmp_path / kind) for kind in ("olmo2", "minimax_m2")}
+    for kind, (path, reports) in reports_of(4, tmp_path, paths).items():
+        check_tokens(path, reports)
+        assert [report["kv_heads"] for report in reports] == [1] * 4, kind
 
 
 def test_the_language_model_of_a_multimodal_one_is_divided(two_ranks: Reports) -> None:
     path, reports = two_ranks[MULTIMODAL]
-    want = generate(load(path), PROMPTS, NEW_TOKENS)
-    assert [report["outputs"] for report in reports] == [want] * 2
+    assert [report["outputs"] for report in reports] == [generate(load(path), PROMPTS, NEW_TOKENS)] * 2
 
 
 def test_what_is_read_with_its_towers_is_refused_by_name(tmp_path: Path) -> None:

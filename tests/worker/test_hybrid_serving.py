@@ -16,6 +16,7 @@ from tests.helpers_serving import Request, serve
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
+from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 
@@ -28,6 +29,24 @@ WAVES = [
 ]
 
 
+def serving(
+    model: LanguageModel, page_size: int, *, tokens: int, snapshots: int, in_flight: int
+) -> tuple[Scheduler, ModelRunner]:
+    """A scheduler and a worker with so many tokens of cache, which hold NaN."""
+    config = SchedulerConfig(
+        max_running=SLOTS, max_batch_tokens=64, chunk_tokens=9, in_batch_gain=4, steps_in_flight=in_flight
+    )
+    pages = tokens // page_size
+    scheduler = Scheduler(config, KVManager(pages, page_size, recurrent=True, snapshots=snapshots), CONTEXT)
+    cache = KVCache(model.kv_spec, pages, page_size, slots=SLOTS, snapshots=snapshots)
+    poison(cache)
+    runner = ModelRunner(
+        model, cache, max_slots=SLOTS, context_len=CONTEXT, group="0", tp=TensorParallel(), device="cpu"
+    )  # fmt: skip
+    runner.warm_up()
+    return scheduler, runner
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
 def test_tokens_are_those_of_each_request_alone(kind: str, tmp_path: Path) -> None:
     """With more and fewer snapshots, pages of which some are evicted, and requests that are preempted."""
@@ -38,18 +57,7 @@ def test_tokens_are_those_of_each_request_alone(kind: str, tmp_path: Path) -> No
     alone = [greedy(path, wave, COUNT) for wave in WAVES]
     totals: dict[str, int] = {}
     for page_size, tokens, snapshots, in_flight in ((1, 600, 9, 1), (4, 200, 2, 2), (16, 256, 5, 2)):
-        pages = tokens // page_size
-        config = SchedulerConfig(
-            max_running=SLOTS, max_batch_tokens=64, chunk_tokens=9, in_batch_gain=4, steps_in_flight=in_flight
-        )
-        kv = KVManager(pages, page_size, recurrent=True, snapshots=snapshots)
-        scheduler = Scheduler(config, kv, CONTEXT)
-        cache = KVCache(model.kv_spec, pages, page_size, slots=SLOTS, snapshots=snapshots)
-        poison(cache)
-        runner = ModelRunner(
-            model, cache, max_slots=SLOTS, context_len=CONTEXT, group="0", tp=TensorParallel(), device="cpu"
-        )  # fmt: skip
-        runner.warm_up()
+        scheduler, runner = serving(model, page_size, tokens=tokens, snapshots=snapshots, in_flight=in_flight)
         for wave, wanted in zip(WAVES, alone, strict=True):
             requests = [Request(prompt, DrawParams(0.0), COUNT) for prompt in wave]
             stats = serve(scheduler, runner, requests)
@@ -66,17 +74,7 @@ def test_turns_of_conversations_start_in_their_answers(kind: str, tmp_path: Path
         path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention()
     )  # fmt: skip
     for page_size, in_flight in ((4, 2), (16, 1)):
-        config = SchedulerConfig(
-            max_running=SLOTS, max_batch_tokens=64, chunk_tokens=9, in_batch_gain=4, steps_in_flight=in_flight
-        )
-        kv = KVManager(600 // page_size, page_size, recurrent=True, snapshots=20)
-        scheduler = Scheduler(config, kv, CONTEXT)
-        cache = KVCache(model.kv_spec, 600 // page_size, page_size, slots=SLOTS, snapshots=20)
-        poison(cache)
-        runner = ModelRunner(
-            model, cache, max_slots=SLOTS, context_len=CONTEXT, group="0", tp=TensorParallel(), device="cpu"
-        )  # fmt: skip
-        runner.warm_up()
+        scheduler, runner = serving(model, page_size, tokens=600, snapshots=20, in_flight=in_flight)
         prompts = [SYSTEM, OTHER, SHORT]
         for turn in range(3):
             requests = [Request(prompt, DrawParams(0.0), COUNT) for prompt in prompts]

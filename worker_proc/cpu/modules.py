@@ -188,7 +188,7 @@ class _Packing:
 
     def plans(self, model: nn.Module) -> Iterator[_Plan]:
         """Of every module that the kernels know, those of an MLP after it."""
-        inside: list[nn.Module] = []  # what an MLP computes by itself
+        inside: set[nn.Module] = set()  # what an MLP computes by itself
         for parent, name, module in _children(model):
             if module in inside:
                 continue
@@ -196,7 +196,7 @@ class _Packing:
                 scheme = HEAD_SCHEME if self.scheme is not None and module is self.head else self.scheme
                 yield _Plan(parent, name, module, None, [self._form(module.weight, scheme)])
             elif (mlp := gated_mlp(module)) is not None:
-                inside += [layer for layer in (mlp.gate, mlp.up) if layer is not None]
+                inside.update(layer for layer in (mlp.gate, mlp.up) if layer is not None)
                 gate, _ = mlp.weights
                 yield _Plan(parent, name, module, mlp, [self._form(gate, self.scheme, paired=True)])
             elif (norm := rms_norm(module)) is not None:
