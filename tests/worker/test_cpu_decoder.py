@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
+from worker_proc.cpu.screen import screen_scheme
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.decoder import Decoder
@@ -240,6 +242,23 @@ def test_greedy_tokens_are_the_largest_logits(level: Level, tmp_path: Path) -> N
     native = load_native(make_checkpoint("llama-gqa-untied", tmp_path), level)
     tokens = native.greedy(probe_batch(VOCAB_SIZE), KVCache(native.kv_spec, PAGES, PAGE_SIZE))
     assert torch.equal(tokens, logits(native).argmax(dim=1))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["llama-gqa-untied", "qwen3", "gemma2"])  # gemma2's logits are capped
+def test_greedy_tokens_are_those_without_a_screen(
+    kind: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(kind, tmp_path)
+    plain = load_native(checkpoint, level)
+    monkeypatch.setattr("worker_proc.cpu.weights.screen_scheme", partial(screen_scheme, least=0))
+    native = load_native(checkpoint, level)
+    screening = cpu_features().machine == "x86_64" and level in COMPRESSING
+    assert plain.weights.screen is None and (native.weights.screen is not None) == screening
+    batch = probe_batch(VOCAB_SIZE)
+    batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)))
+    tokens, want = (one.greedy(batch, KVCache(one.kv_spec, PAGES, PAGE_SIZE)) for one in (native, plain))
+    assert torch.equal(tokens, want)
 
 
 def test_a_step_may_ask_for_no_logits(tmp_path: Path) -> None:

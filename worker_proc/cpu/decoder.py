@@ -42,7 +42,7 @@ class _ModelStruct(ctypes.Structure):
     _fields_ = (
         ("layers", c_void_p),
         ("head", MatrixStruct),
-        *((name, c_void_p) for name in ("embedding", "norm", "inverse_frequencies", "attention_factors")),
+        *((name, c_void_p) for name in ("screen", "embedding", "norm", "inverse_frequencies", "attention_factors")),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
@@ -198,6 +198,7 @@ class CpuDecoder:
         return _ModelStruct(
             layers=ctypes.addressof(self._layers),
             head=head.struct,
+            screen=None if self.weights.screen is None else ctypes.addressof(self.weights.screen.struct),
             embedding=_pointer(self.weights.embedding),
             norm=self._norm.data_ptr(),
             inverse_frequencies=rotations.frequencies.data_ptr(),

@@ -118,7 +118,7 @@ class PackedMatrix:
 
     def linear(self, x: Tensor, finish: Finish, out: Tensor) -> Tensor:
         """Run the kernel on bfloat16 `x` `[rows, inputs]`, see `native/linear.h`; for tests and benchmarks."""
-        padded = self._whole_blocks(x)
+        padded = self.whole_blocks(x)
         self.native.functions.rhizome_linear(
             ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), out.data_ptr(),
             out.stride(0), finish,
@@ -127,7 +127,7 @@ class PackedMatrix:
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest index (int64 `[rows]`) of the largest output of each row, and that output (float32)."""
-        padded = self._whole_blocks(x)
+        padded = self.whole_blocks(x)
         index, best = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x))
         self.native.functions.rhizome_linear_argmax(
             ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), index.data_ptr(),
@@ -135,7 +135,7 @@ class PackedMatrix:
         )  # fmt: skip
         return index, best
 
-    def _whole_blocks(self, x: Tensor) -> Tensor:
+    def whole_blocks(self, x: Tensor) -> Tensor:
         """`x` as the kernels read it: the inputs of a row side by side, and zeros up to a multiple of 32."""
         if self.inputs % 32 == 0 and x.stride(1) == 1:
             return x

@@ -14,6 +14,7 @@ from worker_proc.cpu.linear import PackedMatrix, Pairing
 from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
+from worker_proc.cpu.screen import HeadScreen, screen_scheme
 from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
 from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.models.spec import DecoderSpec
@@ -55,6 +56,7 @@ class PackedWeights:
     layers: tuple[PackedLayer, ...]
     norm: Tensor
     head: PackedMatrix
+    screen: HeadScreen | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,12 @@ class _PackedTarget:
     matrix: PackedMatrix
     output: int  # of the first row
     pairing: Pairing
+    screen: HeadScreen | None = None
 
     def copy_rows(self, first: int, rows: Tensor) -> None:
         self.matrix.pack(rows, self.output + first, self.pairing)
+        if self.screen is not None:
+            self.screen.pack(rows, self.output + first)
 
 
 class PackedWeightPlan:
@@ -91,13 +96,16 @@ class PackedWeightPlan:
         matrices = list(self._matrices(layout, head))
         plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired, may in matrices if may and scheme is None)
         self._compress = compresses(native, compression, plain)
-        self.memory = HugePages(sum(self._form(*matrix).room() for matrix in matrices))
+        screened = screen_scheme(native, *_shape((head,))) if source.head_scheme(head) is None else None
+        room = HeadScreen.room(*_shape((head,)), screened) if screened is not None else 0
+        self.memory = HugePages(room + sum(self._form(*matrix).room() for matrix in matrices))
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []
 
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
-        self.head = self._matrix((head,), source.head_scheme(head))
+        self.screen = HeadScreen(native, self.memory, *_shape((head,)), screened) if screened is not None else None
+        self.head = self._matrix((head,), source.head_scheme(head), screen=self.screen)
         self.embedding: Tensor | None = None
         if layout.head is not None:
             self.embedding = load.tensor(layout.embedding)
@@ -108,10 +116,12 @@ class PackedWeightPlan:
             step()
         for matrix in self._compressed:
             matrix.seal()
+        if self.screen is not None:
+            self.screen.seal()
         if self._compressed:
             count = sum(matrix.compressed for matrix in self._compressed)
             log.info("%d of %d matrices are in 12 bits", count, len(self._compressed))
-        return PackedWeights(self.embedding, self.layers, self.norm, self.head)
+        return PackedWeights(self.embedding, self.layers, self.norm, self.head, self.screen)
 
     def _matrices(
         self, layout: DecoderLayout, head: Part
@@ -177,7 +187,13 @@ class PackedWeightPlan:
         return matrix
 
     def _matrix(
-        self, parts: tuple[Part, ...], scheme: Scheme | None, paired: bool = False, *, compress: bool = True
+        self,
+        parts: tuple[Part, ...],
+        scheme: Scheme | None,
+        paired: bool = False,
+        *,
+        compress: bool = True,
+        screen: HeadScreen | None = None,
     ) -> PackedMatrix:
         matrix = self._form(parts, scheme, paired, compress).make(self.native, self.memory)
         if isinstance(matrix, CompressedMatrix):
@@ -187,7 +203,7 @@ class PackedWeightPlan:
             if isinstance(matrix, QuantizedMatrix):
                 self.source.into(part, matrix.scheme, PackedCodesTarget(matrix, output, pairing))
             else:
-                self.load.into(part, _PackedTarget(matrix, output, pairing))
+                self.load.into(part, _PackedTarget(matrix, output, pairing, screen))
             if not paired:
                 output += part.local_shape()[0]
         return matrix

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "screen.h"
 
 namespace rhizome {
 
@@ -41,6 +42,7 @@ struct DecoderLayer {
 struct DecoderModel {
   const DecoderLayer* layers;
   PackedMatrix head;
+  const HeadScreen* screen;   // of the head, or null
   const bf16* embedding;      // [vocabulary rows of the rank, hidden], or null: the rows of the head
   const float* norm;          // [hidden]
   const float* inverse_frequencies;  // [ropes, rotated / 2]

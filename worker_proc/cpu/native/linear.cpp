@@ -374,6 +374,26 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
   }
 }
 
+void linear_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, TakePanel take, void* context) {
+  for_panels(weights, x, x_stride, rows, nothing, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
+    take(context, panel, row, count, sums);
+  });
+}
+
+PackedMatrix panel_of(const PackedMatrix& weights, int64_t panel) {
+  PackedMatrix one = weights;
+  const int64_t block = panel * blocks(weights.inputs);
+  one.outputs = kPanel;
+  if (weights.format == Format::kCompressed) {
+    one.data = reinterpret_cast<const bf16*>(compressed_block(weights, block));
+    one.exception_starts += block;
+  } else {
+    one.data = weights_at(weights, panel, 0);
+  }
+  if (weights.bias != nullptr) one.bias += panel * kPanel;
+  return one;
+}
+
 void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out) {
   if (weights.format == Format::kCompressed) return inflate_row(weights, output, out);
   if (weights.format != Format::kBFloat16) {

@@ -86,6 +86,15 @@ void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, 
 void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
                    float* best);
 
+// The sums [count, 32] of a panel for rows from `row` on, on any thread: columns behind the last output are 0.
+using TakePanel = void (*)(void* context, int64_t panel, int64_t row, int count, const float* sums);
+
+// The outputs, panel by panel: `take` gets each panel for each row once.
+void linear_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, TakePanel take, void* context);
+
+// A panel of a matrix (kBFloat16 or kCompressed) as a matrix of its own.
+PackedMatrix panel_of(const PackedMatrix& weights, int64_t panel);
+
 // Row `output` of the matrix to out [inputs].
 void unpack_row(const PackedMatrix& weights, int64_t output, bf16* out);
 
