@@ -5,8 +5,9 @@ processor has no instructions for them, and where rows are few. The rest are man
 torch some microseconds and a way over all numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import NativeQuantizer, QuantizedMatrix
 from worker_proc.cpu.recognized import GatedMlp, RmsNorm, experts_finish, gated_mlp, is_linear, rms_norm
+from worker_proc.cpu.screen import HeadScreen, screen_scheme
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
+
+_AT_ONCE = 8192  # outputs of a head that are rounded together
 
 
 class NativeLinear(nn.Module):
@@ -50,6 +54,39 @@ class NativeLinear(nn.Module):
         if len(rows):
             self.matrix.linear(rows, Finish.STORE, out)
         return out.view(*x.shape[:-1], self.out_features)
+
+
+class NativeHead(NativeLinear):
+    """The output head: its logits are float32, and greedy tokens are found without them."""
+
+    def __init__(self, matrix: PackedMatrix, screen: HeadScreen | None) -> None:
+        super().__init__(matrix)
+        self.screen = screen
+        self._finding = False
+        self._tokens = torch.empty(0, dtype=torch.int64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` bfloat16 `[..., hidden]` to `[..., vocabulary]`; within `find` to as many rows without meaning."""
+        if x.dtype != torch.bfloat16:
+            raise RuntimeError(f"expected bfloat16, got {x.dtype}")
+        rows = x.reshape(-1, self.in_features)
+        if self._finding:
+            find = self.matrix.argmax if self.screen is None else partial(self.screen.argmax, self.matrix)
+            self._tokens, _ = find(rows)
+            return torch.zeros(*x.shape[:-1], 1)
+        out = torch.empty(len(rows), self.out_features)
+        if len(rows):
+            self.matrix.linear(rows, Finish.STORE_FLOAT, out)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def find(self, run: Callable[[], object]) -> Tensor:
+        """The smallest index of the largest logit of each row that the head is given in `run`, int64."""
+        self._finding = True
+        try:
+            run()
+        finally:
+            self._finding = False
+        return self._tokens
 
 
 class NativeMlp(nn.Module):
@@ -138,16 +175,17 @@ def pack_modules(
     scheme: Scheme | None = None,
     head: nn.Module | None = None,
 ) -> int:
-    """Replace the layers of `model` that the kernels know, in place, and free what they held; gives how many. With
-    `compress`, weights of linear layers take 12 bits (`worker_proc.cpu.compressed`); with `scheme`, those of linear
-    layers and experts become codes, the layer `head` by `HEAD_SCHEME`.
+    """Replace the layers of `model` that the kernels know, in place, and free what they held; gives how many. The layer
+    `head` becomes a `NativeHead`. With `compress`, weights of linear layers take 12 bits
+    (`worker_proc.cpu.compressed`); with `scheme`, those of linear layers and experts become codes, those of the head by
+    `HEAD_SCHEME`.
 
     A weight that is shared with an embedding is held twice then: as it was for the embedding, and packed.
     """
     packing = _Packing(native, compress, scheme, head)
     # entries are taken out from the end, so that each is freed when it is packed, and an MLP after its layers
     plans = list(packing.plans(model))
-    count, memory = len(plans), HugePages(sum(form.room() for plan in plans for form in plan.forms))
+    count, memory = len(plans), HugePages(sum(plan.room() for plan in plans))
     while plans:
         plan = plans.pop()
         setattr(plan.parent, plan.name, packing.pack(plan, memory))
@@ -175,6 +213,13 @@ class _Plan:
     module: Any
     known: GatedMlp | RmsNorm | Finish | None  # as what it was recognized: a finish is that of experts, None a layer's
     forms: list[MatrixForm]  # of the matrices that it needs
+    screen: Scheme | None = None  # of a head
+
+    def room(self) -> int:
+        """What its matrices take of a block."""
+        layer, screen = self.module, self.screen
+        looks = HeadScreen.room(layer.out_features, layer.in_features, screen) if screen is not None else 0
+        return looks + sum(form.room() for form in self.forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +238,7 @@ class _Packing:
             if module in inside:
                 continue
             if is_linear(module):
-                scheme = HEAD_SCHEME if self.scheme is not None and module is self.head else self.scheme
-                yield _Plan(parent, name, module, None, [self._form(module.weight, scheme)])
+                yield self._linear_plan(parent, name, module)
             elif (mlp := gated_mlp(module)) is not None:
                 inside.update(layer for layer in (mlp.gate, mlp.up) if layer is not None)
                 gate, _ = mlp.weights
@@ -207,6 +251,14 @@ class _Packing:
                     MatrixForm(double, hidden, self.scheme, paired=True), MatrixForm(hidden, double // 2, self.scheme),
                 ]  # fmt: skip
                 yield _Plan(parent, name, module, finish, of_one * count)
+
+    def _linear_plan(self, parent: nn.Module, name: str, layer: nn.Linear) -> _Plan:
+        scheme, screen = self.scheme, None
+        if layer is self.head:
+            scheme = None if scheme is None else HEAD_SCHEME
+            if scheme is None and layer.bias is None:
+                screen = screen_scheme(self.native, layer.out_features, layer.in_features)
+        return _Plan(parent, name, layer, None, [self._form(layer.weight, scheme)], screen)
 
     def _form(self, weight: Tensor, scheme: Scheme | None, *, paired: bool = False) -> MatrixForm:
         """Of a matrix with this weight, or with these gates and as many ups."""
@@ -223,7 +275,17 @@ class _Packing:
                 return self._mlp(plan.module, plan.known, matrices[0])
             case Finish():
                 return self._experts(plan.module, plan.known, matrices)
-        return self._linear(plan.module, matrices[0])
+        screen = self._screen(plan.module.weight, plan.screen, memory) if plan.screen is not None else None
+        matrix = self._linear(plan.module, matrices[0])
+        return NativeHead(matrix, screen) if plan.module is self.head else NativeLinear(matrix)
+
+    def _screen(self, weight: Tensor, scheme: Scheme, memory: HugePages) -> HeadScreen:
+        outputs, inputs = weight.shape
+        screen = HeadScreen(self.native, memory, outputs, inputs, scheme)
+        for first in range(0, outputs, _AT_ONCE):
+            screen.pack(weight[first : first + _AT_ONCE], first)
+        screen.seal()
+        return screen
 
     def _mlp(self, module: nn.Module, mlp: GatedMlp, gate_up: PackedMatrix) -> NativeMlp:
         for weight, pairing in zip(mlp.weights, (Pairing.GATE, Pairing.UP), strict=True):
@@ -240,12 +302,12 @@ class _Packing:
             self._fill(down, weight)
         return NativeExperts(self.native, gate_ups, downs, finish)
 
-    def _linear(self, layer: nn.Linear, matrix: PackedMatrix) -> NativeLinear:
+    def _linear(self, layer: nn.Linear, matrix: PackedMatrix) -> PackedMatrix:
         self._fill(matrix, layer.weight)
         if layer.bias is not None:
             matrix.set_bias(layer.bias)
         self._seal(matrix)
-        return NativeLinear(matrix)
+        return matrix
 
     def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE) -> None:
         if isinstance(matrix, QuantizedMatrix):

@@ -23,7 +23,8 @@ from worker_proc.attention.chunks import in_chunks
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.modules import pack_modules, plain_bytes
+from worker_proc.cpu.modules import NativeHead, pack_modules, plain_bytes
+from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.cpu.weights import compresses
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVHeads, KVSpec
@@ -228,6 +229,32 @@ class TransformersModel:
             raise ModelError("model_type", self.config.model_type, "no layer attends: there is nothing to page")
 
 
+class GreedyTransformersModel(TransformersModel):
+    """One whose head is a `NativeHead`, of all tokens. Implements `GreedyModel`."""
+
+    def __init__(self, model: Any, attention: AttentionBackend, native: NativeLibrary) -> None:
+        super().__init__(model, attention, native)
+        self._head: NativeHead = model.get_output_embeddings()
+        self._best = NativeDraws(native).best
+        self.gives_logits_of_head = self._passes_on()
+
+    def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `GreedyModel`."""
+        if not self.gives_logits_of_head:  # they are scaled or capped, after which others may be the largest
+            return self._best(self.forward(batch, cache))[1]
+        return self._head.find(lambda: self.forward(batch, cache))
+
+    def _passes_on(self) -> bool:
+        """Whether the model gives what its head does, as it is: tried with numbers in its place."""
+        tokens = torch.arange(2) % self.vocab_size
+        given = 40 * torch.randn(1, len(tokens), self._head.out_features, generator=torch.Generator().manual_seed(1))
+        handle = self._head.register_forward_hook(lambda *_: given.clone())
+        try:
+            return torch.equal(self.forward_plain(tokens), given[0])
+        finally:
+            handle.remove()
+
+
 def _check_window(config: Any, call: AttentionCall) -> None:
     """Some models express a sliding window only in the mask, which paged attention does not see."""
     window = getattr(config, "sliding_window", None)
@@ -279,8 +306,12 @@ def load_transformers_model(
             pack_modules(model, native, compress=compress, scheme=quantization, head=head)
     if progress is not None:
         progress(total, total)
+    native = native if dtype == torch.bfloat16 else None
     try:
-        served = TransformersModel(model, attention, native if dtype == torch.bfloat16 else None)
+        if native is not None and isinstance(model.get_output_embeddings(), NativeHead):
+            served: TransformersModel = GreedyTransformersModel(model, attention, native)
+        else:
+            served = TransformersModel(model, attention, native)
         check_against_plain_attention(served, device)
     except ModelError:
         raise
