@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 # whose products know weights in 12 bits
 _VECTORS = {"avx2", "asimd", "bf16"}  # x86, Arm, Arm as tests emulate it
 COMPRESSING = [level for level in cpu_features().levels() if level != "generic" or cpu_features().flags & _VECTORS]
+# whose products of int8 are faster than those of bfloat16
+SCREENING = [level for level in COMPRESSING if cpu_features().machine == "x86_64" and level != "armbf16"]
 
 
 def native_draws(level: Level) -> Iterator[NativeDraws]:

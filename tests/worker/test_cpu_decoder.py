@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers_cpu_rank import PAGE_SIZE, PAGES, probe_batch
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
-from tests.helpers_native import COMPRESSING
+from tests.helpers_native import COMPRESSING, SCREENING
 from tests.helpers_paged import Row, copy_of, fill, generate, make_batch, make_prompts
 from tests.worker.test_cpu_build import helped, needs_compiler
 from worker_proc.attention.reference import ReferenceAttention
@@ -253,8 +253,7 @@ def test_greedy_tokens_are_those_without_a_screen(
     plain = load_native(checkpoint, level)
     monkeypatch.setattr("worker_proc.cpu.weights.screen_scheme", partial(screen_scheme, least=0))
     native = load_native(checkpoint, level)
-    screening = cpu_features().machine == "x86_64" and level in COMPRESSING
-    assert plain.weights.screen is None and (native.weights.screen is not None) == screening
+    assert plain.weights.screen is None and (native.weights.screen is not None) == (level in SCREENING)
     batch = probe_batch(VOCAB_SIZE)
     batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)))
     tokens, want = (one.greedy(batch, KVCache(one.kv_spec, PAGES, PAGE_SIZE)) for one in (native, plain))

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers_hybrid import HYBRIDS, make_hybrid
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
-from tests.helpers_native import COMPRESSING
+from tests.helpers_native import SCREENING
 from tests.helpers_paged import Row, make_batch, make_prompts
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_cpu_modules import load, modules
@@ -26,7 +26,6 @@ LEVELS = cpu_features().levels()
 PROMPTS = make_prompts(VOCAB_SIZE)
 
 
-SCREENED = {level: cpu_features().machine == "x86_64" and level in COMPRESSING for level in LEVELS}
 KINDS = {"gptneox": True, "olmoe": True, "vaultgemma": False, "qwen3_5_text": True, "granitemoehybrid": False}
 
 
@@ -67,7 +66,7 @@ def test_so_they_are_by_a_look_in_int8(
     kind: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker_proc.cpu.modules.screen_scheme", partial(screen_scheme, least=0))
-    check_greedy(make(kind, tmp_path), kind, level, screened=SCREENED[level])
+    check_greedy(make(kind, tmp_path), kind, level, screened=level in SCREENING)
 
 
 @pytest.mark.parametrize("level", LEVELS)

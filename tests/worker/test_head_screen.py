@@ -6,17 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers_native import COMPRESSING, packed
+from tests.helpers_native import SCREENING, packed
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.compressed import CompressedMatrix
-from worker_proc.cpu.features import Level, cpu_features
+from worker_proc.cpu.features import Level
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import PackedMatrix
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.screen import HeadScreen, screen_scheme
 
 pytestmark = needs_compiler
-LEVELS = [level for level in COMPRESSING if cpu_features().machine == "x86_64"]
 
 
 def screened(level: Level, weight: Tensor) -> HeadScreen:
@@ -76,12 +75,12 @@ def spread(numbers: Tensor, how: str, seed: int) -> Tensor:
 KINDS = ("plain", "channels", "exponents", "alike", "equal", "sizes", "tiny", "sparse", "not finite")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SCREENING)
 @settings(max_examples=50, deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 40), st.sampled_from([64, 300])),
     outputs=st.one_of(st.integers(1, 200), st.sampled_from([1000, 2048, 3001])),
-    inputs=st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 129, 256, 300, 512])),
+    inputs=st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 129, 256, 300, 512, 2080])),
     weights=st.sampled_from(KINDS),
     hidden=st.sampled_from(KINDS),
     in_12_bits=st.booleans(),
@@ -110,7 +109,7 @@ def test_the_largest_is_that_of_all_products(
     native.set_threads(1)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SCREENING)
 @pytest.mark.parametrize("kind", ["plain", "channels"])
 def test_a_look_is_enough_for_numbers_as_models_have_them(level: Level, kind: str) -> None:
     weight, x = random(16384, 512, seed=1).bfloat16(), spread(random(40, 512, seed=2), kind, 3).bfloat16()
@@ -120,7 +119,7 @@ def test_a_look_is_enough_for_numbers_as_models_have_them(level: Level, kind: st
         assert screen.rest.tolist() == [0, 1]  # not so if one of two rows took all products
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SCREENING)
 def test_where_a_look_does_not_pay_it_is_left_out_more_and_more_often(level: Level) -> None:
     weight = random(2048, 64, seed=1).bfloat16()
     matrix, screen, nothing = packed(level, weight), screened(level, weight), torch.zeros(3, 64).bfloat16()
@@ -139,7 +138,7 @@ def test_where_a_look_does_not_pay_it_is_left_out_more_and_more_often(level: Lev
     assert screen.rest.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SCREENING)
 def test_small_heads_are_not_screened(level: Level) -> None:
     native = load_library(level)
     assert screen_scheme(native, 1000, 1000) is None
