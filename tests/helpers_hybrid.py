@@ -26,6 +26,10 @@ _STATE_SPACE = {
     "mamba_chunk_size": 16,
 }  # fmt: skip
 
+_NO_ATTENTION = {"num_attention_heads": None, "num_key_value_heads": None, "max_position_embeddings": None}
+_MAMBA = _NO_ATTENTION | {"state_size": 16, "initializer_range": 0.4}
+
+WITHOUT_ATTENTION = ("mamba", "falcon_mamba", "mamba2")
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _EXPERTS,
@@ -56,6 +60,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48, "model_max_length": 256, "num_key_value_heads": 4,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1, "n_mamba_heads": 8,
+        "mamba_headdim": 16, "mamba_ngroups": 2, "mamba_d_state": 16, "chunk_size": 16, "mamba_expand": 2,
+    },
+    "mamba": _MAMBA | {"time_step_rank": 8},
+    "falcon_mamba": _MAMBA | {"time_step_rank": 8},
+    "mamba2": _MAMBA | {"num_heads": 8, "n_groups": 2, "chunk_size": 16, "expand": 2},
 }  # fmt: skip
 
 

@@ -40,7 +40,8 @@ from worker_proc.models.decoder_weights import MlpWeights
 from worker_proc.models.families import parse_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.layers import Linear, RMSNorm
-from worker_proc.models.transformers_backend import ATTENTION_NAME, TransformersModel
+from worker_proc.models.paged_call import ATTENTION_NAME
+from worker_proc.models.transformers_backend import TransformersModel
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import MXFP4, Scheme
 from worker_proc.shared_pages import max_tiles

@@ -163,8 +163,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_layers": [1, 3],
         "tie_word_embeddings": False,
     },
-    "bloom": {"model_type": "bloom"},
-    "mamba": {"model_type": "mamba"},
     "xmod": {"model_type": "xmod", "is_decoder": True},
 }
 
@@ -222,10 +220,10 @@ def make_checkpoint(
     return path
 
 
-def greedy(path: str | Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+def greedy(path: str | Path, prompts: list[list[int]], new_tokens: int, *, attention: str = "eager") -> list[list[int]]:
     """What transformers' `generate` answers to each prompt alone, in float32, without stopping at end of sequence."""
-    # eager: other implementations ignore soft caps in some versions of transformers
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    # other implementations than eager ignore soft caps in some versions of transformers
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:

@@ -11,7 +11,7 @@ from worker_proc.shared_pages import max_tiles
 def idle_step(cache: KVCache, chunk: int, decodes: int, columns: int, shared: bool = False) -> ForwardBatch:
     """A chunk of so many tokens, if any, and decodes of one token each, all on the scratch page, in a page table of
     `columns`; with `shared`, the decodes have tiles of no tokens in common."""
-    device, lengths = cache.k[0].device, [chunk] * (chunk > 0) + [1] * decodes
+    device, lengths = cache.device, [chunk] * (chunk > 0) + [1] * decodes
 
     def fill(*shape: int, value: int = 0) -> Tensor:
         return torch.full(shape, value, dtype=torch.int64, device=device)

@@ -51,18 +51,18 @@ class KVSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Of the layer that has most."""
-        return max(heads.num for heads in self.layers)
+        """Of the layer that has most; 0 in models without attention."""
+        return max((heads.num for heads in self.layers), default=0)
 
     @property
     def k_head_dim(self) -> int:
         """Of the layer with the widest."""
-        return max(heads.k_dim for heads in self.layers)
+        return max((heads.k_dim for heads in self.layers), default=0)
 
     @property
     def v_head_dim(self) -> int:
         """Of the layer with the widest."""
-        return max(heads.v_dim for heads in self.layers)
+        return max((heads.v_dim for heads in self.layers), default=0)
 
     @property
     def bytes_per_token(self) -> int:
@@ -111,6 +111,7 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.scratch_page = num_pages
+        self.device = torch.device(device)
         self.head_dim = max(spec.k_head_dim, spec.v_head_dim)  # the widest of all layers
         k_shapes = [(num_pages + 1, heads.num, page_size, heads.k_dim) for heads in spec.layers]
         v_shapes = [(num_pages + 1, heads.num, page_size, heads.v_dim) for heads in spec.layers]

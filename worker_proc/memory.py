@@ -16,7 +16,9 @@ log = logging.getLogger(__name__)
 _CPU_SHARE = 0.25  # of the available memory, over all ranks: the rest of the machine is in use too
 _CUDA_SHARE = 0.92  # of what is free after weights, largest step and logits of graphs: the rest is for fragmentation
 _STATES_SHARE = 4  # of the memory for the KV cache, the part for running requests' states; snapshots get as much
+_STATES_ALONE = 2  # the same of models without attention
 _MOST_SNAPSHOTS = 4096
+_MOST_EMPTY_PAGES = 2**17  # of models without attention: they take no memory here, but some where they are counted
 _GIB = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEEP_BYTES, _HEAP_BLOCK_BYTES = 2**28, 2**25  # the second is the most that glibc allows
@@ -47,7 +49,7 @@ def choose_size(
 
     Of the bytes for the cache, states of recurrent layers get up to a quarter for at most `max_running` requests, and
     with a prefix cache another quarter for snapshots; where `kv_tokens` say how many pages there are, of what would be
-    for the cache otherwise.
+    for the cache otherwise. Without attention, pages take nothing, and it is a half each.
 
     Raises ModelError with the numbers if not a single page or state fits, or if the memory that is available does not
     hold what was asked for. A pool smaller than one context window is allowed, because requests that cannot fit are
@@ -58,9 +60,10 @@ def choose_size(
     budget, source = _budget(cache, device, ranks, activations)
     slots = snapshots = 0
     if spec.states:
-        fit = budget // _STATES_SHARE // spec.bytes_per_state
+        part = _STATES_SHARE if page_bytes else _STATES_ALONE
+        fit = budget // part // spec.bytes_per_state
         if not fit:
-            needs = f"a quarter of the bytes ({source}) does not hold what the recurrent layers keep of one request"
+            needs = f"1/{part} of the bytes ({source}) does not hold what the recurrent layers keep of one request"
             raise ModelError("kv_memory", budget, f"{needs}, {spec.bytes_per_state} bytes")
         slots = max_running = min(max_running, fit)
         snapshots = min(fit, _MOST_SNAPSHOTS) if cache.prefix_cache else 0
@@ -69,7 +72,8 @@ def choose_size(
         pages = -(-cache.kv_tokens // cache.page_size)
     else:
         budget -= states
-        pages = min(budget // page_bytes, max_running * window_pages)
+        most = max_running * window_pages
+        pages = min(budget // page_bytes, most) if page_bytes else max(window_pages, min(most, _MOST_EMPTY_PAGES))
         if pages < 1:
             raise ModelError(
                 "kv_memory",

@@ -33,7 +33,7 @@ from worker_proc.memory import CacheSize, choose_host_pages, choose_size, descri
 from worker_proc.model_runner import ModelRunner
 from worker_proc.models.interface import LanguageModel, ModelInfo
 from worker_proc.models.loading import Progress
-from worker_proc.models.registry import has_recurrent_layers, load_model
+from worker_proc.models.registry import has_recurrent_layers, keys_hold_positions, load_model
 from worker_proc.parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,9 @@ def load_worker(
     started = time.monotonic()
     served = decide(config, rank)
     _refuse_recurrent(config)
+    if served.int8_kv and keys_hold_positions(config.model.path):
+        reason = "positions of tokens, which are a part of this model's keys (ALiBi), need more than 8 bits"
+        raise ModelError("kv_cache_dtype", "int8", reason)
     device = served.device
     if device.type == "cpu":
         keep_freed_memory()

@@ -159,7 +159,7 @@ def incomplete(llama, path):
     [
         (broken, (), ("worker-0", "safetensors")),
         (incomplete, (), ("worker-0", "model-00002-of-")),
-        (lambda _, path: make_checkpoint("mamba", path), (), ("worker-0", "mamba")),
+        (lambda _, path: make_checkpoint("xmod", path), (), ("worker-0", "xmod")),
         (lambda _, path: path, (), ("no config.json",)),
         (None, ("--start-timeout", "0.01"), ("not ready after", "--start-timeout", "worker-0")),
         (None, ("--context-len", "100000000"), ("context",)),
@@ -171,7 +171,7 @@ def incomplete(llama, path):
         (None, ("--tp", "3"), ("worker-", "3")),
     ],
     ids=[
-        "broken", "incomplete", "mamba", "nowhere", "start-timeout", "context-len", "page-size", "kv-memory",
+        "broken", "incomplete", "xmod", "nowhere", "start-timeout", "context-len", "page-size", "kv-memory",
         "listen-to-all", "listen-taken", "port-taken", "tp",
     ],
 )  # fmt: skip

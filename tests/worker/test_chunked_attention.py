@@ -19,7 +19,7 @@ from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.errors import ModelError
 from worker_proc.kv_cache import KVCache, KVSpec
-from worker_proc.models import transformers_backend
+from worker_proc.models import paged_call
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
@@ -94,7 +94,7 @@ def test_pages_across_chunks_are_refused() -> None:
 def test_the_trial_run_at_load_catches_scales_by_other_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers_backend, "tempered", lambda module, query, positions: query)
+    monkeypatch.setattr(paged_call, "tempered", lambda module, query, positions: query)
     with pytest.raises(ModelError, match="differ from the model's own"):
         load(make_checkpoint("llama4", tmp_path))
 

@@ -47,7 +47,7 @@ def serving(
     return scheduler, runner
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid", "mamba2", "falcon_mamba", "zamba2"])
 def test_tokens_are_those_of_each_request_alone(kind: str, tmp_path: Path) -> None:
     """With more and fewer snapshots, pages of which some are evicted, and requests that are preempted."""
     path = make_hybrid(kind, tmp_path)

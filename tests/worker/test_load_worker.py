@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.config import CacheConfig, ClusterConfig, ModelConfig
+from tests.helpers_hybrid import make_hybrid
 from tests.helpers_models import make_checkpoint
 from worker_proc.choices import choose_dtype
 from worker_proc.errors import ModelError
@@ -52,3 +53,11 @@ def test_checkpoints_with_codes_and_float16_scales_are_computed_in_bfloat16() ->
     assert choose_dtype(ModelConfig("m"), info) == torch.bfloat16
     assert choose_dtype(ModelConfig("m", dtype="float16"), info) == torch.float16
     assert choose_dtype(ModelConfig("m"), replace(info, quantization=None)) == torch.float16
+
+
+def test_a_model_without_attention_has_pages_that_take_nothing(tmp_path: Path) -> None:
+    path = make_hybrid("mamba2", tmp_path / "model")
+    config = ClusterConfig(str(tmp_path), ModelConfig(str(path), threads=1, context_len=4096))
+    loaded = load_worker(config, 0, "0", tmp_path / "store")
+    assert loaded.info["kv_bytes_per_token"] == 0 and loaded.info["num_pages"] == 256 * 4096 // 16
+    assert loaded.info["slots"] == 256 and loaded.info["snapshots"]

@@ -220,7 +220,7 @@ def test_rope_equals_transformers_to_the_bit(rope: dict[str, Any], old_spelling:
     assert spec.attention_factor == theirs.attention_scaling
 
 
-@pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if kind not in ("bloom", "mamba")))
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_describe_agrees_with_transformers(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
     info, config = describe(path), make_config(kind)

@@ -128,6 +128,24 @@ def test_states_of_recurrent_layers_take_a_part_of_the_memory(monkeypatch: pytes
     assert said.endswith("; states of 3 requests and 2 snapshots, 0.00 GiB")
 
 
+def test_without_attention_states_take_all_of_the_memory_and_pages_none() -> None:
+    state = StateSpec(StateKey(0, "recurrent", 0), (2**10, 2**8), torch.float32)  # 1 MiB
+    spec = KVSpec((), torch.float32, states=(state,))
+
+    def size(context_len: int, **cache: int) -> CacheSize:
+        limits = {"ranks": 1, "context_len": context_len, "max_running": 256}
+        return choose_size(CacheConfig(page_size=16, **cache), spec, device=CPU, **limits)
+
+    mib = 2**20
+    assert spec.bytes_per_token == spec.num_kv_heads == spec.k_head_dim == 0
+    assert size(1024, kv_bytes=64 * mib) == CacheSize(32 * 64, 32, 32)  # as many tokens as all requests may have
+    assert size(2**18, kv_bytes=64 * mib) == CacheSize(2**17, 32, 32)  # or 2 million
+    assert size(2**22, kv_bytes=64 * mib) == CacheSize(2**18, 32, 32)  # or a context window
+    assert size(2**22, kv_tokens=100).num_pages == 7
+    with pytest.raises(ModelError, match=r"kv_memory = 2097151: 1/2 of .* keep of one request, 1048576 bytes"):
+        size(1024, kv_bytes=2 * mib - 1)
+
+
 FAULTS = """
 import resource, torch
 from worker_proc.memory import keep_freed_memory

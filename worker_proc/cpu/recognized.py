@@ -13,6 +13,7 @@ from worker_proc.cpu.linear import Finish
 
 _ROUNDING = 0.05  # of what a layer in bfloat16 makes of a token; an order of magnitude above what is seen
 _NOTHING = 1e-6  # what is left of a gate far below 0, whose size rounding decides
+_LINEAR = ("Linear", "FalconLinear")  # the latter rounds before it adds the bias
 _ACTIVATIONS = ("act_fn", "activation_fn", "activation")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _STACKED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gates before ups
@@ -47,8 +48,9 @@ class RmsNorm:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether it is torch's linear layer, in bfloat16 and in main memory."""
-    return type(module) is nn.Linear and module.weight.dtype == torch.bfloat16 and module.weight.device.type == "cpu"
+    """Whether it is torch's linear layer, or one that is the same but for rounding, in bfloat16 and in main memory."""
+    known = isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR
+    return known and module.weight.dtype == torch.bfloat16 and module.weight.device.type == "cpu"
 
 
 def gated_mlp(module: Any) -> GatedMlp | None:

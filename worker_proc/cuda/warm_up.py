@@ -54,7 +54,7 @@ def compile_kernels(
     batches = [*(step(chunk, 1, -(-chunk // page_size)) for chunk in chunks), step(0, 1, 1)]
     if isinstance(model, CudaDecoder):
         batches += [step(0, rows, 1) for rows in sorted({min(rows, max_rows) for rows in SIZES} - {1})]
-    if isinstance(attention, TritonAttention):
+    if isinstance(attention, TritonAttention) and spec.layers:
         kinds = attention.decode_kinds(max_rows, spec.num_kv_heads, page_size, columns)
         several = isinstance(model, CudaDecoder)  # others are not told of shared pages
         batches += [step(0, kind.rows, kind.columns, kind.shared) for kind in kinds if several or not kind.shared]

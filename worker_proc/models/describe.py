@@ -16,6 +16,7 @@ from worker_proc.quantization.stored_config import parse_stored
 from worker_proc.weights import Checkpoint, read_json
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_UNLIMITED = 2**18  # tokens of models without attention, which have no limit; what Codestral Mamba was tested with
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODE_DTYPES = ("I64", "I32", "U8", "I8", "F8_E4M3")  # quantized weights, and what belongs to them
 _SCALES = (".scales", "_scale", "_scale_inv")  # whose precision is not that of the model
@@ -64,6 +65,8 @@ def context_limit(config: Config) -> int:
     the lengths at which they do not, as is dual chunk attention to those at which it is the plain one.
     """
     limit = next((positive_int(config, key) for key in _CONTEXT_KEYS if config.get(key) is not None), None)
+    if limit is None and config.get("num_attention_heads") is None:
+        return _UNLIMITED
     if limit is None:
         raise ModelError("max_position_embeddings", None, "the context length is not known")
     limit = min(limit, dual_chunk_limit(config) or limit)
@@ -80,7 +83,7 @@ def context_limit(config: Config) -> int:
 
 def _with_defaults(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     known = class_config(directory, config)  # only for configs that leave keys to their class
-    keys = ("vocab_size", "eos_token_id", *_CONTEXT_KEYS)
+    keys = ("vocab_size", "eos_token_id", "num_attention_heads", *_CONTEXT_KEYS)
     return {key: getattr(known, key) for key in keys if getattr(known, key, None) is not None} | config
 
 

@@ -97,9 +97,20 @@ def has_recurrent_layers(path: str | Path) -> bool:
     config = read_config(directory)
     if is_native(config):
         return False
-    from worker_proc.models import transformers_backend
+    from worker_proc.models import mixers, transformers_backend
 
-    return transformers_backend.has_recurrent_layers(directory, config)
+    return transformers_backend.has_modules(directory, config, mixers.keeps_states)
+
+
+def keys_hold_positions(path: str | Path) -> bool:
+    """Whether keys of a checkpoint directory's model have a position in them (ALiBi), by its configuration alone."""
+    directory = Path(path)
+    config = read_config(directory)
+    if is_native(config):
+        return False
+    from worker_proc.models import own_attention, transformers_backend
+
+    return transformers_backend.has_modules(directory, config, own_attention.adds_positions)
 
 
 def load_gpu_model(

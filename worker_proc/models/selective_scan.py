@@ -1,4 +1,5 @@
-"""Mamba-1 layers (Gu and Dao, 2023; Jamba), by torch, from a state: transformers' own begin every prompt anew.
+"""Mamba-1 layers (Gu and Dao, 2023), by torch, from a state: transformers' own begin every prompt anew. Mamba,
+Falcon-Mamba and Jamba have them.
 
 The recurrence goes token by token; all that is around it takes the tokens of a chunk together.
 """
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _PARTS = (
-    "in_proj", "conv1d", "act", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "A_log", "D",
-    "out_proj", "time_step_rank", "ssm_state_size",
+    "in_proj", "conv1d", "act", "x_proj", "dt_proj", "A_log", "D", "out_proj", "time_step_rank", "ssm_state_size",
 )  # fmt: skip
+_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # of step sizes, B and C: not in Mamba
 _BLOCK = 64  # tokens whose products of states and step sizes are in memory together
 
 
@@ -24,7 +25,7 @@ class View(Protocol):
 
 
 def supports(module: nn.Module) -> bool:
-    """Whether it is such a layer of a transformers model, with norms of step sizes, B and C."""
+    """Whether it is such a layer of a transformers model."""
     layer: Any = module
     return all(hasattr(module, name) for name in _PARTS) and bool(layer.A_log.dim() == 2)
 
@@ -36,6 +37,7 @@ class SelectiveScan:
         self._layer = layer
         self._rate = -layer.A_log.detach().float().exp()  # [I, N]
         self._skip = layer.D.detach().float()
+        self._norms = [getattr(layer, name, nn.Identity()) for name in _NORMS]
 
     def forward(self, hidden: Tensor, view: View) -> Tensor:
         """`hidden` `[B, T, H]` of sequences whose states are `view`, which is changed, to as much."""
@@ -45,10 +47,7 @@ class SelectiveScan:
         x = F.conv1d(seen, layer.conv1d.weight, layer.conv1d.bias, groups=seen.shape[1])[..., -tokens:]
         x = layer.act(x).transpose(1, 2)
         parts = layer.x_proj(x).split([layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size], dim=-1)
-        step, into, out_of = (
-            norm(part)
-            for norm, part in zip((layer.dt_layernorm, layer.b_layernorm, layer.c_layernorm), parts, strict=True)
-        )
+        step, into, out_of = (norm(part) for norm, part in zip(self._norms, parts, strict=True))
         step = F.softplus(layer.dt_proj(step).float())
         state = view.get_recurrent_state(layer.layer_idx)  # [B, I, N]
         made = []

@@ -9,9 +9,9 @@ ends with a check (`backend_check`) of the loaded weights against the model's ow
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,20 @@ from worker_proc.cpu.modules import NativeHead, pack_modules, plain_bytes
 from worker_proc.cpu.sampling import NativeDraws
 from worker_proc.cpu.weights import compresses
 from worker_proc.errors import ModelError
-from worker_proc.kv_cache import KVCache, KVHeads, KVSpec
+from worker_proc.kv_cache import KVCache, KVSpec
 from worker_proc.models.divided import MODEL_TYPES, DividedModel
 from worker_proc.models.families import check_servable
 from worker_proc.models.language_part import NAMES, WHOLE, is_multimodal, name_alone
 from worker_proc.models.loading import Progress
 from worker_proc.models.mixers import Mixers, keeps_states
-from worker_proc.models.query_temperature import QueryTemperature, tempered
+from worker_proc.models.own_attention import OwnAttention, asks_interface, computes_attention
+from worker_proc.models.paged_call import ATTENTION_NAME, AttentionCall, PagedStep
+from worker_proc.models.query_temperature import QueryTemperature
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.weights import Checkpoint
 
 hf: Any = transformers  # its annotations vary between the versions that are supported
-
-ATTENTION_NAME = "rhizome_paged"
 
 _WITHOUT_MEMORY = ("mlp", "moe")  # kinds of layers that know nothing of other tokens (Nemotron-H)
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")  # `hybrid` has attention beside it or after it
@@ -48,108 +48,21 @@ _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _CHUNKED = "chunked_attention"
 _LAYER_KINDS = ("full_attention", "sliding_attention", _CHUNKED, *_RECURRENT, *_WITHOUT_MEMORY)
 
-# Keyword arguments that models pass along to attention and that do not change its result.
-_HARMLESS = {"position_ids", "position_embeddings", "cache_position", "use_cache", "return_dict"}
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """What one layer asked of attention."""
-
-    layer: int
-    heads: KVHeads
-    window: int | None
-    key: Tensor  # whose identity tells layers that read what another one has made
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedStep:
-    """Travels from `TransformersModel.forward` through the model to `paged_attention`.
-
-    Without a cache nothing is computed, and calls are only noted down. `places` are the layers' in the cache; those
-    in `chunked` see `chunks`, which is `batch` as `in_chunks` gives it.
-    """
-
-    batch: ForwardBatch | None
-    cache: KVCache | None
-    attention: AttentionBackend
-    places: Mapping[int, int] = field(default_factory=dict)
-    calls: list[AttentionCall] = field(default_factory=list)
-    chunked: frozenset[int] = frozenset()
-    chunks: ForwardBatch | None = None
-
-
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    rhizome_step: PagedStep | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """The function registered with transformers. `query` `[1, Hq, T, Dk]`, `key` and `value` `[1, Hkv, T, D]` to
-    `[1, T, Hq, Dv]`. Raises ModelError naming an argument that it cannot honour."""
-    who = type(module).__name__
-    if rhizome_step is None:
-        raise ModelError("attention", who, "the model does not pass keyword arguments through to its attention")
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise ModelError("layer_idx", layer, f"{who} does not know its layer")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unsupported = {**others, "attention_mask": attention_mask, "dropout": dropout, "is_causal": not causal}
-    for name, given in unsupported.items():
-        if name not in _HARMLESS and not _is_neutral(given):
-            shown = list(given.shape) if isinstance(given, Tensor) else given
-            raise ModelError(name, shown, f"{who} asks for something that paged attention does not do")
-    batch = rhizome_step.chunks if layer in rhizome_step.chunked else rhizome_step.batch
-    if batch is None or rhizome_step.cache is None:
-        heads = KVHeads(key.shape[1], key.shape[3], value.shape[3])
-        rhizome_step.calls.append(AttentionCall(layer, heads, sliding_window, key))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    query = tempered(module, query, batch.positions)
-    out = rhizome_step.attention.forward(
-        rhizome_step.places[layer],
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        batch,
-        rhizome_step.cache,
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux.float() if s_aux is not None else None,
-    )
-    return out[None], None
-
-
-hf.AttentionInterface.register(ATTENTION_NAME, paged_attention)
-
-
-def _is_neutral(value: object) -> bool:
-    """None, False and 0 ask for nothing."""
-    return value is None or (isinstance(value, bool | int | float) and not value)
-
 
 class TransformersModel:
     """A transformers model as a `LanguageModel`."""
 
     def __init__(self, model: Any, attention: AttentionBackend, native: NativeLibrary | None = None) -> None:
-        """`model` is a `PreTrainedModel` for causal language modelling that uses `ATTENTION_NAME`; `native` kernels
-        compute recurrent layers that they know. Raises ModelError if one of its layers does not go through the
+        """`model` is a `PreTrainedModel` for causal language modelling, made with what `_implementation` says; `native`
+        kernels compute recurrent layers that they know. Raises ModelError if one of its layers does not go through the
         attention interface, or not as its config says."""
         self.model = model
         self.attention = attention
         self.config = model.config.get_text_config(decoder=True)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes = inspect.signature(model.forward).parameters
         self._mixers = Mixers(model, native)
+        self._own = OwnAttention(model)
+        self._asks = model.config._attn_implementation == ATTENTION_NAME
         self._temperature = QueryTemperature(model)
         kinds = getattr(self.config, "layer_types", None) or ()
         self._chunked = frozenset(layer for layer, kind in enumerate(kinds) if kind == _CHUNKED)
@@ -172,12 +85,14 @@ class TransformersModel:
         chunks = in_chunks(batch, self._chunk, cache.page_size) if self._chunk is not None else None
         step = PagedStep(batch, cache, self.attention, self._places, chunked=self._chunked, chunks=chunks)
         with self._mixers.on(batch, cache.states) if cache.states is not None else nullcontext():
-            return self._run(batch.token_ids, batch.positions, batch.logit_rows, rhizome_step=step)
+            return self._run(batch.token_ids, batch.positions, batch.logit_rows, step)
 
     @torch.inference_mode()
     def forward_plain(self, token_ids: Tensor) -> Tensor:
         """Float32 logits `[T, vocab]` of one sequence from its start, by the model's own unpaged attention."""
         positions = torch.arange(token_ids.shape[0], device=token_ids.device)
+        if not self._asks:
+            return self._run(token_ids, positions, positions)
         self.model.set_attn_implementation("eager")
         try:
             with self._temperature.own():
@@ -185,11 +100,16 @@ class TransformersModel:
         finally:
             self.model.set_attn_implementation(ATTENTION_NAME)
 
-    def _run(self, token_ids: Tensor, positions: Tensor, rows: Tensor, **extra: Any) -> Tensor:
-        if self._keeps_logits:
-            extra["logits_to_keep"] = rows
-        output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
-        logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, rows)
+    def _run(self, token_ids: Tensor, positions: Tensor, rows: Tensor, step: PagedStep | None = None) -> Tensor:
+        named: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": rows, "rhizome_step": step}
+        if step is None:
+            del named["rhizome_step"]
+        if not any(each.kind is each.VAR_KEYWORD for each in self._takes.values()):
+            named = {name: value for name, value in named.items() if name in self._takes}
+        with self._own.on(step) if step is not None else nullcontext():
+            output = self.model(input_ids=token_ids[None], use_cache=False, **named)
+        keeps = "logits_to_keep" in self._takes
+        logits = output.logits[0] if keeps else output.logits[0].index_select(0, rows)
         return logits[:, : self.vocab_size].float()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
@@ -200,7 +120,7 @@ class TransformersModel:
         tokens = torch.arange(2, device=self.model.device)
         step = PagedStep(None, None, self.attention)
         with self._mixers.recorded() as recorder:
-            self._run(tokens, tokens, tokens, rhizome_step=step)
+            self._run(tokens, tokens, tokens, step)
         self._check_layers({call.layer for call in step.calls}, len(step.calls))
         held: list[AttentionCall] = []
         places: dict[int, int] = {}
@@ -225,8 +145,6 @@ class TransformersModel:
             raise ModelError(
                 "num_hidden_layers", layers, f"only layers {sorted(seen)} go through the attention interface"
             )
-        if not attending:
-            raise ModelError("model_type", self.config.model_type, "no layer attends: there is nothing to page")
 
 
 class GreedyTransformersModel(TransformersModel):
@@ -333,6 +251,7 @@ def _read_model(
         if whole and divided is not None:
             raise ModelError("tp", divided.size, f"{config.model_type} is read as a whole, with its towers; use tp = 1")
         renamed = NAMES if multimodal and not whole else None
+        asked = _implementation(config, kind, known)
         # Builds the model on the meta device, streams memory-mapped tensors into it, and recomputes buffers that are
         # not stored, such as rotary frequencies.
         with divided.loading(known[type(config)]) if divided is not None else nullcontext(kind) as kind:
@@ -341,7 +260,7 @@ def _read_model(
                 config=config,
                 key_mapping=renamed,
                 dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=asked,
                 use_safetensors=True,
                 output_loading_info=True,
                 **_LOCAL,
@@ -352,8 +271,10 @@ def _read_model(
         raise ModelError("model_type", model_type, f"transformers cannot load the model: {error}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in found.get(problem) or ())
-        if problem == "unexpected_keys" and multimodal:
-            names = [name for name in names if name_alone(name) in checkpoint.tensors]  # the others are of towers
+        if problem == "unexpected_keys":
+            names = [name for name in names if not _is_old_mask(name, checkpoint)]
+            if multimodal:
+                names = [name for name in names if name_alone(name) in checkpoint.tensors]  # the others are of towers
         if names:
             raise ModelError(names[0], problem, f"{len(names)} tensors do not fit the model")
     if whole:
@@ -361,6 +282,15 @@ def _read_model(
     if divided is not None:
         divided.finish(model)
     return model
+
+
+def _is_old_mask(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a stored tensor is a causal mask, or the number that took the place of masked scores: old versions of
+    GPT-Neo, GPT-J and CodeGen kept them beside their weights."""
+    entry = checkpoint.tensors.get(name)
+    if entry is None or not name.endswith((".bias", ".masked_bias", ".causal_mask")):
+        return False
+    return not entry.shape or (len(entry.shape) == 4 and entry.shape[:2] == (1, 1) and entry.shape[2] == entry.shape[3])
 
 
 def _kind_of(directory: Path, raw_config: Mapping[str, Any]) -> tuple[Any, Any, Any, bool, bool]:
@@ -382,16 +312,45 @@ def _kind_of(directory: Path, raw_config: Mapping[str, Any]) -> tuple[Any, Any, 
     return config, kind, known, multimodal, whole
 
 
-def has_recurrent_layers(directory: Path, raw_config: Mapping[str, Any]) -> bool:
-    """Before any weight is read: the model is made without memory. What transformers cannot make has none; loading says
-    why."""
+def _implementation(config: Any, kind: Any, known: Mapping[type, Any]) -> str | None:
+    """Of attention, for a model whose class says that it asks for it, or one of whose modules does; None, which leaves
+    it to transformers, where all that compute it do that by themselves. Raises ModelError before weights are read."""
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()).intersection(_RECURRENT)
+    if not kinds and getattr(known[type(config)], "_supports_attention_backend", False):
+        return ATTENTION_NAME
+    modules = list(_without_weights(config, kind).modules())
+    if kinds and not any(map(keeps_states, modules)):
+        raise ModelError("layer_types", kinds.pop(), f"how layers of {config.model_type} keep states is not known")
+    if any(map(keeps_states, modules)):
+        return ATTENTION_NAME
+    if any(map(computes_attention, modules)):
+        return None
+    if not any(map(asks_interface, modules)):
+        reason = "its layers do not go through transformers' attention interface"
+        raise ModelError("model_type", config.model_type, reason)
+    if "position_ids" not in inspect.signature(known[type(config)].forward).parameters:
+        raise ModelError(
+            "model_type", config.model_type, "it counts positions by itself, as if a step were one sequence"
+        )
+    return ATTENTION_NAME
+
+
+def _without_weights(config: Any, kind: Any) -> nn.Module:
+    """A model that takes no memory. Raises whatever transformers does."""
+    with torch.device("meta"):
+        model: nn.Module = kind.from_config(deepcopy(config))
+    return model
+
+
+def has_modules(directory: Path, raw_config: Mapping[str, Any], kind_of: Callable[[nn.Module], bool]) -> bool:
+    """Whether a model has modules of a kind, before any weight is read: it is made without memory. What transformers
+    cannot make has none; loading says why."""
     try:
         config, kind, *_ = _kind_of(directory, raw_config)
-        with torch.device("meta"):
-            model = kind.from_config(config)
+        model = _without_weights(config, kind)
     except (ModelError, ValueError, OSError, KeyError, RuntimeError, ImportError):
         return False
-    return any(map(keeps_states, model.modules()))
+    return any(map(kind_of, model.modules()))
 
 
 def _drop_towers(model: Any) -> None:
@@ -412,8 +371,6 @@ def _check_config(config: Any, known: Mapping[type, Any], model_type: str) -> No
     """Refuse by name what cannot be right, before any weight is read. `known` are the classes of models by config."""
     if type(config) not in known:
         raise ModelError("model_type", model_type, "transformers has no causal language model of this type")
-    if not any(getattr(known[type(config)], flag, False) for flag in ("_supports_attention_backend", "_is_stateful")):
-        raise ModelError("model_type", model_type, "its layers do not go through transformers' attention interface")
     config = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
