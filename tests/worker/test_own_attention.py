@@ -1,5 +1,6 @@
 """Models that compute attention by themselves, or do not hand on what ours needs, against transformers' generate."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,13 @@ def test_others_are_refused_before_weights_are_read(kind: str, field: str, tmp_p
     assert caught.value.field == field
 
 
-def test_weights_of_the_base_model_alone_are_read(tmp_path: Path) -> None:
-    """As BLOOM's are stored."""
-    path = make("bloom", tmp_path / "whole")
-    AutoModelForCausalLM.from_pretrained(path).transformer.save_pretrained(tmp_path / "base")
-    assert generate(load(tmp_path / "base"), PROMPTS, NEW_TOKENS) == answers("bloom", path)
+def test_published_files_of_bloom(tmp_path: Path) -> None:
+    """Weights of the base model alone, under their old names, and a config that does not say how long a context is."""
+    path, base = make("bloom", tmp_path / "whole"), tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(path).transformer.save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"n_embed": config.pop("hidden_size"), "num_attention_heads": config.pop("n_head")}
+    del config["seq_length"], config["max_position_embeddings"]
+    (base / "config.json").write_text(json.dumps(config | {"architectures": ["BloomForCausalLM"]}))
+    assert describe(base).context_length == 2048
+    assert generate(load(base), PROMPTS, NEW_TOKENS) == answers("bloom", path)

@@ -17,6 +17,7 @@ from worker_proc.weights import Checkpoint, read_json
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _UNLIMITED = 2**18  # tokens of models without attention, which have no limit; what Codestral Mamba was tested with
+_BLOOM = 2048  # tokens that it was trained with
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODE_DTYPES = ("I64", "I32", "U8", "I8", "F8_E4M3")  # quantized weights, and what belongs to them
 _SCALES = (".scales", "_scale", "_scale_inv")  # whose precision is not that of the model
@@ -67,6 +68,8 @@ def context_limit(config: Config) -> int:
     limit = next((positive_int(config, key) for key in _CONTEXT_KEYS if config.get(key) is not None), None)
     if limit is None and config.get("num_attention_heads") is None:
         return _UNLIMITED
+    if limit is None and config["model_type"] == "bloom":
+        return _BLOOM  # some of its files say nothing
     if limit is None:
         raise ModelError("max_position_embeddings", None, "the context length is not known")
     limit = min(limit, dual_chunk_limit(config) or limit)
