@@ -156,6 +156,20 @@ def test_a_linear_layer_of_any_shape(
             model(x.float())
 
 
+def test_a_packed_weight_is_unpacked_where_something_is_computed_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mamba looks at the dtype of its head in every step."""
+    layer = nn.Linear(64, 48, bias=False).bfloat16()
+    model = nn.Sequential(layer)
+    pack_modules(model, load_library(LEVELS[0]), compress=False)
+    packed, x = model[0], torch.randn(64, 3).bfloat16()
+    assert isinstance(packed, NativeLinear) and torch.equal(packed.weight @ x, layer.weight @ x)
+    monkeypatch.setattr(packed.matrix, "unpack", lambda rows: pytest.fail("it is unpacked"))
+    weight = packed.weight
+    assert (weight.dtype, weight.shape, weight.device) == (torch.bfloat16, (48, 64), torch.device("cpu"))
+
+
 def make_experts(count: int, hidden: int, channels: int, **fields: Any) -> Any:
     config = make_config(
         "mixtral", num_local_experts=count, hidden_size=hidden, intermediate_size=channels, num_attention_heads=1,

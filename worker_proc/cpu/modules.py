@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.library import NativeLibrary
@@ -26,6 +27,25 @@ from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 _AT_ONCE = 8192  # outputs of a head that are rounded together
 
 
+class UnpackedLate(Tensor):
+    """The bfloat16 weight of a packed matrix, which is unpacked, and anew, where something is computed with it."""
+
+    matrix: PackedMatrix
+
+    @staticmethod
+    def __new__(cls, matrix: PackedMatrix, shape: tuple[int, int]) -> "UnpackedLate":
+        made: UnpackedLate = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16)
+        made.matrix = matrix
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        def unpacked(value: Any) -> Any:
+            return value.matrix.unpack(torch.arange(value.shape[0])) if isinstance(value, cls) else value
+
+        return func(*tree_map(unpacked, args), **tree_map(unpacked, kwargs or {}))
+
+
 class NativeLinear(nn.Module):
     """`nn.Linear` in bfloat16, with sums in float32."""
 
@@ -36,8 +56,8 @@ class NativeLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """`[out, in]`, unpacked anew: for models that look at it."""
-        return self.matrix.unpack(torch.arange(self.out_features))
+        """`[out, in]`, for models that look at it, most of them at its dtype alone."""
+        return UnpackedLate(self.matrix, (self.out_features, self.in_features))
 
     @property
     def bias(self) -> Tensor | None:
