@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import zmq
 
-from common.codec import Message, RefusedFrames, encode
+from common.codec import Message, RefusedFrames, checked, encode
 from common.config import ClusterConfig
 from common.log import set_up_logging
 from common.memory import settle_memory
@@ -85,9 +85,10 @@ class Child:
         self.tell(Progress(self.name, done, total))
 
     def ready(self, labels: dict[str, str] | None = None, **info: int) -> Go | None:
-        """Say that this process is ready and wait until all are. None: the child shall stop instead."""
+        """Say that this process is ready and wait until all are. None: the child shall stop instead. Raises FieldError
+        where the launcher would not take what is said."""
         settle_memory()
-        self.tell(Ready(self.name, os.getpid(), info, labels or {}))
+        self.tell(checked(Ready(self.name, os.getpid(), info, labels or {})))
         poller = zmq.Poller()
         poller.register(self.control, zmq.POLLIN)
         poller.register(self.wake_fd, zmq.POLLIN)
@@ -160,7 +161,8 @@ def run_child(name: str, run_dir: Path, life_fd: int, main: Callable[[Child], No
     except Exception as error:
         log.debug("%s failed", name, exc_info=True)
         log.error("%s: %s", type(error).__name__, error)
-        child.tell(Fatal(name, f"{type(error).__name__}: {error}"[:8000]))
+        problem = f"{type(error).__name__}: {error}"[:8000]
+        child.tell(Fatal(name, problem.encode(errors="replace").decode()))  # it may name a file in other bytes
         child.close()
         sys.exit(1)
     child.close()

@@ -78,6 +78,7 @@ _BY_TAG: dict[int, type[Message]] = {}
 _CHECKERS: dict[type, tuple[tuple[str, Checker], ...]] = {}
 _LAYOUTS: dict[type, Layout] = {}
 _M = TypeVar("_M", bound=type)
+_T = TypeVar("_T", bound=Message)
 
 
 def schema_of(cls: type) -> tuple[tuple[str, Checker], ...]:
@@ -163,6 +164,14 @@ def encode(msg: Message) -> bytes:
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError("oversized", f"{len(frame)} bytes, the limit is {MAX_FRAME_BYTES}")
     return frame
+
+
+def checked(msg: _T) -> _T:
+    """The message, if whoever receives it takes it. Raises FieldError naming message, field and limit: a sender that
+    waits for what follows should end with that, as nothing follows a frame that is refused."""
+    layout = layout_of(type(msg))
+    layout.unpack(type(msg), layout.pack(msg), f"{type(msg).__name__}.")
+    return msg
 
 
 def decode(frame: bytes | memoryview, allowed: Collection[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Any:

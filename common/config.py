@@ -38,6 +38,15 @@ def _check(ok: bool, field: str, rule: str) -> None:
         raise ConfigError(f"{field.replace('_', '-')} must be {rule}")
 
 
+def _is_text(value: str) -> bool:
+    """Whether it can be sent and shown: names of files, and arguments, may be other bytes than UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What is served. `context_len` None takes the model's own; `threads` are CPU threads per worker rank.
@@ -65,6 +74,7 @@ class ModelConfig:
     quantization_group_size: int | None = None
 
     def __post_init__(self) -> None:
+        _check(_is_text(self.path), "model", f"a path in UTF-8, got {self.path!r}")
         _check(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         _check(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
         _check(self.cpu_kernels in CPU_KERNELS, "cpu_kernels", f"one of {', '.join(CPU_KERNELS)}")
@@ -218,8 +228,8 @@ class HttpConfig:
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", "between 0 and 65535")
         _check(0 < len(self.host) <= 255, "host", "a name or address")
-        ok = len(self.served_names) <= 16 and all(0 < len(name) <= 256 for name in self.served_names)
-        _check(ok, "served_model_name", "given at most 16 times, with 1 to 256 characters")
+        ok = len(self.served_names) <= 16 and all(0 < len(name) <= 256 and _is_text(name) for name in self.served_names)
+        _check(ok, "served_model_name", "given at most 16 times, with 1 to 256 characters in UTF-8")
         _check(0 <= self.key_concurrency <= 10**6, "key_concurrency", "between 0 (no limit) and 1000000")
         _check(1024 <= self.max_body_bytes <= 2**30, "max_body", "between 1KiB and 1GiB")
         ok = self.generation_config in GENERATION_CONFIGS

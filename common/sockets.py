@@ -37,6 +37,10 @@ class Endpoints:
 
     def __init__(self, run_dir: Path):
         self._dir = run_dir
+        try:
+            str(run_dir).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"run directory {str(run_dir)!r} must be a path in UTF-8") from None
         longest = max(len(os.fsencode(a)) for a in (self.detokenizer(10**6), self.plan(9999, 10**6))) - len("ipc://")
         if longest > MAX_IPC_PATH:
             limit = MAX_IPC_PATH - (longest - len(os.fsencode(run_dir)))

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from common.child import END
+from common.codec import checked
 from common.config import ClusterConfig
+from common.fields import FieldError
 from common.messages import Drained, Fatal, Go, Joined, Progress, Pulse, Ready, Resync, ints
 from common.run_dir import RunDir
 from common.sockets import Endpoints
@@ -364,10 +366,11 @@ def _failure(proc: Proc, when: str = "") -> str:
 
 
 def _limits(workers: list[Ready]) -> Go:
-    """The limits that hold for all ranks; end-of-sequence ids come as eos_0, eos_1, ..."""
+    """The limits that hold for all ranks; end-of-sequence ids come as eos_0, eos_1, ... Raises ClusterError where
+    they are beyond what can be announced."""
     info = workers[0].info
     eos = sorted(value for key, value in info.items() if key.startswith("eos_"))
-    return Go(
+    go = Go(
         num_pages=min(w.info["num_pages"] for w in workers),
         page_size=info["page_size"],
         context_len=info["context_len"],
@@ -379,6 +382,10 @@ def _limits(workers: list[Ready]) -> Go:
         slots=min(w.info.get("slots", 0) for w in workers),
         snapshots=min(w.info.get("snapshots", 0) for w in workers),
     )
+    try:
+        return checked(go)
+    except FieldError as error:
+        raise ClusterError(f"the workers' limits cannot be announced: {error}") from None
 
 
 def _bare(go: Go) -> Go:

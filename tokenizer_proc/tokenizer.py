@@ -23,7 +23,7 @@ import zmq
 
 from common.async_reader import AsyncReader
 from common.child import Child, child_options, run_child, until_next
-from common.codec import Message
+from common.codec import Message, checked
 from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
 from common.sockets import AT_ONCE, MORE, Inbox, Outbox, open_socket
 from common.stamps import Lost, Stamper
@@ -225,7 +225,7 @@ async def _keep_links(child: Child, go: Go, links: Links, frontend: Frontend, ne
 
 def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder, end: str) -> Info:
     config = child.config
-    return Info(
+    info = Info(
         rid=0,
         model=config.model.path,
         names=config.http.names(config.model.path),
@@ -242,6 +242,7 @@ def _info(child: Child, go: Go, limits: Limits, encoder: PromptEncoder, end: str
         prompt_end=end,
         takes_tools=encoder.takes_tools,
     )
+    return checked(info)  # the gateway waits for it
 
 
 async def _last_answers(frontend: Frontend, receiving: "asyncio.Task[None]") -> None:

@@ -80,6 +80,9 @@ def choose_size(
                 budget,
                 f"bytes ({source}) do not hold one page of {cache.page_size} tokens, which needs {page_bytes} bytes",
             )
+    if pages * cache.page_size < 2:
+        reason = "one page of one token holds no request, which has at least 2 tokens, one of them of the answer"
+        raise ModelError("kv_tokens" if cache.kv_tokens is not None else "kv_memory", cache.kv_tokens or budget, reason)
     if cache.kv_tokens is not None or cache.kv_bytes is not None:
         room, where = _room(device, activations + states)
         ranks_here = ranks if device.type == "cpu" else 1  # a GPU is of one rank alone

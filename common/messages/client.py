@@ -10,6 +10,7 @@ from common.messages.types import (
     MAX_CHAT_MESSAGES,
     MAX_CHOICES,
     MAX_COUNT,
+    MAX_END_TOKENS,
     MAX_PROMPT_CHARS,
     MAX_PROMPT_END,
     MAX_TEMPLATE_ARGS_CHARS,
@@ -198,7 +199,7 @@ class Info:
     kv_tokens: Annotated[int, Int(1, MAX_COUNT)]
     page_size: Annotated[int, Int(1, 4096)]
     vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
-    eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
+    eos_token_ids: Annotated[IntArray, Ints(MAX_END_TOKENS, 0, MAX_TOKEN_ID)]
     chat_template: Annotated[str, Str(MAX_TEMPLATE_CHARS)]
     started_at: Annotated[int, Int(0, MAX_COUNT)]
     prompt_end: Annotated[str, Str(MAX_PROMPT_END)] = ""

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from common.codec import message
 from common.fields import Bool, Int, IntArray, Ints, MapOf, Str
-from common.messages.types import MAX_BATCH_TOKENS, MAX_COUNT, MAX_RID, Number
+from common.messages.types import MAX_BATCH_TOKENS, MAX_COUNT, MAX_END_TOKENS, MAX_RID, Number
 from common.sampling_params import MAX_TOKEN_ID
 
 
@@ -18,7 +18,7 @@ class Ready:
     TAG: ClassVar[int] = 13
     name: Annotated[str, Str(64, 1)]
     pid: Annotated[int, Int(1, 2**31)]
-    info: Annotated[dict[str, int], MapOf(Int(0, MAX_COUNT), 64)]
+    info: Annotated[dict[str, int], MapOf(Int(0, MAX_RID), 64 + MAX_END_TOKENS)]
     labels: Annotated[dict[str, str], MapOf(Str(256), 16)] = field(default_factory=dict)
 
 
@@ -53,7 +53,7 @@ class Go:
     page_size: Annotated[int, Int(1, 4096)]
     context_len: Annotated[int, Int(2, MAX_BATCH_TOKENS)]
     vocab_size: Annotated[int, Int(1, MAX_TOKEN_ID)]
-    eos_token_ids: Annotated[IntArray, Ints(256, 0, MAX_TOKEN_ID)]
+    eos_token_ids: Annotated[IntArray, Ints(MAX_END_TOKENS, 0, MAX_TOKEN_ID)]
     labels: Annotated[dict[str, str], MapOf(Str(256), 16)] = field(default_factory=dict)  # rank 0's, and `version`
     term: Number = 0
     epoch: Number = 0

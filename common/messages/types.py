@@ -23,6 +23,7 @@ MAX_TEMPLATE_ARGS_CHARS = 2**16
 MAX_COPIES = 2**21  # of pages in a plan, so that it fits in a frame
 MAX_STATE_SAVES = 2**15  # in a plan
 MAX_COUNT = 2**62
+MAX_END_TOKENS = 256  # by which a model ends its answers
 MAX_MS = 2**31 - 1
 
 Rid = Annotated[int, Int(0, MAX_RID)]

@@ -16,6 +16,7 @@ from common.codec import (
     FrameError,
     RefusedFrames,
     Struct,
+    checked,
     decode,
     encode,
     message,
@@ -220,6 +221,22 @@ def test_a_message_that_nobody_would_take_is_not_sent() -> None:
     draw = SamplingParams().draw(0)
     with pytest.raises(FrameError, match="oversized"):
         encode(AddRequest(1, too_long, 1, array("i"), draw))
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(0, 400), st.text(max_size=300) | st.just("\ud800"))
+def test_a_sender_knows_what_would_be_refused(number: int, entries: int, label: str) -> None:
+    """Its own check, which names the field, and the receiver's say the same."""
+    msg = Ready("worker-0", 1, {f"n{i}": number for i in range(entries)}, {"architecture": label})
+    try:
+        frame = encode(msg)
+        taken = decode(frame, {Ready}) == msg
+    except (FrameError, OverflowError, UnicodeEncodeError):
+        taken = False
+    if taken:
+        assert checked(msg) is msg
+    else:
+        with pytest.raises(FieldError, match=r"^Ready\.(info|labels\.architecture)"):
+            checked(msg)
 
 
 def test_non_utf8_and_surrogates_are_refused() -> None:

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import launch
+from common.messages import Ready
 from launcher.liveness import STUCK_FACTOR, Liveness, left_alone
 from launcher.options import size
 from launcher.process import ROOT, Proc
 from launcher.restarts import Restarts
-from launcher.supervisor import ClusterError
+from launcher.supervisor import ClusterError, _limits
 from launcher.usage import OURS
 
 FROZEN_S = 3.0
@@ -40,6 +41,18 @@ def test_a_command_line_for_another_server() -> None:
     ):
         result = CliRunner().invoke(launch.main, args)
         assert result.exit_code == 2 and result.output.endswith(said), result.output
+
+
+# ---- what workers have said ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("field", "number"), [("context_len", 1), ("vocab_size", 2**31 - 1), ("num_pages", 0)])
+def test_limits_that_nobody_would_take_are_named(field: str, number: int) -> None:
+    info = {"num_pages": 4, "page_size": 16, "context_len": 64, "vocab_size": 99, "eos_0": 7, "eos_1": 3}
+    go = _limits([Ready("worker-0", 1, info), Ready("worker-1", 2, info | {"num_pages": 3})])
+    assert (go.num_pages, go.context_len, list(go.eos_token_ids)) == (3, 64, [3, 7])
+    with pytest.raises(ClusterError, match=rf"cannot be announced: Go\.{field}: must be between .*, got {number}$"):
+        _limits([Ready("worker-0", 1, info | {field: number})])
 
 
 # ---- restarts -----------------------------------------------------------------------------------------------------

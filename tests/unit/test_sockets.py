@@ -197,3 +197,5 @@ def test_endpoints_are_distinct_and_can_be_bound_in_the_longest_directory(
         Endpoints(short_dir / ("d" * (room + 1)))
     with pytest.raises(ValueError, match="too long for Unix sockets"):
         Endpoints(short_dir / ("é" * (room - 5)))
+    with pytest.raises(ValueError, match="must be a path in UTF-8"):
+        Endpoints(short_dir / "d\udcff")

@@ -241,6 +241,27 @@ def test_describe_reads_end_of_sequence_where_generation_does(tmp_path: Path) ->
         describe(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"eos_token_id": 2**31 - 1}, "eos_token_id = .*: must be a token id up to 2147483646"),
+        ({"eos_token_id": [-1]}, "eos_token_id = .*: must be a token id up to 2147483646"),
+        ({"eos_token_id": list(range(257))}, "eos_token_id = .*: 257 tokens end an answer, at most 256 may"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings = 1: a context window has at least 2 tokens"),
+        ({"vocab_size": 2**31}, "vocab_size = 2147483648: at most [0-9]+ tokens fit"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gptneox"])
+def test_describe_refuses_what_no_message_holds(kind: str, change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """Processes that wait for such a message would wait until the start's time is over."""
+    path = make_checkpoint(kind, tmp_path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=said):
+        describe(path)
+
+
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_without_a_word_of_it_the_end_is_that_of_the_familys_class(model_type: str, tmp_path: Path) -> None:
     end = AutoConfig.for_model(model_type).eos_token_id

@@ -57,6 +57,15 @@ def test_kv_bytes_are_for_one_rank() -> None:
     assert pages(CacheConfig(page_size=16, kv_bytes=5 * 16 * 512 + 1), ranks=4) == 5
 
 
+@pytest.mark.parametrize("size", [{"kv_tokens": 1}, {"kv_bytes": 1023}])
+def test_a_cache_of_one_token_holds_no_request(size: dict[str, int]) -> None:
+    name = "kv_tokens" if "kv_tokens" in size else "kv_memory"
+    with pytest.raises(ModelError, match=f"{name} = .* has at least 2 tokens"):
+        pages(CacheConfig(page_size=1, **size))
+    assert pages(CacheConfig(page_size=1, kv_tokens=2)) == pages(CacheConfig(page_size=1, kv_bytes=1024)) == 2
+    assert pages(CacheConfig(page_size=2, kv_tokens=2)) == 1
+
+
 def test_no_more_than_all_running_requests_can_use() -> None:
     assert pages(CacheConfig(page_size=16, kv_bytes=10**12), context_len=65, max_running=3) == 15
     assert pages(CacheConfig(page_size=16), context_len=65, max_running=3) == 15

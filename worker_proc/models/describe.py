@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from common.sampling_params import MAX_TOKEN_ID
 from worker_proc.checkpoint import open_checkpoint
 from worker_proc.errors import ModelError
 from worker_proc.gguf.kinds import CODED
@@ -37,6 +38,11 @@ def describe(path: str | Path) -> ModelInfo:
         if "vocab_size" not in config or not any(key in config for key in _CONTEXT_KEYS):
             config = _with_defaults(directory, config)
         vocab_size, context_length = positive_int(config, "vocab_size"), context_limit(config)
+    if vocab_size > (most := min(MAX_TOKEN_ID, checkpoint.nbytes)):  # before anything is made that large
+        raise ModelError("vocab_size", vocab_size, f"at most {most} tokens fit in messages and in these weights")
+    if context_length < 2:
+        reason = "a context window has at least 2 tokens, one of them for the answer"
+        raise ModelError("max_position_embeddings", context_length, reason)
     return ModelInfo(
         architecture=_architecture(config),
         model_type=str(config.get("model_type")),

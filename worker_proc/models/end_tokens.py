@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from common.messages.types import MAX_END_TOKENS
+from common.sampling_params import MAX_TOKEN_ID
 from worker_proc.errors import ModelError
 from worker_proc.models.config_fields import Config
 from worker_proc.models.families import FAMILIES
@@ -18,10 +20,13 @@ def eos_token_ids(directory: Path, config: Config) -> tuple[int, ...]:
         family = FAMILIES.get(config["model_type"])
         value = config.get("eos_token_id", family.defaults.get("eos_token_id") if family is not None else None)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise ModelError("eos_token_id", value, "must be a token id or a list of them")
     own = _tokenizer_end(directory)
-    return tuple(ids) if own is None or own in ids else (*ids, own)
+    found = ids if own is None or own in ids else [*ids, own]
+    if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in found):
+        raise ModelError("eos_token_id", found, f"must be a token id up to {MAX_TOKEN_ID} or a list of them")
+    if len(found) > MAX_END_TOKENS:
+        raise ModelError("eos_token_id", found, f"{len(found)} tokens end an answer, at most {MAX_END_TOKENS} may")
+    return tuple(found)
 
 
 def _tokenizer_end(directory: Path) -> int | None:
