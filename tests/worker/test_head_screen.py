@@ -120,6 +120,31 @@ def test_a_look_is_enough_for_numbers_as_models_have_them(level: Level, kind: st
 
 
 @pytest.mark.parametrize("level", SCREENING)
+def test_sums_may_be_as_small_and_as_large_as_float32_and_beyond(level: Level) -> None:
+    numbers, rows = random(2048, 64, seed=1), random(3, 64, seed=2)
+    for of_weights in (1e-38, 1e-30, 1e-19, 1.0, 1e19, 1e30, 3e37):
+        weight = (numbers * of_weights).bfloat16()
+        matrix, screen = packed(level, weight), screened(level, weight)
+        for of_rows in (1e-38, 1e-30, 1e-25, 1e-19, 1e-10, 1e-7, 1.0, 1e7, 1e10, 1e18, 1e19, 1e30, 3e37):
+            screen.rest[:] = torch.tensor([0, 1])
+            check(matrix, screen, (rows * of_rows).bfloat16())
+
+
+@pytest.mark.parametrize("level", SCREENING)
+def test_of_equal_outputs_that_are_rounded_differently_the_first_counts(level: Level) -> None:
+    """Where the other inputs of an output are large, its one input that counts is rounded coarsely."""
+    weight, x = 9 * random(8192, 64, seed=1), torch.zeros(6, 64)
+    equal = torch.tensor([40, 41, 700, 3000, 5001, 8191])
+    weight[:, 0], x[:, 0] = -1.0, torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0, 1000.0])
+    weight[equal, 0] = 1.0
+    weight[equal] *= torch.where(torch.arange(64) == 0, 1.0, torch.logspace(0, 0.6, len(equal))[:, None])
+    weight, x = weight.bfloat16(), x.bfloat16()
+    matrix, screen = packed(level, weight), screened(level, weight)
+    check(matrix, screen, x)
+    assert screen.argmax(matrix, x)[0].tolist() == [40] * 6 and screen.rest.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("level", SCREENING)
 def test_where_a_look_does_not_pay_it_is_left_out_more_and_more_often(level: Level) -> None:
     weight = random(2048, 64, seed=1).bfloat16()
     matrix, screen, nothing = packed(level, weight), screened(level, weight), torch.zeros(3, 64).bfloat16()

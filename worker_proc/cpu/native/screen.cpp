@@ -99,15 +99,14 @@ inline Largest largest_of(const float* sums, int64_t panel, int64_t outputs) {
   return found;
 }
 
-// The largest product in int8; infinite where one is not a number, which the output may be all the same.
+// The largest product in int8; one that is not a number counts as nothing, and there are no bounds then.
 inline float largest_rounded(const float* sums, int64_t columns) {
   floats most = splat(-__builtin_inff());
-  const floats all = splat(__builtin_inff());
   ints lanes;
   for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
   for (int i = 0; i < kPanel; i += kLanes) {
-    const floats value = load(sums + i), known = select(value == value, value, all);
-    most = select((known > most) & (lanes + i < static_cast<int32_t>(columns)), known, most);
+    const floats value = load(sums + i);
+    most = select((value > most) & (lanes + i < static_cast<int32_t>(columns)), value, most);
   }
   float found[kLanes];
   store(found, most);
@@ -153,7 +152,7 @@ class Screening {
     const int64_t most = std::max<int64_t>(panels_ / kFewPanels, 1);
     std::vector<int64_t>& left = left_[row];
     for (int64_t panel = 0; panel < panels_; ++panel) {
-      if (rounded[panel] + bounds.at(panel) < found_[row].value || panel == first) continue;
+      if (rounded[panel] + bounds.at(panel) < found_[row].value || panel == first) continue;  // NaN is left
       left.push_back(panel);
       if (static_cast<int64_t>(left.size()) > most) return;
     }
