@@ -6,7 +6,8 @@ that was there; the pages of the prefix are no use without it. A state has megab
 at a place of the radix tree that is a whole number of pages from its root: a node, and pages of its edge.
 
 A prompt leaves a snapshot where it parts from what is in the tree, if that goes on otherwise (others are likely to part
-there as well), and at the last whole page before its end, for those that go on from it or ask the same again. Marconi
+there as well), and at the last whole page before its last tokens, for those that go on from it or ask the same again:
+what a chat template puts before an answer that is to come it often puts otherwise in the next turn. Marconi
 (Pan et al., MLSys 2025) admits states at branches and ends, too, and weighs what they save; in SGLang's
 MambaRadixCache, the deepest node with a state is where a request starts.
 
@@ -22,6 +23,7 @@ from common.messages.types import MAX_STATE_SAVES
 from scheduler_proc.radix_node import TOKEN_BYTES, Node
 
 _ANSWERS = 4  # an answer's snapshot is worth a part of what it would save: perhaps nobody goes on there
+_REWRITTEN = 4  # last tokens of a prompt that chat templates write otherwise later, as `<think>\n\n</think>\n\n`
 MOST_POINTS = 8  # snapshots that a prompt leaves at most: others would lose as many
 
 
@@ -304,13 +306,14 @@ class Saving:
 
 
 def saving_of(found: Found, length: int, page_size: int, least_gain: int) -> Saving:
-    """Where a prompt of `length` tokens parts from others, and the last whole page that leaves a token to compute. For
-    less than `least_gain` tokens beyond the snapshot before it none is taken: it would take another one's place."""
+    """Where a prompt of `length` tokens parts from others, and the last whole page before its last tokens, which the
+    next turn may have in another form. For less than `least_gain` tokens beyond the snapshot before it none is taken:
+    it would take another one's place."""
     points = []
     last = found.deepest
     if found.branch - last >= least_gain:
         points.append(last := found.branch)
-    end = (length - 1) // page_size * page_size
+    end = max(0, length - 1 - _REWRITTEN) // page_size * page_size
     if end - last >= least_gain and end <= found.reach:
         points.append(end)
     return Saving(points, found.reach, found.start)

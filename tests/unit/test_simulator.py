@@ -169,7 +169,7 @@ def test_a_host_tier_keeps_conversations_that_the_device_cannot_hold():
 
 def test_a_recurrent_model_hits_what_it_has_snapshots_of():
     """The second request with a prefix leaves one behind it, and a turn one at the end of its answer or prompt."""
-    recipe = Recipe("shared-prefix", 10, fixed(20), fixed(4), prefixes=2, prefix_tokens=64, concurrency=1)
+    recipe = Recipe("shared-prefix", 10, fixed(24), fixed(4), prefixes=2, prefix_tokens=64, concurrency=1)
     assert run(generate(recipe), snapshots=9).report.cached_tokens == 6 * 64
     assert run(generate(recipe), snapshots=0).report.cached_tokens == 0
     chat = Recipe("chat", 3, fixed(30), fixed(10), prefix_tokens=0, turns=3, concurrency=1)
