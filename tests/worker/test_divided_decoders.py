@@ -53,6 +53,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {**_EXPERTS, "head_dim": 16, "moe_topk": 2},
     "minimax_m2": {**_EXPERTS, "head_dim": 16},
+    "nemotron": {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
     "olmo": {"clip_qkv": 2.0},
     "olmo2": {"tie_word_embeddings": False},
     "olmo3": {"num_hidden_layers": 4, "sliding_window": 12},
@@ -61,6 +62,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
     "seed_oss": {"head_dim": 16},
     "solar_open": {**_EXPERTS, "head_dim": 16},
+    "stablelm": {"use_qkv_bias": True, "tie_word_embeddings": False},
     "starcoder2": {"sliding_window": 12, "use_bias": True},
     "vaultgemma": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16},
     # what others of a type have
@@ -121,6 +123,13 @@ def test_the_language_model_of_a_multimodal_one_is_divided(two_ranks: Reports) -
 def test_what_is_read_with_its_towers_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"kimi_k25 is read as a whole.*use tp = 1"):
         load(make_multimodal("kimi_k25", tmp_path), tp=TensorParallel(0, 2, group=object()))
+
+
+def test_norms_of_single_heads_are_refused_by_name(tmp_path: Path) -> None:
+    path = make_decoder("stablelm", tmp_path, qk_layernorm=True)
+    with pytest.raises(ModelError, match="use tp = 1") as caught:
+        load(path, tp=TensorParallel(0, 2, group=object()))
+    assert caught.value.field == "qk_layernorm"
 
 
 def test_heads_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> None:

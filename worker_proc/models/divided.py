@@ -45,7 +45,9 @@ MODEL_TYPES = (
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "mamba2",
     "minimax_m2",
+    "nemotron",
     "olmo",
     "olmo2",
     "olmo3",
@@ -54,6 +56,7 @@ MODEL_TYPES = (
     "qwen2_moe",
     "seed_oss",
     "solar_open",
+    "stablelm",
     "starcoder2",
     "vaultgemma",
 )
@@ -133,6 +136,12 @@ class VocabularyHead(nn.Module):
         super().__init__()
         self.inner = inner
         self._tp = tp
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's: Mamba looks at its dtype."""
+        weight: Tensor = self.inner.weight
+        return weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._tp.gather_to_rank0(self.inner(hidden)[0])[None]

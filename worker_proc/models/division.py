@@ -180,7 +180,14 @@ def _attention(layer: Any, share: Share) -> Division:
             cuts[f"{name}_norm.weight"] = Cut(0, (span,))
     out = "o_proj" if hasattr(layer, "o_proj") else "out_proj"
     cuts[f"{out}.weight"] = Cut(1, (_times(heads, getattr(layer, out).in_features // queries),))
-    return Division(cuts, out, {"num_key_value_groups": _count(heads) // _count(kv_heads)}, norms=tuple(norms))
+    if hasattr(getattr(layer, "q_layernorm", None), "norms"):
+        raise ModelError(
+            "qk_layernorm", True, "norms of single heads (StableLM 2 12B) are not split over ranks; use tp = 1"
+        )
+    counts = {"num_heads": _count(heads), "num_key_value_heads": _count(kv_heads)}
+    sizes = {name: count for name, count in counts.items() if hasattr(layer, name)}  # StableLM looks at them
+    groups = _count(heads) // _count(kv_heads)
+    return Division(cuts, out, {**sizes, "num_key_value_groups": groups}, norms=tuple(norms))
 
 
 def _latent_attention(layer: Any, share: Share) -> Division:
