@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
@@ -26,7 +26,7 @@ class Layer(Protocol):
 
 def packed(layer: Any, library: NativeLibrary) -> Any:
     """The layer with native products: torch's depend on how many tokens there are."""
-    pack_modules(layer, library, compress=False)
+    pack_modules(nn.ModuleList([layer]), library, compress=False)
     return layer
 
 

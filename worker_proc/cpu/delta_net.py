@@ -5,6 +5,7 @@ own context alone: not on the batch, nor on how prompts are cut into chunks.
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
@@ -27,6 +28,7 @@ class _DeltaStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "z", "b", "a", "conv_weight", "rate", "dt_bias", "norm", "conv")),
         *((name, c_void_p) for name in ("state", "segments", "out")),
+        *((name, c_int64) for name in ("qkv_stride", "z_stride", "b_stride", "a_stride")),
         *((name, c_int64) for name in ("num_segments", "k_heads", "v_heads", "k_dim", "v_dim", "kernel")),
         ("eps", c_float),
     )
@@ -50,42 +52,53 @@ def supports(module: nn.Module) -> bool:
     )
 
 
+def projections(module: nn.Module) -> tuple[str, ...]:
+    """The names of a supported layer's projections that may be one product."""
+    return _SEPARATE if supports(module) and hasattr(module, _SEPARATE[0]) else ()
+
+
 class DeltaNet:
     """A layer whose products are its own modules', and whose rest is native."""
 
     def __init__(self, layer: Any, library: NativeLibrary) -> None:
-        """`layer` is one that is supported."""
+        """`layer` is one that is supported, and packed already if it is to be."""
         self._layer = layer
         self._run = library.functions.rhizome_delta_net
         self._index: int = layer.layer_idx
-        self._conv_weight, _ = taps(layer.conv1d)
-        self._rate = -layer.A_log.detach().float().exp()
-        self._dt_bias = layer.dt_bias.detach().float().contiguous()
-        self._norm = layer.norm.weight.detach().float().contiguous()
+        rest = (-layer.A_log.detach().float().exp(), layer.dt_bias, layer.norm.weight)
+        self._weights = (taps(layer.conv1d)[0], *(part.detach().float().contiguous() for part in rest))
         self._eps = float(layer.norm.variance_epsilon)
+        # Of the projections, where they are one product.
+        self._whole: Any = getattr(getattr(layer, _SEPARATE[0], None), "whole", None)
+        if self._whole is not None:
+            self._widths = [getattr(layer, name).out_features for name in _SEPARATE]
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
         """`hidden` bfloat16 `[1, T, H]`, the tokens of all rows one after another, to as much."""
         layer = self._layer
-        qkv, z, b, a = self._project(hidden)
-        out = torch.empty_like(z)
+        projected = self._project(hidden)  # [1, T, n] each
+        out = hidden.new_empty(*hidden.shape[:-1], layer.num_v_heads * layer.head_v_dim)
+        inputs = [x.data_ptr() for x in (*projected, *self._weights)]
+        strides = [x.stride(1) for x in projected]
         conv = states.tensors[StateKey(self._index, "conv", 0)]
         state = states.tensors[StateKey(self._index, "recurrent", 0)]
 
         def struct(segments: int, count: int) -> _DeltaStruct:
             return _DeltaStruct(
-                *(x.data_ptr() for x in (qkv, z, b, a, self._conv_weight, self._rate, self._dt_bias, self._norm)),
-                conv.data_ptr(), state.data_ptr(), segments, out.data_ptr(),
+                *inputs, conv.data_ptr(), state.data_ptr(), segments, out.data_ptr(), *strides,
                 count, layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
                 conv.shape[-1], self._eps,
             )  # fmt: skip
 
         run_natively(self._run, struct, batch, states, self._index)
-        made: Tensor = layer.out_proj(out.view(*hidden.shape[:-1], -1))
+        made: Tensor = layer.out_proj(out)
         return made
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, hidden: Tensor) -> Sequence[Tensor]:
+        """qkv, z, b and a."""
         layer = self._layer
+        if self._whole is not None:
+            return torch.split(self._whole(hidden), self._widths, dim=-1)
         if hasattr(layer, _SEPARATE[0]):
             return tuple(getattr(layer, name)(hidden).contiguous() for name in _SEPARATE)
         parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from worker_proc.cpu import delta_net
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing, side_by_side
@@ -74,6 +75,26 @@ class NativeLinear(nn.Module):
         if len(rows):
             self.matrix.linear(rows, Finish.STORE, out)
         return out.view(*x.shape[:-1], self.out_features)
+
+
+class NativePart(nn.Module):
+    """A linear layer of several that take the same input: `outputs` rows of the matrix of all of them, from `first`."""
+
+    def __init__(self, whole: NativeLinear, first: int, outputs: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.in_features, self.out_features = whole.in_features, outputs
+        self._outputs = torch.arange(first, first + outputs)
+
+    @property
+    def weight(self) -> Tensor:
+        """`[out, in]`, unpacked anew: for models that look at it."""
+        return self.whole.matrix.unpack(self._outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` bfloat16 `[..., in]` to `[..., out]`. All outputs are computed: who wants several takes `whole`."""
+        made: Tensor = self.whole(x)
+        return made[..., self._outputs]
 
 
 class NativeHead(NativeLinear):
@@ -224,6 +245,13 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
             yield parent, name, module
 
 
+def _projections(module: nn.Module) -> dict[str, nn.Linear]:
+    """Layers of a native recurrent layer that become one product, by name."""
+    layers: dict[str, Any] = {name: getattr(module, name) for name in delta_net.projections(module)}
+    plain = all(is_linear(layer) and layer.bias is None for layer in layers.values())
+    return layers if plain and len({layer.in_features for layer in layers.values()}) == 1 else {}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
     """What takes the place of `module`, the child `name` of `parent`."""
@@ -231,7 +259,8 @@ class _Plan:
     parent: nn.Module
     name: str
     module: Any
-    known: GatedMlp | RmsNorm | Finish | None  # as what it was recognized: a finish is that of experts, None a layer's
+    # As what it was recognized: a finish is that of experts, names are its layers' that become one, None a layer's.
+    known: GatedMlp | RmsNorm | Finish | tuple[str, ...] | None
     forms: list[MatrixForm]  # of the matrices that it needs
     screen: Scheme | None = None  # of a head
 
@@ -253,12 +282,17 @@ class _Packing:
 
     def plans(self, model: nn.Module) -> Iterator[_Plan]:
         """Of every module that the kernels know, those of an MLP after it."""
-        inside: set[nn.Module] = set()  # what an MLP computes by itself
+        inside: set[nn.Module] = set()  # what is packed with what it is in
         for parent, name, module in _children(model):
             if module in inside:
                 continue
             if is_linear(module):
                 yield self._linear_plan(parent, name, module)
+            elif projections := _projections(module):
+                inside.update(projections.values())
+                outputs, (first, *_) = sum(layer.out_features for layer in projections.values()), projections.values()
+                form = MatrixForm(outputs, first.in_features, self.scheme, self.compress)
+                yield _Plan(parent, name, module, tuple(projections), [form])
             elif (mlp := gated_mlp(module)) is not None:
                 inside.update(layer for layer in (mlp.gate, mlp.up) if layer is not None)
                 gate, _ = mlp.weights
@@ -295,6 +329,8 @@ class _Packing:
                 return self._mlp(plan.module, plan.known, matrices[0])
             case Finish():
                 return self._experts(plan.module, plan.known, matrices)
+            case tuple():
+                return self._side_by_side(plan.module, plan.known, matrices[0])
         screen = self._screen(plan.module.weight, plan.screen, memory) if plan.screen is not None else None
         matrix = self._linear(plan.module, matrices[0])
         return NativeHead(matrix, screen) if plan.module is self.head else NativeLinear(matrix)
@@ -329,11 +365,22 @@ class _Packing:
         self._seal(matrix)
         return matrix
 
-    def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE) -> None:
+    def _side_by_side(self, module: nn.Module, names: tuple[str, ...], matrix: PackedMatrix) -> nn.Module:
+        """`module` with these layers as parts of one matrix."""
+        whole, begin = NativeLinear(matrix), 0
+        for name in names:
+            layer = getattr(module, name)
+            self._fill(matrix, layer.weight, first=begin)
+            setattr(module, name, NativePart(whole, begin, layer.out_features))
+            begin += layer.out_features
+        self._seal(matrix)
+        return module
+
+    def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE, first: int = 0) -> None:
         if isinstance(matrix, QuantizedMatrix):
-            matrix.pack_rows(NativeQuantizer(self.native)(rows, matrix.scheme), 0, pairing)
+            matrix.pack_rows(NativeQuantizer(self.native)(rows, matrix.scheme), first, pairing)
         else:
-            matrix.pack(rows, 0, pairing)
+            matrix.pack(rows, first, pairing)
 
     @staticmethod
     def _seal(matrix: PackedMatrix) -> None:

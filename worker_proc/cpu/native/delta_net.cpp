@@ -58,11 +58,11 @@ class DeltaNet {
     const bool is_value = block >= 2 * b_.k_heads, is_query = block < b_.k_heads;
     const int64_t width = is_value ? b_.v_dim : b_.k_dim;
     const int64_t first = is_value ? 2 * key_width_ + (block - 2 * b_.k_heads) * b_.v_dim : block * b_.k_dim;
-    const bf16* const from = b_.qkv + piece.token * channels_ + first;
+    const bf16* const from = b_.qkv + piece.token * b_.qkv_stride + first;
     float* const to = mixed(piece, 0) + first;
     rhizome::convolve(
         b_.kernel, b_.conv + (piece.row * channels_ + first) * b_.kernel, b_.conv_weight + first, channels_, width, piece.count,
-        [&](int64_t t, int64_t c) { return load(from + t * channels_ + c); },
+        [&](int64_t t, int64_t c) { return load(from + t * b_.qkv_stride + c); },
         [&](int64_t t, int64_t c, floats sum) { store(to + t * stride_ + c, silu(sum)); });
     if (is_value) return;
     const float scale = is_query ? 1.0f / std::sqrt(static_cast<float>(b_.k_dim)) : 1.0f;
@@ -79,12 +79,12 @@ class DeltaNet {
   void make_gates(const Piece& piece) {
     for (int64_t t = 0; t < piece.count; ++t)
       for (int64_t h = 0; h < b_.v_heads; ++h) {
-        const int64_t at = (piece.token + t) * b_.v_heads + h;
-        const float x = to_float(b_.a[at]) + b_.dt_bias[h];
+        const int64_t token = piece.token + t;
+        const float x = to_float(b_.a[token * b_.a_stride + h]) + b_.dt_bias[h];
         const float step = x > 20.0f ? x : std::log1p(std::exp(x));
         float* gate = gates_.get() + 2 * ((piece.place + t) * b_.v_heads + h);
         gate[0] = std::exp(b_.rate[h] * step);
-        gate[1] = 1.0f / (1.0f + std::exp(-to_float(b_.b[at])));
+        gate[1] = 1.0f / (1.0f + std::exp(-to_float(b_.b[token * b_.b_stride + h])));
       }
   }
 
@@ -176,12 +176,13 @@ class DeltaNet {
   // RMSNorm over a head, times weight and SiLU of the gate.
   void finish(const Piece& piece, int64_t t, int64_t head) {
     const float* x = values(piece, t) + head * b_.v_dim;
-    const int64_t at = ((piece.token + t) * b_.v_heads + head) * b_.v_dim;
+    const bf16* const gate = b_.z + (piece.token + t) * b_.z_stride + head * b_.v_dim;
+    bf16* const to = b_.out + ((piece.token + t) * b_.v_heads + head) * b_.v_dim;
     floats squares = {};
     for (int64_t c = 0; c < b_.v_dim; c += kLanes) squares = squares + load(x + c) * load(x + c);
     const floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(b_.v_dim) + b_.eps));
     for (int64_t c = 0; c < b_.v_dim; c += kLanes)
-      store(b_.out + at + c, load(x + c) * factor * load(b_.norm + c) * silu(load(b_.z + at + c)));
+      store(to + c, load(x + c) * factor * load(b_.norm + c) * silu(load(gate + c)));
   }
 
   float* state_of(const Piece& piece, int64_t head) const {

@@ -11,8 +11,8 @@ namespace rhizome {
 // `DeltaStruct` of worker_proc/cpu/delta_net.py. Channels are those of q, k and v, one after another: 2 * k_heads *
 // k_dim + v_heads * v_dim. Value head h goes with key head h / (v_heads / k_heads).
 struct DeltaBatch {
-  const bf16* qkv;           // [T, channels]
-  const bf16* z;             // [T, v_heads, v_dim]: the gate of what comes out
+  const bf16* qkv;           // [T, channels], like the next three with the numbers of a token side by side
+  const bf16* z;             // [T, v_heads * v_dim]: the gate of what comes out
   const bf16* b;             // [T, v_heads]: beta before its sigmoid
   const bf16* a;             // [T, v_heads]: the step size before bias and softplus
   const float* conv_weight;  // [kernel, channels]
@@ -23,6 +23,7 @@ struct DeltaBatch {
   float* state;              // [rows, v_heads, k_dim, v_dim]
   const int64_t* segments;   // [num_segments, 3]: row of conv and state, first token, tokens
   bf16* out;                 // [T, v_heads, v_dim]
+  int64_t qkv_stride, z_stride, b_stride, a_stride;  // from token to token
   int64_t num_segments, k_heads, v_heads, k_dim, v_dim, kernel;
   float eps;
 };
