@@ -50,6 +50,7 @@ def choose_size(
     Of the bytes for the cache, states of recurrent layers get up to a quarter for at most `max_running` requests, and
     with a prefix cache another quarter for snapshots; where `kv_tokens` say how many pages there are, of what would be
     for the cache otherwise. Without attention, pages take nothing, and it is a half each.
+    Where the whole context windows of so many requests leave bytes, there are more requests.
 
     Raises ModelError with the numbers if not a single page or state fits, or if the memory that is available does not
     hold what was asked for. A pool smaller than one context window is allowed, because requests that cannot fit are
@@ -65,8 +66,11 @@ def choose_size(
         if not fit:
             needs = f"1/{part} of the bytes ({source}) does not hold what the recurrent layers keep of one request"
             raise ModelError("kv_memory", budget, f"{needs}, {spec.bytes_per_state} bytes")
-        slots = max_running = min(max_running, fit)
         snapshots = min(fit, _MOST_SNAPSHOTS) if cache.prefix_cache else 0
+        if cache.kv_tokens is None:
+            whole = spec.bytes_per_state + window_pages * page_bytes  # what a request can take at most
+            fit = max(fit, (budget - snapshots * spec.bytes_per_state) // whole)
+        slots = max_running = min(max_running, fit)
     states = (slots + snapshots) * spec.bytes_per_state
     if cache.kv_tokens is not None:
         pages = -(-cache.kv_tokens // cache.page_size)

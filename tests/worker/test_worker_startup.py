@@ -116,9 +116,9 @@ def test_states_of_recurrent_layers_take_a_part_of_the_memory(monkeypatch: pytes
     monkeypatch.setattr("worker_proc.memory.available_memory", lambda: 2**34)
     state = StateSpec(StateKey(0, "recurrent", 0), (2**10, 2**8), torch.float32)  # 1 MiB
 
-    def size(max_running: int = 256, prefix_cache: bool = True, **cache: int) -> CacheSize:
+    def size(max_running: int = 256, prefix_cache: bool = True, context_len: int = 2**20, **cache: int) -> CacheSize:
         given = CacheConfig(page_size=16, prefix_cache=prefix_cache, **cache)
-        limits = {"ranks": 1, "context_len": 2**20, "max_running": max_running}
+        limits = {"ranks": 1, "context_len": context_len, "max_running": max_running}
         return choose_size(given, replace(SPEC, states=(state,)), device=CPU, **limits)
 
     mib, page = 2**20, 16 * 512
@@ -128,6 +128,12 @@ def test_states_of_recurrent_layers_take_a_part_of_the_memory(monkeypatch: pytes
     assert size() == CacheSize((4096 - 256 - 1024) * mib // page, 256, 1024)  # of a quarter of 16 GiB
     assert size(kv_tokens=100) == CacheSize(7, 256, 1024)
     assert size(kv_bytes=4 * mib) == CacheSize(2 * mib // page, 1, 1)
+    # windows of 2 MiB: those of 16 requests fill what is left; of 32 KiB, which leave room for more requests
+    assert size(kv_bytes=64 * mib, context_len=4096) == CacheSize(32 * mib // page, 16, 16)
+    assert size(kv_bytes=64 * mib, context_len=64) == CacheSize(46 * 4, 46, 16)
+    assert size(kv_bytes=64 * mib, context_len=64, prefix_cache=False) == CacheSize(62 * 4, 62, 0)
+    assert size(kv_bytes=64 * mib, context_len=64, max_running=20) == CacheSize(20 * 4, 20, 16)
+    assert size(kv_tokens=100, context_len=64) == CacheSize(7, 256, 1024)
     with pytest.raises(ModelError, match=r"kv_memory = 4194303: .* keep of one request, 1048576 bytes"):
         size(kv_bytes=4 * mib - 1)
     assert choose_size(
