@@ -50,8 +50,8 @@ class StepCurve:
             if above[0] >= tokens:
                 break
             below = above
-        if above[0] <= below[0] or not below[0] < tokens < above[0]:
-            return above[1] if tokens >= above[0] else below[1]
+        if above is below:
+            return above[1]
         return below[1] + (above[1] - below[1]) * (tokens - below[0]) / (above[0] - below[0])
 
 

@@ -150,6 +150,9 @@ def build(section: str, **values: Any) -> Any:
         ("scheduler", {"max_batch_tokens": 2**20 + 1}, "max-batch-tokens"),
         ("scheduler", {"chunk_tokens": 0}, "chunk-tokens"),
         ("scheduler", {"chunk_tokens": 2049}, "chunk-tokens"),
+        ("scheduler", {"chunk_slowdown": 0.5}, "chunk-slowdown"),
+        ("scheduler", {"chunk_slowdown": -1.0}, "chunk-slowdown"),
+        ("cache", {"prefix_cache": False, "host_kv_bytes": 1}, "host-kv-memory"),
         ("scheduler", {"max_waiting": 0}, "max-waiting"),
         ("scheduler", {"max_waiting": 10**6 + 1}, "max-waiting"),
         ("scheduler", {"steps_in_flight": 0}, "steps-in-flight"),
@@ -167,6 +170,10 @@ def build(section: str, **values: Any) -> Any:
         ("scheduler", {"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt-lookup-max"),
         ("http", {"port": 65536}, "port"),
         ("http", {"host": ""}, "host"),
+        ("http", {"host": 256 * "h"}, "host"),
+        ("http", {"served_names": (257 * "n",)}, "served-model-name"),
+        ("http", {"otlp_endpoint": "http://"}, "otlp-endpoint"),
+        ("http", {"otlp_endpoint": "http:///v1/traces"}, "otlp-endpoint"),
         ("http", {"served_names": ("",)}, "served-model-name"),
         ("http", {"served_names": ("a",) * 17}, "served-model-name"),
         ("http", {"served_names": ("a\udcff",)}, "served-model-name"),
@@ -182,6 +189,8 @@ def build(section: str, **values: Any) -> Any:
         ("cluster", {"listen": "tcp://*:5555"}, "listen"),
         ("cluster", {"listen": "tcp://192.168.0.1:5555"}, "listen"),
         ("cluster", {"listen": "tcp://127.0.0.1"}, "listen"),
+        ("cluster", {"listen": "tcp://127.0.0.1:0"}, "listen"),
+        ("cluster", {"listen": "tcp://127.0.0.1:65536"}, "listen"),
         ("cluster", {"listen": "ipc:///tmp/x"}, "listen"),
         ("cluster", {"listen": "tcp://127.0.0.1.example.org:5555"}, "listen"),
     ],
@@ -189,6 +198,45 @@ def build(section: str, **values: Any) -> Any:
 def test_refusals_name_the_option(section: str, values: dict[str, Any], option: str) -> None:
     with pytest.raises(ConfigError, match=f"^{option} must be "):
         build(section, **values)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "least", "most"),
+    [
+        ("model", "tp", 1, 64), ("model", "context_len", 2, None), ("model", "threads", 1, 1024),
+        ("cache", "page_size", 1, 4096), ("cache", "kv_tokens", 64, None), ("cache", "kv_bytes", 1, None),
+        ("cache", "host_kv_bytes", 0, 2**50),
+        ("scheduler", "max_running", 1, 4096), ("scheduler", "max_batch_tokens", 256, 2**20),
+        ("scheduler", "chunk_tokens", 1, 8192), ("scheduler", "chunk_slowdown", None, 1000),
+        ("scheduler", "max_waiting", 1, 10**6), ("scheduler", "steps_in_flight", 1, 2),
+        ("scheduler", "ageing_s", None, 86400), ("scheduler", "in_batch_gain", 1, None),
+        ("scheduler", "itl_target_ms", 0, 60000), ("scheduler", "num_speculative_tokens", 1, 64),
+        ("scheduler", "prompt_lookup_min", 1, 32), ("scheduler", "prompt_lookup_max", 2, 32),
+        ("supervision", "freeze_timeout_s", 1, 3600), ("supervision", "restarts", 0, 1000),
+        ("supervision", "restart_window_s", None, 86400), ("supervision", "drain_timeout_s", 0, 86400),
+        ("http", "port", 0, 65535), ("http", "key_concurrency", 0, 10**6), ("http", "max_body_bytes", 1024, 2**30),
+        ("cluster", "start_timeout_s", None, 86400),
+    ],
+)  # fmt: skip
+def test_limits_are_exactly_those_that_are_named(section: str, field: str, least: int | None, most: int | None) -> None:
+    beside = {
+        "kv_tokens": {"page_size": 64}, "prompt_lookup_min": {"prompt_lookup_max": 32},
+        "max_running": {"max_batch_tokens": 8192}, "chunk_tokens": {"max_batch_tokens": 8192},
+        "max_batch_tokens": {"chunk_tokens": 1},
+    }.get(field, {})  # fmt: skip
+    for limit, step in ((least, -1), (most, 1)):
+        if limit is not None:
+            assert getattr(build(section, **beside, **{field: limit}), field) == limit
+            with pytest.raises(ConfigError, match=" must be "):
+                build(section, **beside, **{field: limit + step})
+
+
+def test_limits_of_texts_and_of_what_may_be_off() -> None:
+    assert build("scheduler", chunk_slowdown=0).chunk_slowdown == 0
+    assert build("http", host=255 * "h", served_names=16 * (256 * "n",)).names("/models/m")[0] == 256 * "n"
+    assert (build("http").names("/models/m"), build("http").names("/")) == (("m",), ("model",))
+    for port in (1, 65535):
+        assert build("cluster", listen=f"tcp://127.0.0.1:{port}").listen
 
 
 @pytest.mark.parametrize("section", ["model", "cache", "scheduler", "http", "cluster"])

@@ -1,10 +1,14 @@
 """Speculation by prompt lookup: when it pays, and that it is off when it does not, in simulated time."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.config import SchedulerConfig
 from scheduler_proc.cost_model import CostModel, LinearCost, Overheads, StepWork
@@ -132,6 +136,44 @@ def test_likely_guesses_go_first() -> None:
     assert choose(prospects[1:2], 1, 100, lambda tokens: 1.0, gap_ahead=0.0, gap_after=0.5).gain < 1
 
 
+@st.composite
+def steps_with_guesses(draw: st.DrawFn) -> tuple[list[Prospect], int, int, list[float], float, float, float]:
+    """Up to 7 guesses in all, room for some of them, and what steps and pauses take."""
+    chances = st.floats(0.01, 0.98)
+    prospects = draw(
+        st.lists(st.builds(Prospect, chances, st.integers(1, 2), st.integers(0, 1)), min_size=1, max_size=3)
+    )
+    rows = len(prospects) + draw(st.integers(0, 4))
+    times = sorted(draw(st.lists(st.floats(0.01, 1.0), min_size=rows + 8, max_size=rows + 8)))
+    pauses = st.floats(0.0, 0.5)
+    return prospects, rows, draw(st.integers(1, 7)), times, draw(pauses), draw(pauses), draw(st.floats(0.1, 1.0))
+
+
+@given(steps_with_guesses())
+def test_no_other_guesses_give_more(drawn: tuple[list[Prospect], int, int, list[float], float, float, float]) -> None:
+    """Of all ways to share the room out, tried one by one."""
+    prospects, rows, room, times, ahead, after, luck = drawn
+    plain = rows / (times[rows] + ahead)
+
+    def right(counts: Sequence[int]) -> float:
+        pairs = zip(prospects, counts, strict=True)
+        return sum(p.chance ** (depth + p.unseen) for p, count in pairs for depth in range(1, count + 1))
+
+    def gain(counts: Sequence[int]) -> float:
+        return (rows + luck * right(counts)) / (times[rows + sum(counts)] + after) / plain
+
+    choice = choose(prospects, rows, room, times.__getitem__, gap_ahead=ahead, gap_after=after, luck=luck)
+    others = [counts for counts in product(*(range(p.most + 1) for p in prospects)) if 0 < sum(counts) <= room]
+    assert choice.gain == pytest.approx(max(map(gain, others))) == pytest.approx(gain(choice.counts))
+    assert choice.right == pytest.approx(right(choice.counts))
+
+
+def test_guesses_that_bring_nothing_are_not_made() -> None:
+    prospects = [Prospect(0.5, 2), Prospect(0.0, 2)]
+    choice = choose(prospects, 2, 9, lambda tokens: 1.0, gap_ahead=0.0, gap_after=0.0)
+    assert choice.counts == [2, 0]
+
+
 def test_the_time_of_a_step_is_what_was_measured() -> None:
     curve = StepCurve()
     assert curve.most == 0
@@ -144,6 +186,21 @@ def test_the_time_of_a_step_is_what_was_measured() -> None:
     assert curve.seconds(1000) == pytest.approx(5)  # never tried
     curve.learn(1, 100.0)  # held up
     assert curve.seconds(1) < 1.2
+    for _ in range(100):
+        curve.learn(1, 1.0)
+    for _ in range(30):
+        curve.learn(1, 1.4)
+    assert curve.seconds(1) == pytest.approx(1.4, rel=0.01), "what is new counts most, however much came before"
+
+
+def test_times_are_known_by_half_octave_and_forgotten_above_what_runs() -> None:
+    curve = StepCurve()
+    for tokens, seconds in ((16, 1.0), (20, 2.0), (90, 3.0), (128, -1.0)):
+        curve.learn(tokens, seconds)
+    assert [curve.seconds(tokens) for tokens in (1, 16, 20, 90)] == [1.0, 1.0, 2.0, 3.0]
+    assert curve.seconds(128) > 0, "a clock that steps back is no division by zero"
+    curve.forget(20)
+    assert (curve.most, curve.seconds(90)) == (20, 2.0)
 
 
 def test_pauses_of_the_worker() -> None:
@@ -155,3 +212,11 @@ def test_pauses_of_the_worker() -> None:
     assert gaps.after == pytest.approx(4e-3, rel=0.01)  # twice the way, as long as none was measured
     gaps.learn(7e-3, ahead=False)
     assert gaps.after == pytest.approx(7e-3)
+    gaps.learn(10.0, ahead=False)  # held up
+    assert gaps.after < 8e-3
+    gaps.learn_way(10.0)
+    gaps.forget_after()
+    assert gaps.after == pytest.approx(4e-3, rel=0.2), "guessed anew"
+    early = Gaps()
+    early.learn(-1.0, ahead=True)
+    assert early.ahead == 0
