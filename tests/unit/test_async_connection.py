@@ -3,14 +3,15 @@
 import asyncio
 from array import array
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from common.async_connection import AsyncConnection
-from common.codec import PROTOCOL_VERSION
+from common.codec import PROTOCOL_VERSION, encode
 from common.connection import ConnectionLost, Row, Unreachable
 from common.logprobs import LogprobRows, Logprobs
 from common.messages import (
@@ -26,6 +27,7 @@ from common.messages import (
     RequestError,
     Stats,
     Text,
+    TextBatch,
     Tokenize,
     Tokens,
     ints,
@@ -188,6 +190,35 @@ def test_questions(short_dir: Path) -> None:
     play(short_dir, answer, test)
 
 
+def test_a_second_answer_to_a_question_is_passed_over(short_dir: Path) -> None:
+    def answer(msg: Any) -> Iterable[Any]:
+        yield from (Stats(msg.query, {"n": n}) for n in range(2))
+
+    async def test(cluster: FakeFrontend, connection: AsyncConnection) -> None:
+        assert await connection.stats() == await connection.stats() == {"n": 0}
+
+    play(short_dir, answer, test)
+
+
+def test_a_request_whose_answer_cannot_be_read_is_aborted(short_dir: Path) -> None:
+    """Of others, nothing is lost."""
+
+    def answer(msg: Any) -> Iterable[Any]:
+        if isinstance(msg, Generate):
+            frame = msgpack.unpackb(encode(rows(msg.rid, "x", 1)))
+            frame[2 + [f.name for f in fields(TextBatch)].index("finish")] = b"\xff"
+            yield msgpack.packb(frame) if msg.text == "damaged" else rows(msg.rid, "x", 1, finish=Finish.STOP)
+
+    async def test(cluster: FakeFrontend, connection: AsyncConnection) -> None:
+        damaged, whole = connection.submit("damaged", PARAMS), connection.submit("whole", PARAMS)
+        with pytest.raises(RequestFailed, match="finish"):
+            await collect(damaged)
+        assert [row.text for row in await collect(whole)] == ["x"] and connection.live == 0
+        assert cluster.next(Generate) and cluster.next(Generate) and cluster.next(Abort).rid == damaged.rid
+
+    play(short_dir, answer, test)
+
+
 def test_a_refused_question(short_dir: Path) -> None:
     def answer(msg: Any) -> Iterable[Any]:
         yield RequestError(msg.rid, ErrorCode.INVALID, "no template", "chat")
@@ -282,6 +313,7 @@ def test_a_cluster_that_dies_is_noticed_by_all(short_dir: Path) -> None:
             connection.submit("x", PARAMS)
         assert connection.lost is not None and connection.live == 0
         streams[0].abort()
+        await connection.ended()
 
     play(short_dir, silent_after_one_row, test)
 
@@ -304,6 +336,25 @@ def test_silence_ends_the_wait_only_where_a_request_is_live(short_dir: Path) -> 
             await collect(connection.submit("x", PARAMS))
 
     play(short_dir, lambda msg: (), test, silence_limit_s=0.05)
+
+
+def test_a_quiet_time_before_a_request_or_a_beat_is_no_silence(short_dir: Path) -> None:
+    """Each wait is shorter than the limit, all of them are longer."""
+    limit_s = 0.8
+
+    async def test(cluster: FakeFrontend, connection: AsyncConnection) -> None:
+        await connection.stats()
+        await asyncio.sleep(limit_s + 0.2)  # nobody waits for anything
+        connection.submit("x", PARAMS)
+        for _ in range(3):
+            await asyncio.sleep(limit_s / 2)
+            assert connection.lost is None
+            connection.submit("x", PARAMS)  # has a Beat as its answer
+
+    def answer(msg: Any) -> Iterable[Any]:
+        yield Stats(msg.query, {}) if isinstance(msg, GetStats) else Beat()
+
+    play(short_dir, answer, test, silence_limit_s=limit_s)
 
 
 def test_silence_of_another_version_says_so(short_dir: Path) -> None:

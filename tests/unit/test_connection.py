@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
@@ -213,8 +214,10 @@ def test_stats_do_not_swallow_rows(short_dir: Path) -> None:
         connection.submit("x", PARAMS)
         assert connection.stats(TIMEOUT_S) == {"scheduler.free_pages": 7}
         assert connection.live == 0
-        (row,) = connection.poll(0)
+        started = time.monotonic()
+        (row,) = connection.poll(TIMEOUT_S)
         assert isinstance(row, Row) and row.text == "x"
+        assert time.monotonic() - started < TIMEOUT_S / 2, "what is there is not waited for"
 
 
 def test_bad_frames_are_counted_and_skipped(short_dir: Path) -> None:
@@ -255,6 +258,19 @@ def test_silence_ends_the_wait(short_dir: Path) -> None:
         with pytest.raises(ConnectionLost, match=r"stopped answering.*0\.05 s"):
             while True:
                 connection.poll(0.02)
+
+
+def test_only_time_spent_listening_for_answers_is_silence(short_dir: Path) -> None:
+    with (
+        FakeFrontend(short_dir, lambda msg: ()) as cluster,
+        Connection(cluster.address, silence_limit_s=0.001) as connection,
+    ):
+        assert connection.poll(0.01) == []  # nothing is live
+        connection.submit("x", PARAMS)
+        for _ in range(1000):
+            assert connection.poll(0) == []  # takes longer than the limit in all, and waits for nothing
+        with pytest.raises(ConnectionLost, match="stopped answering"):
+            connection.poll(0.01)
 
 
 def test_silence_of_another_version_says_so(short_dir: Path) -> None:
