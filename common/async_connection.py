@@ -42,7 +42,15 @@ from common.messages import (
 from common.prompts import Prompt, prompt_fields
 from common.rows import RowReader
 from common.sampling_params import SamplingParams
-from common.sockets import AT_ONCE, Inbox, PeerStalled, close_when_dropped, monitored_event, open_socket
+from common.sockets import (
+    AT_ONCE,
+    Inbox,
+    PeerStalled,
+    allow_version_6,
+    close_when_dropped,
+    monitored_event,
+    open_socket,
+)
 from common.stamps import Lost
 from common.story import GATEWAY
 from common.stream import RequestFailed, Stream, UnreadRows
@@ -83,7 +91,7 @@ class AsyncConnection:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.DEALER)
         close_when_dropped(self, self._context, self._socket)
-        self._socket.set(zmq.IPV6, address.startswith("tcp://["))
+        allow_version_6(self._socket, address)
         if gateway:
             self._socket.set(zmq.ROUTING_ID, GATEWAY + secrets.token_bytes(8))
         answers = (TextBatch, RequestError, Stats, Beat, Tokens, Text, Info)

@@ -32,7 +32,7 @@ from common.rows import Row as Row
 from common.rows import RowReader
 from common.run_dir import RunDirError
 from common.sampling_params import SamplingParams
-from common.sockets import Inbox, Outbox, close_when_dropped, monitored_event, open_socket
+from common.sockets import Inbox, Outbox, allow_version_6, close_when_dropped, monitored_event, open_socket
 from common.stamps import Lost
 
 SILENCE_LIMIT_S = 10.0  # a cluster with live requests speaks (Beat) far more often than this
@@ -82,7 +82,7 @@ class Connection:
         self._linger_ms = 500
         socket = open_socket(self._context, zmq.DEALER)
         close_when_dropped(self, self._context, socket)
-        socket.set(zmq.IPV6, address.startswith("tcp://["))
+        allow_version_6(socket, address)
         self._monitor = socket.get_monitor_socket(ENDINGS)
         try:
             socket.connect(address)

@@ -98,13 +98,19 @@ def open_socket(
         socket.set(zmq.IDENTITY, identity)
     if kind == zmq.ROUTER:
         socket.set(zmq.ROUTER_MANDATORY, 1)  # an unroutable or full peer is an error, not a silent drop
-    if (bind or connect or "").startswith("tcp://["):
-        socket.set(zmq.IPV6, 1)
+    for address in filter(None, (bind, connect)):
+        allow_version_6(socket, address)
     if bind is not None:
         socket.bind(bind)
     if connect is not None:
         socket.connect(connect)
     return socket
+
+
+def allow_version_6(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Before it is bound or connected to an `address` of IPv6, which it would not know."""
+    if address.startswith("tcp://["):
+        socket.set(zmq.IPV6, 1)
 
 
 def close_when_dropped(owner: object, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:

@@ -25,7 +25,7 @@ from common.async_reader import AsyncReader
 from common.child import Child, child_options, run_child, until_next
 from common.codec import Message, checked
 from common.messages import MAX_TEMPLATE_CHARS, Drained, Go, Info, RequestError, Stats, TextBatch
-from common.sockets import AT_ONCE, MORE, Inbox, Outbox, open_socket
+from common.sockets import AT_ONCE, MORE, Inbox, Outbox, allow_version_6, open_socket
 from common.stamps import Lost, Stamper
 from common.tracing import to_collector
 from tokenizer_proc.chat_template import ChatTemplate, ChatTemplateError
@@ -95,6 +95,7 @@ def main(child: Child) -> None:
     end = prompt_end(template)  # now: it may take long, and nobody minds before all are ready
     router = open_socket(child.context, zmq.ROUTER, bind=child.endpoints.frontend)
     if child.config.listen is not None:
+        allow_version_6(router, child.config.listen)
         router.bind(child.config.listen)
     go = child.ready()
     if go is None:

@@ -371,18 +371,23 @@ def test_an_endless_template_holds_up_no_other_request(short_dir: Path) -> None:
         assert texts == [(" fox",)] and errors == [(1, True)]
 
 
-def test_a_client_over_loopback_tcp(short_dir: Path) -> None:
-    port = free_port()
-    with running(short_dir, listen=f"tcp://127.0.0.1:{port}") as cluster:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_client_over_loopback_tcp(short_dir: Path, host: str) -> None:
+    try:
+        port = free_port(host.strip("[]"))
+    except OSError as error:
+        pytest.skip(f"no {host} here: {error}")
+    with running(short_dir, listen=f"tcp://{host}:{port}") as cluster:
         cluster.go()
-        client = cluster.client(f"tcp://127.0.0.1:{port}")
+        client = cluster.client(f"tcp://{host}:{port}")
         client.send(request())
         cluster.step((cluster.scheduler.receive(AddRequest).rid, ids_of(" fox"), Finish.LENGTH))
         assert read_all(client)[0] == " fox"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
         return int(server.getsockname()[1])
 
 
