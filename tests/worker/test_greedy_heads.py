@@ -40,7 +40,7 @@ def check_greedy(path: Path, kind: str, level: Level, *, screened: bool, quantiz
     model = load(path, level, quantization=quantization)
     (head,) = modules(model, NativeHead)
     assert isinstance(model, GreedyTransformersModel)
-    assert model.gives_logits_of_head == KINDS[kind] and (head.screen is not None) == screened
+    assert model.gives_logits_of_head == KINDS[kind] and (head.screen is not None) == (screened and KINDS[kind])
     tokens, pages = PROMPTS[0], list(range(-(-len(PROMPTS[0]) // 8)))
     batch = replace(
         make_batch([Row(tokens, pages)], [len(tokens)], 8),

@@ -226,7 +226,7 @@ def pack_modules(
     packing = _Packing(native, compress, scheme, head)
     # entries are taken out from the end, so that each is freed when it is packed, and an MLP after its layers
     plans = list(packing.plans(model))
-    count, memory = len(plans), HugePages(sum(plan.room() for plan in plans))
+    count, memory = len(plans), HugePages(sum(form.room() for plan in plans for form in plan.forms))
     while plans:
         plan = plans.pop()
         setattr(plan.parent, plan.name, packing.pack(plan, memory))
@@ -262,13 +262,6 @@ class _Plan:
     # As what it was recognized: a finish is that of experts, names are its layers' that become one, None a layer's.
     known: GatedMlp | RmsNorm | Finish | tuple[str, ...] | None
     forms: list[MatrixForm]  # of the matrices that it needs
-    screen: Scheme | None = None  # of a head
-
-    def room(self) -> int:
-        """What its matrices take of a block."""
-        layer, screen = self.module, self.screen
-        looks = HeadScreen.room(layer.out_features, layer.in_features, screen) if screen is not None else 0
-        return looks + sum(form.room() for form in self.forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +280,9 @@ class _Packing:
             if module in inside:
                 continue
             if is_linear(module):
-                yield self._linear_plan(parent, name, module)
+                head = module is self.head and self.scheme is not None
+                forms = [self._form(module.weight, HEAD_SCHEME if head else self.scheme)]
+                yield _Plan(parent, name, module, None, forms)
             elif projections := _projections(module):
                 inside.update(projections.values())
                 outputs, (first, *_) = sum(layer.out_features for layer in projections.values()), projections.values()
@@ -306,14 +301,6 @@ class _Packing:
                 ]  # fmt: skip
                 yield _Plan(parent, name, module, finish, of_one * count)
 
-    def _linear_plan(self, parent: nn.Module, name: str, layer: nn.Linear) -> _Plan:
-        scheme, screen = self.scheme, None
-        if layer is self.head:
-            scheme = None if scheme is None else HEAD_SCHEME
-            if scheme is None and layer.bias is None:
-                screen = screen_scheme(self.native, layer.out_features, layer.in_features)
-        return _Plan(parent, name, layer, None, [self._form(layer.weight, scheme)], screen)
-
     def _form(self, weight: Tensor, scheme: Scheme | None, *, paired: bool = False) -> MatrixForm:
         """Of a matrix with this weight, or with these gates and as many ups."""
         outputs, inputs = weight.shape
@@ -331,15 +318,19 @@ class _Packing:
                 return self._experts(plan.module, plan.known, matrices)
             case tuple():
                 return self._side_by_side(plan.module, plan.known, matrices[0])
-        screen = self._screen(plan.module.weight, plan.screen, memory) if plan.screen is not None else None
-        matrix = self._linear(plan.module, matrices[0])
-        return NativeHead(matrix, screen) if plan.module is self.head else NativeLinear(matrix)
+        layer: nn.Linear = plan.module
+        matrix, is_head = self._linear(layer, matrices[0]), layer is self.head
+        return NativeHead(matrix, self._screen(layer)) if is_head else NativeLinear(matrix)
 
-    def _screen(self, weight: Tensor, scheme: Scheme, memory: HugePages) -> HeadScreen:
-        outputs, inputs = weight.shape
-        screen = HeadScreen(self.native, memory, outputs, inputs, scheme)
+    def _screen(self, head: nn.Linear) -> HeadScreen | None:
+        """In memory of its own: some models turn out to have no use for it."""
+        outputs, inputs = head.weight.shape
+        scheme = screen_scheme(self.native, outputs, inputs)
+        if scheme is None or self.scheme is not None or head.bias is not None:
+            return None
+        screen = HeadScreen(self.native, HugePages(HeadScreen.room(outputs, inputs, scheme)), outputs, inputs, scheme)
         for first in range(0, outputs, _AT_ONCE):
-            screen.pack(weight[first : first + _AT_ONCE], first)
+            screen.pack(head.weight[first : first + _AT_ONCE], first)
         screen.seal()
         return screen
 

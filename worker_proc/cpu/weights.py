@@ -96,7 +96,8 @@ class PackedWeightPlan:
         matrices = list(self._matrices(layout, head))
         plain = sum(_plain_bytes(parts, paired) for parts, scheme, paired, may in matrices if may and scheme is None)
         self._compress = compresses(native, compression, plain)
-        screened = screen_scheme(native, *_shape((head,))) if source.head_scheme(head) is None else None
+        screens = source.head_scheme(head) is None and not spec.logit_softcap  # the largest are sought after the cap
+        screened = screen_scheme(native, *_shape((head,))) if screens else None
         room = HeadScreen.room(*_shape((head,)), screened) if screened is not None else 0
         self.memory = HugePages(room + sum(self._form(*matrix).room() for matrix in matrices))
         self._after: list[Callable[[], object]] = []

@@ -155,6 +155,8 @@ class GreedyTransformersModel(TransformersModel):
         self._head: NativeHead = model.get_output_embeddings()
         self._best = NativeDraws(native).best
         self.gives_logits_of_head = self._passes_on()
+        if not self.gives_logits_of_head:
+            self._head.screen = None
 
     def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `GreedyModel`."""
