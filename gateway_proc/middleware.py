@@ -153,7 +153,7 @@ class Lingering:
         async def noting() -> Message:
             nonlocal left
             message = await receive()
-            left = left and message.get("more_body", False)
+            left = message.get("more_body", False)
             return message
 
         async def last(message: Message) -> None:

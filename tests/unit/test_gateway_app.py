@@ -262,7 +262,8 @@ def test_sglang_generate(short_dir: Path) -> None:
         meta = answer["meta_info"]
         assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == ("r", 3, 2, 1)
         assert meta["finish_reason"] == {"type": "stop", "matched": 21}
-        assert (await world.generated()).params.max_tokens == 5
+        params = (await world.generated()).params
+        assert (params.max_tokens, params.logprobs) == (5, None)
         await world.post("/generate", {"text": "x", "sampling_params": {"no_stop_trim": True}})
         assert (await world.generated()).params.include_stop_str_in_output
         several = await world.post("/generate", {"input_ids": [[1], [2]], "stream": True})
