@@ -167,6 +167,7 @@ def build(section: str, **values: Any) -> Any:
         ("scheduler", {"speculation": "medusa"}, "speculation"),
         ("scheduler", {"num_speculative_tokens": 65}, "num-speculative-tokens"),
         ("scheduler", {"prompt_lookup_min": 0}, "prompt-lookup-min"),
+        ("scheduler", {"prompt_lookup_min": 33, "prompt_lookup_max": 33}, "prompt-lookup-min"),
         ("scheduler", {"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt-lookup-max"),
         ("http", {"port": 65536}, "port"),
         ("http", {"host": ""}, "host"),

@@ -14,6 +14,8 @@ from common.fields import FieldError, Float, Int
 from common.messages import (
     MAX_CHOICES,
     MAX_PROMPT_CHARS,
+    AddRequest,
+    ChatMessage,
     ErrorCode,
     Finish,
     Generate,
@@ -22,6 +24,7 @@ from common.messages import (
     StepResult,
     TextBatch,
     TokenBatch,
+    Tokenize,
     ints,
 )
 from common.sampling_params import SamplingParams
@@ -30,6 +33,10 @@ from tests.helpers_wire import whole_body
 from tests.unit.wire_strategies import messages_of
 
 NONE = ints()
+DRAFTS = {
+    "chunk_slots": ints(1), "chunk_lens": ints(2), "chunk_samples": ints(1), "chunk_tokens": ints(5, 6),
+    "chunk_drafts": ints(1),
+}  # fmt: skip
 
 
 def plan(**changes: Any) -> StepPlan:
@@ -137,11 +144,73 @@ def test_token_batch_refuses_an_unknown_finish_code() -> None:
         ({"copies": ints(1, 2, 3)}, "copies"),
         ({"state_loads": ints(1)}, "state_loads"),
         ({"state_saves": ints(1, 2)}, "state_saves"),
+        (DRAFTS | {"chunk_drafts": ints(2)}, "chunk_drafts"),
+        (DRAFTS | {"chunk_samples": ints(0)}, "chunk_drafts"),
+        (DRAFTS | {"chunk_drafts": ints(1, 0)}, "chunk_drafts"),
     ],
 )
 def test_plan_columns_must_fit(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(FieldError) as caught:
         plan(**changes)
+    assert caught.value.field == field
+
+
+def test_guesses_leave_a_token_that_is_known() -> None:
+    assert list(plan(**DRAFTS).chunk_drafts) == [1]
+    assert plan(**DRAFTS | {"chunk_samples": ints(0), "chunk_drafts": ints(0)}).chunk_drafts
+
+
+@pytest.mark.parametrize(
+    ("rids", "counts", "tokens", "finish", "cached", "field"),
+    [
+        (2, 1, 0, 1, 1, "rids"), (1, 2, 0, 1, 1, "rids"), (1, 1, 0, 2, 1, "rids"), (1, 1, 0, 1, 2, "rids"),
+        (1, 1, 1, 1, 1, "token_ids"),
+    ],
+)  # fmt: skip
+def test_token_batch_columns_must_fit(
+    rids: int, counts: int, tokens: int, finish: int, cached: int, field: str
+) -> None:
+    columns = (ints(*rids * [0]), ints(*counts * [0]), ints(*tokens * [0]), bytes(finish), ints(*cached * [0]))
+    with pytest.raises(FieldError) as caught:
+        TokenBatch(*columns, array("q"))
+    assert caught.value.field == field
+
+
+def test_every_token_that_cannot_be_used_has_its_problem() -> None:
+    with pytest.raises(FieldError, match="failed"):
+        StepResult(0, 0, "0", ints(1), array("q"), failed=ints(0))
+
+
+@pytest.mark.parametrize(("prompt", "most", "good"), [(3, 9, True), (2, 9, False), (9, 2, False), (9, 3, True)])
+def test_what_goes_on_has_a_prompt_and_more_to_generate(prompt: int, most: int, good: bool) -> None:
+    fields = (ints(*range(prompt)), most, ints(), SamplingParams().draw(0))
+    if good:
+        assert AddRequest(1, *fields, generated=2).generated == 2
+    else:
+        with pytest.raises(FieldError, match="generated"):
+            AddRequest(1, *fields, generated=2)
+    assert AddRequest(1, *fields).generated == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({}, "prompt"),
+        ({"text": "a", "chat": (ChatMessage("user", "a"),)}, "prompt"),
+        ({"text": "a", "tools": "[]"}, "tools"),
+        ({"text": "a", "template_args": "{}"}, "template_args"),
+        ({"text": "a", "continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        ({"chat": (ChatMessage("user", "a"),), "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["generate", "tokenize"])
+def test_what_is_for_chats_is_refused_elsewhere(kind: str, changes: dict[str, Any], field: str) -> None:
+    given = {"text": None, "chat": None} | changes
+    with pytest.raises(FieldError) as caught:
+        if kind == "generate":
+            Generate(1, token_ids=None, params=SamplingParams(), **given)
+        else:
+            Tokenize(1, **given)
     assert caught.value.field == field
 
 

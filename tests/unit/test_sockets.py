@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.codec import PROTOCOL_VERSION, Message, encode
-from common.messages import Abort, Beat, GetStats
+from common.messages import Abort, Beat, ErrorCode, GetStats, RequestError
 from common.sockets import HIGH_WATER_MARK, MAX_IPC_PATH, Endpoints, Inbox, Outbox, PeerStalled, open_socket
+from common.stamps import Lost
 
 WAIT_MS = 20_000
 
@@ -65,6 +66,15 @@ def test_bad_frames_are_counted_and_the_rest_arrives(pair: Pair) -> None:
     assert receive(inbox, Abort(99)) == [*(Abort(n) for n in range(len(bad))), Abort(98), Abort(99)]
     causes = {"malformed": 4, "unknown": 1, "oversized": 1, "version": 1, "invalid": 1}
     assert (inbox.refused.by_cause, inbox.refused.total) == (causes, 8)
+
+
+def test_what_a_partner_says_is_lost_rather_than_skipped(pair: Pair) -> None:
+    """But for what another version says, perhaps, which nobody waits for."""
+    inbox = Inbox(pair[1], RequestError, max_frame=1000, private=True)
+    for problem, field in (("too large a frame", 999 * "x"), ("too long a field", 300 * "x")):
+        lost = inbox.parse(encode(RequestError(7, ErrorCode.INTERNAL, problem, field)))
+        assert isinstance(lost, Lost) and lost.rids == (7,), problem
+    assert inbox.parse(encode(Abort(1))) is None and inbox.refused.total == 3
 
 
 def test_random_frames_never_stop_an_inbox(pair: Pair) -> None:
