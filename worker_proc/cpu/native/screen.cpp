@@ -123,7 +123,7 @@ class Screening {
  public:
   Screening(const PackedMatrix& weights, const HeadScreen& screen, const bf16* x, int64_t x_stride, int64_t rows)
       : weights_(weights), screen_(screen), x_(x), stride_(x_stride), rows_(rows), panels_(panels(weights.outputs)),
-        found_(rows), left_(rows) {
+        most_(std::max<int64_t>(panels_ / kFewPanels, 1)), found_(rows), left_(rows) {
     static thread_local std::vector<float> memory;
     rounded_ = room_in(memory, rows * panels_);
   }
@@ -149,12 +149,11 @@ class Screening {
     const int64_t first = std::max_element(rounded, rounded + panels_) - rounded;
     found_[row] = multiply(first, &row, 1)[0];
     const Bounds bounds(screen_, norms_of(screen_.codes, x_ + row * stride_, weights_.inputs), weights_.inputs);
-    const int64_t most = std::max<int64_t>(panels_ / kFewPanels, 1);
     std::vector<int64_t>& left = left_[row];
     for (int64_t panel = 0; panel < panels_; ++panel) {
       if (rounded[panel] + bounds.at(panel) < found_[row].value || panel == first) continue;  // NaN is left
       left.push_back(panel);
-      if (static_cast<int64_t>(left.size()) > most) return;
+      if (hard(row)) return;
     }
   }
 
@@ -209,7 +208,8 @@ class Screening {
     return count;
   }
 
-  bool hard(int64_t row) const { return static_cast<int64_t>(left_[row].size()) > std::max<int64_t>(panels_ / kFewPanels, 1); }
+  // Whether so many panels are left for it that it takes all of them.
+  bool hard(int64_t row) const { return static_cast<int64_t>(left_[row].size()) > most_; }
 
   const bf16* gather(const int64_t* rows, int64_t count, std::vector<bf16>& memory) const {
     bf16* const to = room_in(memory, count * stride_);
@@ -221,7 +221,7 @@ class Screening {
   const PackedMatrix& weights_;
   const HeadScreen& screen_;
   const bf16* const x_;
-  const int64_t stride_, rows_, panels_;
+  const int64_t stride_, rows_, panels_, most_;
   float* rounded_;  // [rows, panels]: the largest product in int8
   std::vector<Largest> found_;
   std::vector<std::vector<int64_t>> left_;
