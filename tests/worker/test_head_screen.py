@@ -40,7 +40,7 @@ def compressed(level: Level, weight: Tensor) -> PackedMatrix:
 
 def check(matrix: PackedMatrix, screen: HeadScreen, x: Tensor) -> None:
     index, best = matrix.argmax(x)
-    got, value = screen.argmax(matrix, x)
+    got, value = matrix.argmax(x, screen.struct)
     assert torch.equal(got, index) and torch.equal(value.view(torch.int32), best.view(torch.int32))
 
 
@@ -141,7 +141,7 @@ def test_of_equal_outputs_that_are_rounded_differently_the_first_counts(level: L
     weight, x = weight.bfloat16(), x.bfloat16()
     matrix, screen = packed(level, weight), screened(level, weight)
     check(matrix, screen, x)
-    assert screen.argmax(matrix, x)[0].tolist() == [40] * 6 and screen.rest.tolist() == [0, 1]
+    assert matrix.argmax(x, screen.struct)[0].tolist() == [40] * 6 and screen.rest.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("level", SCREENING)

@@ -33,8 +33,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_quantize": (None, [_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER]),
     "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _LONG, _INT]),
     "rhizome_linear": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT]),
-    "rhizome_linear_argmax": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
-    "rhizome_screened_argmax": (None, [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
+    "rhizome_find_largest": (None, [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
     "rhizome_code_errors": (None, [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER]),
     "rhizome_experts": (
         None,

@@ -118,24 +118,25 @@ class PackedMatrix:
 
     def linear(self, x: Tensor, finish: Finish, out: Tensor) -> Tensor:
         """Run the kernel on bfloat16 `x` `[rows, inputs]`, see `native/linear.h`; for tests and benchmarks."""
-        padded = self.whole_blocks(x)
+        padded = self._whole_blocks(x)
         self.native.functions.rhizome_linear(
             ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), out.data_ptr(),
             out.stride(0), finish,
         )  # fmt: skip
         return out
 
-    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest index (int64 `[rows]`) of the largest output of each row, and that output (float32)."""
-        padded = self.whole_blocks(x)
+    def argmax(self, x: Tensor, screen: ctypes.Structure | None = None) -> tuple[Tensor, Tensor]:
+        """The smallest index (int64 `[rows]`) of the largest output of each row, and that output (float32); with the
+        `struct` of a `HeadScreen` of this matrix the same, sooner."""
+        padded = self._whole_blocks(x)
         index, best = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x))
-        self.native.functions.rhizome_linear_argmax(
-            ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0), len(padded), index.data_ptr(),
-            best.data_ptr(),
+        self.native.functions.rhizome_find_largest(
+            ctypes.addressof(self.struct), None if screen is None else ctypes.addressof(screen), padded.data_ptr(),
+            padded.stride(0), len(padded), index.data_ptr(), best.data_ptr(),
         )  # fmt: skip
         return index, best
 
-    def whole_blocks(self, x: Tensor) -> Tensor:
+    def _whole_blocks(self, x: Tensor) -> Tensor:
         """`x` as the kernels read it: the inputs of a row side by side, and zeros up to a multiple of 32."""
         if self.inputs % 32 == 0 and x.stride(1) == 1:
             return x

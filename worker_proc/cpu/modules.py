@@ -7,7 +7,6 @@ torch some microseconds and a way over all numbers.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,13 @@ from worker_proc.cpu.screen import HeadScreen, screen_scheme
 from worker_proc.quantization.scheme import HEAD_SCHEME, Scheme
 
 _AT_ONCE = 8192  # outputs of a head that are rounded together
+
+
+def _rows(x: Tensor, inputs: int) -> Tensor:
+    """bfloat16 `[..., inputs]` as `[rows, inputs]`. Raises RuntimeError for other numbers, as torch does."""
+    if x.dtype != torch.bfloat16:
+        raise RuntimeError(f"expected bfloat16, got {x.dtype}")
+    return x.reshape(-1, inputs)
 
 
 class UnpackedLate(Tensor):
@@ -68,9 +74,7 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` bfloat16 `[..., in]` to `[..., out]`."""
-        if x.dtype != torch.bfloat16:
-            raise RuntimeError(f"expected bfloat16, got {x.dtype}")
-        rows = x.reshape(-1, self.in_features)
+        rows = _rows(x, self.in_features)
         out = torch.empty(len(rows), self.out_features, dtype=torch.bfloat16)
         if len(rows):
             self.matrix.linear(rows, Finish.STORE, out)
@@ -108,12 +112,9 @@ class NativeHead(NativeLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` bfloat16 `[..., hidden]` to `[..., vocabulary]`; within `find` to as many rows without meaning."""
-        if x.dtype != torch.bfloat16:
-            raise RuntimeError(f"expected bfloat16, got {x.dtype}")
-        rows = x.reshape(-1, self.in_features)
+        rows = _rows(x, self.in_features)
         if self._finding:
-            find = self.matrix.argmax if self.screen is None else partial(self.screen.argmax, self.matrix)
-            self._tokens, _ = find(rows)
+            self._tokens, _ = self.matrix.argmax(rows, self.screen.struct if self.screen is not None else None)
             return torch.zeros(*x.shape[:-1], 1)
         out = torch.empty(len(rows), self.out_features)
         if len(rows):
@@ -142,9 +143,7 @@ class NativeMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` bfloat16 `[..., hidden]` to as much."""
-        if x.dtype != torch.bfloat16:
-            raise RuntimeError(f"expected bfloat16, got {x.dtype}")
-        rows = x.reshape(-1, self.matrix.inputs)
+        rows = _rows(x, self.matrix.inputs)
         inner = torch.empty(len(rows), self.matrix.outputs // 2, dtype=torch.bfloat16)
         if len(rows):
             self.matrix.linear(rows, self._finish, inner)

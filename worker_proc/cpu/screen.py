@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.cpu.library import NativeLibrary
-from worker_proc.cpu.linear import PANEL, Format, MatrixStruct, PackedMatrix
+from worker_proc.cpu.linear import PANEL, Format, MatrixStruct
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix
 from worker_proc.quantization.scheme import Scheme
@@ -75,13 +75,3 @@ class HeadScreen:
         )
         struct, pointers = self.struct, [part.data_ptr() for part in (self._norms, self._errors, self.rest)]
         struct.codes, (struct.norms, struct.errors, struct.rest) = self._codes.struct, pointers
-
-    def argmax(self, head: PackedMatrix, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As `PackedMatrix.argmax` of the head, for tests and benchmarks: `x` bfloat16 `[rows, inputs]`."""
-        padded = head.whole_blocks(x)
-        index, best = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x))
-        self._native.functions.rhizome_screened_argmax(
-            ctypes.addressof(head.struct), ctypes.addressof(self.struct), padded.data_ptr(), padded.stride(0),
-            len(padded), index.data_ptr(), best.data_ptr(),
-        )  # fmt: skip
-        return index, best

@@ -9,7 +9,7 @@ the layer, that computes it instead, all rows together.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from worker_proc.cpu.short_conv import ShortConv
 from worker_proc.cpu.state_space import StateSpace
 from worker_proc.errors import ModelError
 from worker_proc.models import selective_scan
+from worker_proc.models.class_code import names_used
 from worker_proc.models.selective_scan import SelectiveScan
 from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
 from worker_proc.waves import Segments, in_waves
@@ -200,22 +201,7 @@ def _native_layer(module: nn.Module, native: NativeLibrary) -> NativeLayer | Non
 
 def keeps_states(module: nn.Module) -> bool:
     """Whether one of the functions of the module's class puts states into a cache."""
-    kind: Any = type(module)
-    return _keeps_states(kind)
-
-
-@cache  # models have few classes and many modules
-def _keeps_states(kind: Any) -> bool:
-    functions = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isfunction(value))
-    return any(_UPDATES.intersection(_names(function.__code__)) for function in functions)
-
-
-def _names(code: Any) -> Iterator[str]:
-    """Those that a function's code uses, and the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            yield from _names(constant)
+    return not _UPDATES.isdisjoint(names_used(module))
 
 
 def _compute(

@@ -10,12 +10,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from worker_proc.models.class_code import names_used
 from worker_proc.models.paged_call import PagedStep, paged_attention
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what classes call it that ask transformers' attention interface
@@ -27,14 +28,7 @@ _Ask = Callable[..., Tensor]
 
 def asks_interface(module: nn.Module) -> bool:
     """Whether the module's class asks transformers for the attention that is chosen."""
-    kind: Any = type(module)
-    return _asks_interface(kind)
-
-
-@cache  # models have few classes and many modules
-def _asks_interface(kind: Any) -> bool:
-    functions = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isfunction(value))
-    return any(_INTERFACE in function.__code__.co_names for function in functions)
+    return _INTERFACE in names_used(module)
 
 
 def computes_attention(module: nn.Module) -> bool:

@@ -59,7 +59,10 @@ class TransformersModel:
         self.model = model
         self.attention = attention
         self.config = model.config.get_text_config(decoder=True)
-        self._takes = inspect.signature(model.forward).parameters
+        takes = inspect.signature(model.forward).parameters
+        anything = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+        self._keeps_logits = "logits_to_keep" in takes
+        self._named = {name for name in ("position_ids", "logits_to_keep", "rhizome_step") if anything or name in takes}
         self._mixers = Mixers(model, native)
         self._own = OwnAttention(model)
         self._asks = model.config._attn_implementation == ATTENTION_NAME
@@ -101,15 +104,13 @@ class TransformersModel:
             self.model.set_attn_implementation(ATTENTION_NAME)
 
     def _run(self, token_ids: Tensor, positions: Tensor, rows: Tensor, step: PagedStep | None = None) -> Tensor:
-        named: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": rows, "rhizome_step": step}
-        if step is None:
-            del named["rhizome_step"]
-        if not any(each.kind is each.VAR_KEYWORD for each in self._takes.values()):
-            named = {name: value for name, value in named.items() if name in self._takes}
+        named: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": rows}
+        if step is not None:
+            named["rhizome_step"] = step
+        named = {name: value for name, value in named.items() if name in self._named}
         with self._own.on(step) if step is not None else nullcontext():
             output = self.model(input_ids=token_ids[None], use_cache=False, **named)
-        keeps = "logits_to_keep" in self._takes
-        logits = output.logits[0] if keeps else output.logits[0].index_select(0, rows)
+        logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, rows)
         return logits[:, : self.vocab_size].float()  # type: ignore[no-any-return]
 
     @torch.inference_mode()

@@ -381,10 +381,7 @@ void rhizome_decoder_argmax(const DecoderModel* model, const DecoderStep* step, 
   const Buffers buffers(*model, step->tokens, step->workspace);
   final_norm(*model, *step, buffers);
   const Stopwatch time(step->op_ns, kHead);
-  if (model->screen != nullptr)
-    screened_argmax(model->head, *model->screen, buffers.normed, buffers.normed_stride, step->num_logits, index, best);
-  else
-    linear_argmax(model->head, buffers.normed, buffers.normed_stride, step->num_logits, index, best);
+  find_largest(model->head, model->screen, buffers.normed, buffers.normed_stride, step->num_logits, index, best);
 }
 
 void rhizome_decoder_layers(const DecoderModel* model, const DecoderStep* step) {

@@ -416,11 +416,6 @@ RHIZOME_EXPORT void rhizome_linear(const PackedMatrix* weights, const bf16* x, i
   rhizome::linear(*weights, x, x_stride, rows, out, out_stride, static_cast<rhizome::Finish>(finish));
 }
 
-RHIZOME_EXPORT void rhizome_linear_argmax(const PackedMatrix* weights, const bf16* x, int64_t x_stride, int64_t rows,
-                                          int64_t* index, float* best) {
-  rhizome::linear_argmax(*weights, x, x_stride, rows, index, best);
-}
-
 RHIZOME_EXPORT void rhizome_unpack_rows(const PackedMatrix* weights, const int64_t* outputs, int64_t rows, bf16* out,
                                         int64_t out_stride) {
   rhizome::parallel_for(rows, [&](int64_t row, int) {

@@ -229,30 +229,33 @@ class Screening {
 
 }  // namespace
 
-void screened_argmax(const PackedMatrix& weights, const HeadScreen& screen, const bf16* x, int64_t x_stride, int64_t rows,
-                     int64_t* index, float* best) {
-  if (screen.rest[0] > 0) {
-    --screen.rest[0];
+void find_largest(const PackedMatrix& weights, const HeadScreen* screen, const bf16* x, int64_t x_stride, int64_t rows,
+                  int64_t* index, float* best) {
+  if (screen == nullptr) return linear_argmax(weights, x, x_stride, rows, index, best);
+  int32_t& rest = screen->rest[0];
+  int32_t& next_rest = screen->rest[1];
+  if (rest > 0) {
+    --rest;
     return linear_argmax(weights, x, x_stride, rows, index, best);
   }
   int64_t hard = 0;
   for (int64_t first = 0; first < rows; first += kMostScreened) {
-    Screening part(weights, screen, x + first * x_stride, x_stride, std::min(kMostScreened, rows - first));
+    Screening part(weights, *screen, x + first * x_stride, x_stride, std::min(kMostScreened, rows - first));
     hard += part.run(index + first, best + first);
   }
   // Rows that take all panels were multiplied twice: where they are many, for longer and longer without a look.
   const bool pays = 4 * hard <= rows;
-  if (!pays) screen.rest[0] = screen.rest[1];
-  screen.rest[1] = pays ? 1 : std::min(2 * screen.rest[1], kLongestRest);
+  if (!pays) rest = next_rest;
+  next_rest = pays ? 1 : std::min(2 * next_rest, kLongestRest);
 }
 
 }  // namespace rhizome
 
 using namespace rhizome;
 
-void rhizome_screened_argmax(const PackedMatrix* weights, const HeadScreen* screen, const bf16* x, int64_t x_stride, int64_t rows,
-                             int64_t* index, float* best) {
-  screened_argmax(*weights, *screen, x, x_stride, rows, index, best);
+void rhizome_find_largest(const PackedMatrix* weights, const HeadScreen* screen, const bf16* x, int64_t x_stride, int64_t rows,
+                          int64_t* index, float* best) {
+  find_largest(*weights, screen, x, x_stride, rows, index, best);
 }
 
 void rhizome_code_errors(const bf16* source, int64_t stride, int64_t rows, int64_t inputs, int64_t group, const uint8_t* codes,

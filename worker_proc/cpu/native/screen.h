@@ -22,15 +22,14 @@ struct HeadScreen {
   int32_t* rest;        // [2]: calls that do without the screen as it did not pay, and how many do the next time
 };
 
-// As linear_argmax of `weights` (kBFloat16 or kCompressed, without a bias).
-void screened_argmax(const PackedMatrix& weights, const HeadScreen& screen, const bf16* x, int64_t x_stride, int64_t rows,
-                     int64_t* index, float* best);
+// What linear_argmax of `weights` gives (kBFloat16 or kCompressed without a bias, if there is a screen; it may be null).
+void find_largest(const PackedMatrix& weights, const HeadScreen* screen, const bf16* x, int64_t x_stride, int64_t rows,
+                  int64_t* index, float* best);
 
 }  // namespace rhizome
 
-RHIZOME_EXPORT void rhizome_screened_argmax(const rhizome::PackedMatrix* weights, const rhizome::HeadScreen* screen,
-                                            const rhizome::bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
-                                            float* best);
+RHIZOME_EXPORT void rhizome_find_largest(const rhizome::PackedMatrix* weights, const rhizome::HeadScreen* screen,
+                                         const rhizome::bf16* x, int64_t x_stride, int64_t rows, int64_t* index, float* best);
 
 // What `norms` and `errors` are the largest of, for rows [rows, inputs] of bfloat16 (`stride` elements apart) and what
 // rhizome_quantize made of them with 8 bits; not finite where a weight is not.
