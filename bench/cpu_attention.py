@@ -92,10 +92,10 @@ def main(level: Level, threads: int, cases: str, int8: bool) -> None:
         if not name.startswith(tuple(cases.split(","))):
             continue
         batch, pages = make_batch(rows, new, total, shared)
-        spec = KVSpec.uniform(1, _KV_HEADS, _HEAD_DIM, _HEAD_DIM, torch.bfloat16, int8)
-        bytes_per_token = spec.bytes_per_token
+        one_layer = KVSpec.uniform(1, _KV_HEADS, _HEAD_DIM, _HEAD_DIM, torch.bfloat16, int8)
+        bytes_per_token = one_layer.bytes_per_token
         layers = max(1, _MEMORY // (pages * _PAGE_SIZE * bytes_per_token)) if new == 1 else 4
-        cache = KVCache(replace(spec, num_layers=layers), pages, _PAGE_SIZE)
+        cache = KVCache(replace(one_layer, layers=one_layer.layers * layers), pages, _PAGE_SIZE)
         for memory in (*cache.k, *cache.v):
             memory.random_(-127, 128) if int8 else memory.normal_()
         for memory in (*cache.k_scales, *cache.v_scales):
