@@ -151,14 +151,18 @@ class DotKernel {
  private:
   static constexpr int kFew = 4;
   static constexpr int kRowsAhead = 32;  // of K and V that are fetched ahead
+  static constexpr int kRowsAgain = 8;   // after so many others, they are once more
   // Rows of score and weight matrices are a cache line apart from a power of two, so that they share no cache sets.
   static constexpr int kScoreStride = kAttentionBlock + 16, kWeightStride = kAttentionBlock + 32;
 
-  // Row `i` of K, V and what is expected, in the order of their use, into the L2 cache as in linear_dots.h. Always inlined:
-  // g++ 12 takes a function that only fetches for one without effects, and leaves out its calls.
+  // Row `i` of K, V and what is expected, in the order of their use, into the L2 cache, and once more an earlier one, as
+  // LinesAhead does. Always inlined: g++ 12 takes a function that only fetches for one without effects, and leaves out its calls.
   __attribute__((always_inline)) void fetch_row(int i) const {
-    if (i >= num_rows_) return;
-    const char* const row = rows_[i];
+    if (i < num_rows_) fetch_lines(rows_[i]);
+    if (i >= kRowsAgain && i - kRowsAgain < num_rows_) fetch_lines(rows_[i - kRowsAgain]);
+  }
+
+  __attribute__((always_inline)) void fetch_lines(const char* row) const {
     _mm_prefetch(row, _MM_HINT_T1);
     if (line_bytes_ == 256) {  // the most frequent size
       _mm_prefetch(row + 64, _MM_HINT_T1);

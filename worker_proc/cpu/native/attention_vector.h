@@ -153,6 +153,7 @@ class VectorKernel {
   static_assert(kLanes * kMostSums % kMost == 0 && kColumns % kLanes == 0);
   static constexpr int kGap = 16;        // rows a power of two apart would share few sets of the L1 cache
   static constexpr int kRowsAhead = 32;  // of K and V that are fetched ahead
+  static constexpr int kRowsAgain = 8;   // after so many others, they are once more
   static constexpr int kScoreStride = kAttentionBlock + 16;  // rows a cache line apart from a power of two share no sets
 
   int v_step() const { return v_width_ + kGap; }  // numbers from row to row of V that was widened
@@ -235,12 +236,16 @@ class VectorKernel {
     if constexpr (kUnits) turn(to, turned, width);
   }
 
-  // Row `i` of K, V and what is expected, in the order of their use. Always inlined: g++ 12 takes a function that only
-  // fetches for one without effects, and leaves out its calls.
+  // Row `i` of K, V and what is expected, in the order of their use, and once more an earlier one, as LinesAhead does. Always
+  // inlined: g++ 12 takes a function that only fetches for one without effects, and leaves out its calls.
   __attribute__((always_inline)) void fetch_row(int i, int bytes) const {
-    if (i >= num_rows_) return;
+    if (i < num_rows_) fetch_lines(rows_[i], bytes);
+    if (i >= kRowsAgain && i - kRowsAgain < num_rows_) fetch_lines(rows_[i - kRowsAgain], bytes);
+  }
+
+  __attribute__((always_inline)) static void fetch_lines(const char* row, int bytes) {
 #pragma GCC unroll 4
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(rows_[i] + at, 0, 2);
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
   }
 
   // K or V of a token of the block.

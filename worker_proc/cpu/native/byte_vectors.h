@@ -22,6 +22,9 @@ inline void store_bytes(void* to, Bytes bytes) { _mm256_storeu_si256(static_cast
 #endif
 inline constexpr int kByteRuns = sizeof(Bytes) == 64 ? 1 : 2;  // over a piece: two vectors are two tiles or one
 
+// Up to so many rows take one tile after the other, see linear_dots.h.
+inline constexpr int kBytesInTurn = kByteRuns == 1 ? 4 : 0, kNibblesInTurn = kByteRuns == 1 ? 2 : 0;
+
 #if defined(RHIZOME_INT8_DOTS) && defined(__AVX512F__)
 inline Bytes byte_dots(Bytes sums, Bytes codes, int32_t x) { return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(x)); }
 #elif defined(RHIZOME_INT8_DOTS)

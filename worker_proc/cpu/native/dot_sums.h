@@ -36,6 +36,16 @@ struct DotSums {
     }
   }
 
+  // The same with 16 others, for one of the vectors of sums.
+  __attribute__((always_inline)) static void add_to(__m512 (&sums)[kRows], const uint16_t* x, int64_t x_stride, __m512i weights) {
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      int32_t both;
+      std::memcpy(&both, x + row * x_stride, 4);
+      sums[row] = _mm512_dpbf16_ps(sums[row], (__m512bh)_mm512_set1_epi32(both), (__m512bh)weights);
+    }
+  }
+
   __attribute__((always_inline)) void store(float* to, int64_t stride) const {
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {

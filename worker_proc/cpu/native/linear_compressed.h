@@ -120,16 +120,16 @@ class Inflater {
     const __m512i codes = _mm512_loadu_si512(from);
     for (int half = 0; half < 2; ++half) {
       __m512i two[2];
-      rows(codes, from, half, two);
+      rows(codes, _mm512_loadu_si512(from + 64 + 64 * half), half, two);
       _mm512_store_si512(to + 64 * half, two[0]);
       _mm512_store_si512(to + 64 * half + 32, two[1]);
     }
   }
 
-  // The first or the second two rows of the pack at `from`, whose codes come with it.
-  void rows(__m512i codes, const uint8_t* from, int half, __m512i two[2]) const {
+  // The first or the second two rows of a pack, of its codes and of their own low bytes.
+  void rows(__m512i codes, __m512i low, int half, __m512i two[2]) const {
     const __m512i here = _mm512_and_si512(half == 0 ? codes : _mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
-    const __m512i low = _mm512_loadu_si512(from + 64 + 64 * half), high = _mm512_shuffle_epi8(high_bytes_, here);
+    const __m512i high = _mm512_shuffle_epi8(high_bytes_, here);
     two[0] = _mm512_ternarylogic_epi64(_mm512_set1_epi16(255), low, high, 0xca);
 #if defined(__AVX512VBMI2__)
     two[1] = _mm512_shldi_epi16(high, low, 8);

@@ -11,6 +11,7 @@
 #include "dot_sums.h"
 #include "linear_compressed.h"
 #include "linear_task.h"
+#include "registers.h"
 
 namespace rhizome {
 
@@ -26,6 +27,22 @@ struct DotRows {
 };
 
 constexpr int kDotTurns = 8;  // calls of `ahead` per block of inputs
+
+// Up to so many rows take one tile after the other, so that lines are read in the order in which they lie: the processor finds such
+// a stream by itself.
+constexpr int kPlainInTurn = 5, kInflatedInTurn = 2;
+
+// One block of inputs of a tile.
+template <int kRows>
+__attribute__((always_inline)) inline void dot_tile(__m512 (&sums)[kRows], const bf16* x, int64_t x_stride, const bf16* weights,
+                                                    LinesAhead& ahead) {
+  for (int pair = 0; pair < kTile; pair += 2 * kTile / kDotTurns) {
+    ahead();
+#pragma GCC unroll 4
+    for (int i = pair; i < pair + 2 * kTile / kDotTurns; ++i)
+      DotSums<kRows>::add_to(sums, x + 2 * i, x_stride, held_in_order(_mm512_loadu_si512(weights + i * 32)));
+  }
+}
 
 // One block of inputs.
 template <int kRows>
@@ -50,7 +67,14 @@ struct PlainDots {
     DotSums<kRows> sums;
     if (rows.adding) sums.load(rows.sums, kPanel);
     const bf16 *x = rows.x, *weights = from.weights;
-    for (; steps > 0; --steps, x += 32, weights += 2 * kTileElements) dot_step(sums, x, rows.x_stride, weights, ahead);
+    for (; steps > 0; --steps, x += 32, weights += 2 * kTileElements) {
+      if constexpr (kRows <= kPlainInTurn) {
+        dot_tile(sums.low, x, rows.x_stride, weights, ahead);
+        dot_tile(sums.high, x, rows.x_stride, weights + kTileElements, ahead);
+      } else {
+        dot_step(sums, x, rows.x_stride, weights, ahead);
+      }
+    }
     sums.store(rows.sums, kPanel);
     outside = ahead;
   }
@@ -82,6 +106,11 @@ struct InflatedDots {
         dot_step(sums, x, rows.x_stride, plain, ahead);
         continue;
       }
+      if constexpr (!kKeep && kRows <= kInflatedInTurn) {
+        add_tile(sums.low, inflater, packs, x, rows.x_stride, ahead);
+        add_tile(sums.high, inflater, packs + kCompressedBlock / 2, x, rows.x_stride, ahead);
+        continue;
+      }
       for (int pack = 0; pack < kBlockPacks / 2; ++pack) {  // of the left tile and of the right one
         const uint8_t *const left = packs + pack * kPackBytes, *const right = left + kCompressedBlock / 2;
         const __m512i left_codes = _mm512_loadu_si512(left), right_codes = _mm512_loadu_si512(right);
@@ -89,8 +118,8 @@ struct InflatedDots {
         for (int half = 0; half < 2; ++half) {
           ahead();
           __m512i a[2], b[2];
-          inflater.rows(left_codes, left, half, a);
-          inflater.rows(right_codes, right, half, b);
+          inflater.rows(left_codes, _mm512_loadu_si512(left + 64 + 64 * half), half, a);
+          inflater.rows(right_codes, _mm512_loadu_si512(right + 64 + 64 * half), half, b);
 #pragma GCC unroll 2
           for (int i = 0; i < 2; ++i) {
             if constexpr (kKeep) {
@@ -105,6 +134,24 @@ struct InflatedDots {
     }
     sums.store(rows.sums, kPanel);
     outside = ahead;
+  }
+
+ private:
+  template <int kRows>
+  __attribute__((always_inline)) static void add_tile(__m512 (&sums)[kRows], const Inflater& inflater, const uint8_t* packs,
+                                                      const bf16* x, int64_t x_stride, LinesAhead& ahead) {
+    for (int pack = 0; pack < kBlockPacks / 2; ++pack, packs += kPackBytes, x += 8) {
+      __m512i lines[kPackBytes / 64];
+      for (int line = 0; line < kPackBytes / 64; ++line) lines[line] = held_in_order(_mm512_loadu_si512(packs + 64 * line));
+      ahead();
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        __m512i two[2];
+        inflater.rows(lines[0], lines[1 + half], half, two);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) DotSums<kRows>::add_to(sums, x + 4 * half + 2 * i, x_stride, two[i]);
+      }
+    }
   }
 };
 

@@ -37,7 +37,8 @@ inline void fetch(const char* from, int64_t lines) {
   for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(from + line * 64, 0, 2);
 }
 
-// Lines that are fetched a few at a time, into the L2 cache: only few can be on their way to an L1 cache at once.
+// Lines that are fetched a few at a time, into the L2 cache: only few can be on their way to an L1 cache at once. Zen 4 seems to
+// drop what is asked for while all places are taken, so each line is asked for once more, half a piece of 12 KiB later.
 class LinesAhead {
  public:
   LinesAhead() = default;
@@ -48,13 +49,22 @@ class LinesAhead {
 
   void operator()() {
     if (next_ >= end_) return;
-    for (const char* const stop = next_ + step_; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 2);
+    for (const char* const stop = next_ + step_; next_ < stop; next_ += 64) {
+      __builtin_prefetch(next_, 0, 2);
+      __builtin_prefetch(next_ - kAgain, 0, 2);
+    }
   }
 
  private:
+  static constexpr int64_t kAgain = 6144;  // bytes; what lies before them is fetched or in a cache already
+
   const char *next_ = nullptr, *end_ = nullptr;
   int64_t step_ = 0;
 };
+
+// Whether so few rows read weights so fast, in the order in which they lie, that the processor, which finds such a stream by itself,
+// has more lines on their way than can be asked for: each of those holds one of the few places of the L1 cache's.
+inline bool found_ahead(int64_t rows) { return rows <= 2; }
 
 // Where the pieces of a task lie, in the order in which they are multiplied.
 struct Piece {

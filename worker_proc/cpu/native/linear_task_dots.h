@@ -21,7 +21,9 @@ class DotPiece {
       : weights_(weights), block_(piece.panel * blocks(weights.inputs) + piece.step), steps_(piece.now),
         only_(dot_passes(rows) == 1), packed_(weights.format != Format::kBFloat16),
         plain_(packed_ ? room() : weights.data + block_ * 2 * kTileElements),
-        ahead_(piece_ahead(weights, following, steps_, steps_ * kDotTurns * dot_passes(rows))) {}
+        ahead_(!packed_ && found_ahead(rows)
+                   ? LinesAhead()
+                   : piece_ahead(weights, following, steps_, steps_ * kDotTurns * dot_passes(rows))) {}
 
   // At most kBlockRows rows.
   void multiply(int count, const DotRows& rows) {

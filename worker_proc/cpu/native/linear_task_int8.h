@@ -11,6 +11,7 @@
 
 #include "byte_vectors.h"
 #include "linear_task_pieces.h"
+#include "registers.h"
 
 namespace rhizome {
 
@@ -27,6 +28,21 @@ struct ByteRows {
   bool adding;
 };
 
+// Adds the products of a block with a tile.
+template <int kRows>
+__attribute__((always_inline)) inline void add_tile(Bytes (&sums)[kRows], const uint8_t* codes, const bf16* x, int64_t x_stride) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kTile; ++i) {
+    const Bytes of_four = held_in_order(load_bytes(codes + 64 * i));
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      int32_t four;
+      std::memcpy(&four, x + 2 * i + row * x_stride, sizeof four);
+      sums[row] = byte_dots(sums[row], of_four, four);
+    }
+  }
+}
+
 // `steps` blocks of two vectors.
 template <int kRows>
 void byte_pass(const uint8_t* codes, float* sums, const ByteRows& rows, int64_t steps, LinesAhead& outside) {
@@ -39,6 +55,12 @@ void byte_pass(const uint8_t* codes, float* sums, const ByteRows& rows, int64_t 
       second[row] = load_bytes(sums + row * kPanel + kApartSums);
     }
   const bf16* x = rows.x;
+  if constexpr (kRows <= kBytesInTurn)
+    for (; steps > 0; --steps, codes += 2 * kTileBytes, x += 2 * kTile) {
+      for (int turn = 0; turn < kByteTurns; ++turn) ahead();
+      add_tile(first, codes, x, rows.x_stride);
+      add_tile(second, codes + kTileBytes, x, rows.x_stride);
+    }
   for (; steps > 0; --steps, codes += 2 * kTileBytes)
     for (int turn = 0; turn < kByteTurns; ++turn) {
       ahead();
@@ -75,7 +97,9 @@ class BytePiece {
   // `following` is the block with which the thread goes on after this piece.
   BytePiece(const PackedMatrix& pairs, const Piece& piece, int64_t following, int64_t rows)
       : codes_(reinterpret_cast<const uint8_t*>(weights_at(pairs, piece.panel, piece.step))), steps_(piece.now),
-        ahead_(piece_ahead(pairs, following, steps_, steps_ * kByteTurns * kByteRuns * passes(rows))) {}
+        ahead_(kBytesInTurn > 0 && found_ahead(rows)
+                   ? LinesAhead()
+                   : piece_ahead(pairs, following, steps_, steps_ * kByteTurns * kByteRuns * passes(rows))) {}
 
   // At most kBlockRows rows.
   void multiply(int count, const ByteRows& rows) {

@@ -45,6 +45,7 @@ class CodesOfEight {
   static constexpr int kMiddle = is_float4(kFormat) ? kMostFloat4 : kNibbles ? 8 : 128;
   static constexpr int kMost = is_float4(kFormat) ? 2 * kMostFloat4 : kNibbles ? 15 : 255;
   static constexpr int64_t kTileCodes = kNibbles ? kTileElements / 2 : kTileElements;
+  static constexpr int kInTurn = kNibbles ? kNibblesInTurn : kBytesInTurn;
 
   explicit CodesOfEight(const uint8_t* codes) : at_(codes) {}
 
@@ -75,7 +76,7 @@ class CodesOfEight {
 template <Format kFormat>
 class WideNibbles {
  public:
-  static constexpr int kMiddle = CodesOfEight<kFormat>::kMiddle, kMost = CodesOfEight<kFormat>::kMost;
+  static constexpr int kMiddle = CodesOfEight<kFormat>::kMiddle, kMost = CodesOfEight<kFormat>::kMost, kInTurn = 0;
 
   explicit WideNibbles(const uint8_t* codes) : at_(codes) {}
 
@@ -174,7 +175,9 @@ class SegmentPiece {
   SegmentPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(passes(rows) > 1 ? opened(weights, piece.panel, piece.step, piece.now) : weights), piece_(piece),
         codes_(codes_at(weights, piece.panel, piece.step)),
-        ahead_(piece_ahead(weights, following, piece.now, piece.now * kSegmentTurns * kByteRuns * passes(rows))) {
+        ahead_(Codes::kInTurn > 0 && found_ahead(rows)
+                   ? LinesAhead()
+                   : piece_ahead(weights, following, piece.now, piece.now * kSegmentTurns * kByteRuns * passes(rows))) {
     if (!Codes::kNibbles || passes(rows) == 1) return;
     alignas(64) static thread_local uint8_t room[kSteps * kBlockWeights];
     wide_ = room;

@@ -38,6 +38,21 @@ __attribute__((always_inline)) inline void add_four(Bytes (&sums)[kRows][2], con
   }
 }
 
+// Adds the products of a block with vector kVector of outputs.
+template <int kVector, int kRows, class Codes>
+__attribute__((always_inline)) inline void add_vector(Bytes (&sums)[kRows][2], const int8_t* x, int64_t x_stride, Codes& codes) {
+#pragma GCC unroll 4
+  for (int eight = 0; eight < 4; ++eight, x += 8, codes.next_eight()) {
+    const Bytes first = held_in_order(codes.template four<false>(kVector));
+    const Bytes second = held_in_order(codes.template four<true>(kVector));
+#pragma GCC unroll 9
+    for (int row = 0; row < kRows; ++row) {
+      sums[row][kVector] = byte_dots(sums[row][kVector], first, four_of(x + row * x_stride));
+      sums[row][kVector] = byte_dots(sums[row][kVector], second, four_of(x + row * x_stride + 4));
+    }
+  }
+}
+
 // The sums of `steps` blocks of a segment, from first_of(row) on. Rows of x are `x_stride` bytes apart, codes are those of two
 // vectors of outputs. kShort: there is one block.
 template <bool kShort, int kRows, class First, class Codes>
@@ -45,6 +60,15 @@ __attribute__((always_inline)) inline void sum_segment(Bytes (&sums)[kRows][2], 
                                                        int64_t x_stride, Codes& codes, LinesAhead& ahead) {
 #pragma GCC unroll 9
   for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = first_of(row);
+  if constexpr (kRows <= Codes::kInTurn) {
+    for (; steps > 0; --steps, codes.next_block(), x += 32) {
+      for (int turn = 0; turn < kSegmentTurns; ++turn) ahead();
+      Codes again = codes;
+      add_vector<0>(sums, x, x_stride, again);
+      add_vector<1>(sums, x, x_stride, codes);
+    }
+    return;
+  }
   for (; steps > 0; --steps, codes.next_block())
     for (int turn = 0; turn < kSegmentTurns; ++turn, x += 8, codes.next_eight()) {
       ahead();
