@@ -71,7 +71,7 @@ def converse(connection: Connection, speakers: int, prompt: int, turns: int, tok
 @click.option("--repeat", default=3, help="Rounds.")
 @click.option("--speakers", default=4, help="Conversations.")
 @click.option("--prompt", default=384, help="Tokens with which each begins.")
-@click.option("--turns", default=3, help="Questions in each.")
+@click.option("--turns", type=click.IntRange(2), default=3, help="Questions in each.")
 @click.option("--tokens", default=16, help="Of each answer.")
 @click.argument("flags", nargs=-1)
 def main(repeat: int, speakers: int, prompt: int, turns: int, tokens: int, flags: tuple[str, ...]) -> None:
