@@ -21,7 +21,7 @@ LEVEL = cpu_features().levels()[0]
 class Case:
     module: str
     arguments: str
-    lines: tuple[str, ...] = ("|",)  # what some line begins with
+    lines: tuple[str, ...]  # what some line begins with
     constants: dict[str, Any] = field(default_factory=dict)  # that make it small
 
 

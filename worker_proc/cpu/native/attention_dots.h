@@ -255,11 +255,8 @@ class DotKernel {
 #pragma GCC unroll 16
         for (int j = 0; j < 16; ++j)
 #pragma GCC unroll 4
-          for (int i = 0; i < kQueries; ++i) {
-            int32_t both;
-            std::memcpy(&both, q + i * k_width_ + d + 2 * j, 4);
-            sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(both), (__m512bh)pairs[j]);
-          }
+          for (int i = 0; i < kQueries; ++i)
+            sums[i] = _mm512_dpbf16_ps(sums[i], pair_of(q + i * k_width_ + d + 2 * j), (__m512bh)pairs[j]);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < kQueries; ++i) _mm512_store_ps(scores_ + i * kScoreStride + t, sums[i]);
@@ -303,9 +300,7 @@ class DotKernel {
       pair_values<kWhole, kCodes>(t, d + 32 * line, pairs);
 #pragma GCC unroll 4
       for (int i = 0; i < kQueries; ++i) {
-        int32_t both;
-        std::memcpy(&both, weights_ + i * kWeightStride + t, 4);
-        const auto weights = (__m512bh)_mm512_set1_epi32(both);
+        const __m512bh weights = pair_of(weights_ + i * kWeightStride + t);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half)
           sums[i][2 * line + half] = _mm512_dpbf16_ps(sums[i][2 * line + half], weights, pairs[half]);

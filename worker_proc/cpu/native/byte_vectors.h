@@ -7,6 +7,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 namespace rhizome {
 
 #if defined(__AVX512F__)
@@ -21,6 +23,13 @@ inline Bytes load_bytes(const void* from) { return _mm256_loadu_si256(static_cas
 inline void store_bytes(void* to, Bytes bytes) { _mm256_storeu_si256(static_cast<__m256i*>(to), bytes); }
 #endif
 inline constexpr int kByteRuns = sizeof(Bytes) == 64 ? 1 : 2;  // over a piece: two vectors are two tiles or one
+
+// Four numbers of a row.
+inline int32_t four_of(const void* x) {
+  int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  return four;
+}
 
 // Up to so many rows take one tile after the other, see linear_dots.h.
 inline constexpr int kBytesInTurn = kByteRuns == 1 ? 4 : 0, kNibblesInTurn = kByteRuns == 1 ? 2 : 0;

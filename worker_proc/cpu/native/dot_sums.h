@@ -10,6 +10,13 @@
 
 namespace rhizome {
 
+// A pair of numbers, in all lanes.
+__attribute__((always_inline)) inline __m512bh pair_of(const uint16_t* x) {
+  int32_t both;
+  std::memcpy(&both, x, sizeof both);
+  return (__m512bh)_mm512_set1_epi32(both);
+}
+
 // 32 sums for each of kRows rows, in registers. Loops over rows are unrolled by order: g++ 12 keeps sums in memory otherwise.
 template <int kRows>
 struct DotSums {
@@ -28,9 +35,7 @@ struct DotSums {
   __attribute__((always_inline)) void add(const uint16_t* x, int64_t x_stride, __m512i left, __m512i right) {
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
-      int32_t both;
-      std::memcpy(&both, x + row * x_stride, 4);
-      const auto pair = (__m512bh)_mm512_set1_epi32(both);
+      const __m512bh pair = pair_of(x + row * x_stride);
       low[row] = _mm512_dpbf16_ps(low[row], pair, (__m512bh)left);
       high[row] = _mm512_dpbf16_ps(high[row], pair, (__m512bh)right);
     }
@@ -39,11 +44,7 @@ struct DotSums {
   // The same with 16 others, for one of the vectors of sums.
   __attribute__((always_inline)) static void add_to(__m512 (&sums)[kRows], const uint16_t* x, int64_t x_stride, __m512i weights) {
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      int32_t both;
-      std::memcpy(&both, x + row * x_stride, 4);
-      sums[row] = _mm512_dpbf16_ps(sums[row], (__m512bh)_mm512_set1_epi32(both), (__m512bh)weights);
-    }
+    for (int row = 0; row < kRows; ++row) sums[row] = _mm512_dpbf16_ps(sums[row], pair_of(x + row * x_stride), (__m512bh)weights);
   }
 
   __attribute__((always_inline)) void store(float* to, int64_t stride) const {

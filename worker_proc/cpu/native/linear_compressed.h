@@ -120,11 +120,14 @@ class Inflater {
     const __m512i codes = _mm512_loadu_si512(from);
     for (int half = 0; half < 2; ++half) {
       __m512i two[2];
-      rows(codes, _mm512_loadu_si512(from + 64 + 64 * half), half, two);
+      rows(codes, low_bytes(from, half), half, two);
       _mm512_store_si512(to + 64 * half, two[0]);
       _mm512_store_si512(to + 64 * half + 32, two[1]);
     }
   }
+
+  // Those of the first or the second two rows of the pack at `from`.
+  static __m512i low_bytes(const uint8_t* from, int half) { return _mm512_loadu_si512(from + 64 + 64 * half); }
 
   // The first or the second two rows of a pack, of its codes and of their own low bytes.
   void rows(__m512i codes, __m512i low, int half, __m512i two[2]) const {

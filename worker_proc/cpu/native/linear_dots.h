@@ -118,8 +118,8 @@ struct InflatedDots {
         for (int half = 0; half < 2; ++half) {
           ahead();
           __m512i a[2], b[2];
-          inflater.rows(left_codes, _mm512_loadu_si512(left + 64 + 64 * half), half, a);
-          inflater.rows(right_codes, _mm512_loadu_si512(right + 64 + 64 * half), half, b);
+          inflater.rows(left_codes, Inflater::low_bytes(left, half), half, a);
+          inflater.rows(right_codes, Inflater::low_bytes(right, half), half, b);
 #pragma GCC unroll 2
           for (int i = 0; i < 2; ++i) {
             if constexpr (kKeep) {

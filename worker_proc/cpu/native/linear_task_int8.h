@@ -6,7 +6,6 @@
 
 #if defined(RHIZOME_INT8_DOTS)
 
-#include <cstring>
 #include <utility>
 
 #include "byte_vectors.h"
@@ -35,11 +34,7 @@ __attribute__((always_inline)) inline void add_tile(Bytes (&sums)[kRows], const 
   for (int i = 0; i < kTile; ++i) {
     const Bytes of_four = held_in_order(load_bytes(codes + 64 * i));
 #pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) {
-      int32_t four;
-      std::memcpy(&four, x + 2 * i + row * x_stride, sizeof four);
-      sums[row] = byte_dots(sums[row], of_four, four);
-    }
+    for (int row = 0; row < kRows; ++row) sums[row] = byte_dots(sums[row], of_four, four_of(x + 2 * i + row * x_stride));
   }
 }
 
@@ -68,8 +63,7 @@ void byte_pass(const uint8_t* codes, float* sums, const ByteRows& rows, int64_t 
         const Bytes left = load_bytes(codes + 64 * i), right = load_bytes(codes + 64 * i + kApartBytes);
 #pragma GCC unroll 12
         for (int row = 0; row < kRows; ++row) {
-          int32_t four;
-          std::memcpy(&four, x + row * rows.x_stride, sizeof four);
+          const int32_t four = four_of(x + row * rows.x_stride);
           first[row] = byte_dots(first[row], left, four);
           second[row] = byte_dots(second[row], right, four);
         }

@@ -4,8 +4,6 @@
 // sums of 32 inputs of codes of 4 bits, and of 16 of FP4's numbers: half of the instructions that products of 16 bits take.
 #pragma once
 
-#include <cstring>
-
 #include "byte_vectors.h"
 #include "linear_task.h"
 #include "registers.h"
@@ -19,12 +17,6 @@ inline constexpr int kSegmentTurns = 4;  // calls of `ahead` per block
 #else
 inline constexpr int kSegmentTurns = 1;
 #endif
-
-inline int32_t four_of(const int8_t* x) {
-  int32_t four;
-  std::memcpy(&four, x, sizeof four);
-  return four;
-}
 
 #if defined(RHIZOME_INT8_DOTS)
 template <int kRows>
