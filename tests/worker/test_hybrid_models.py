@@ -17,6 +17,7 @@ from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.features import cpu_features
 from worker_proc.cpu.library import load_library
+from worker_proc.cpu.memory import make_tensors
 from worker_proc.errors import PlanError
 from worker_proc.kv_cache import KVCache
 from worker_proc.model_runner import ModelRunner
@@ -44,6 +45,16 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     assert generate(model, PROMPTS, NEW_TOKENS, page_size=16) == want
     assert generate(model, PROMPTS, NEW_TOKENS, page_size=1, chunk=9) == want
     assert generate(model, PROMPTS, NEW_TOKENS, page_size=16, chunk=1) == want
+
+
+def test_models_are_tried_on_states_that_begin_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a GPU holds anything."""
+
+    def make_and_fill(*args: Any) -> list[torch.Tensor]:
+        return [states.fill_(float("nan")) for states in make_tensors(*args)]
+
+    monkeypatch.setattr("worker_proc.recurrent.make_tensors", make_and_fill)
+    load(make_hybrid("lfm2", tmp_path))
 
 
 SLOTS, SNAPSHOTS = 6, 3

@@ -43,6 +43,8 @@ def check_against_plain_attention(model: "TransformersModel", device: torch.devi
     tokens = [(counted + 50 * sequence) % model.vocab_size for sequence in range(len(_PAGES))]
     plain = [model.forward_plain(sequence) for sequence in tokens]
     cache = KVCache(model.kv_spec, sum(map(len, _PAGES)), _PAGE_SIZE, device, slots=len(_PAGES))
+    if cache.states is not None:
+        cache.states.clear(range(cache.states.slots))
     errors: dict[str, list[Tensor]] = {"first chunks": [], "later chunks": [], "single tokens": []}
     for step in _STEPS:
         logits = model.forward(_batch(step, tokens, device), cache)
