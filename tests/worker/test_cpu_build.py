@@ -288,6 +288,34 @@ def test_sources_compile_for_avx2_without_fma(flags: tuple[str, ...]) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("flags", [(), ("avx2",), ("avx2", "f16c")], ids=str)
+def test_every_number_of_float16_is_read_as_it_is(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """With instructions for it and without; not all compilers know a type for it."""
+    if not cpu_features().flags.issuperset(flags):
+        pytest.skip("needs a processor with these instructions")
+    compiler, program = find_compiler(), tmp_path / "float16.cpp"
+    program.write_text("""
+#include <cstdio>
+#include "scale_forms.h"
+int main() {
+  for (unsigned first = 0; first < 65536; first += rhizome::kLanes) {
+    uint16_t halves[rhizome::kLanes];
+    for (int i = 0; i < rhizome::kLanes; ++i) halves[i] = static_cast<uint16_t>(first + i);
+    const rhizome::floats read = rhizome::load_float16(reinterpret_cast<const uint8_t*>(halves));
+    std::fwrite(&read, sizeof read, 1, stdout);
+  }
+}
+""")
+    options = CpuFeatures("x86_64", frozenset(flags)).options("generic")
+    command = [compiler, "-std=c++20", "-O2", "-w", *options, f"-I{build_module.SOURCES}", str(program), "-o"]
+    subprocess.run([*command, str(tmp_path / "float16")], check=True)
+    numbers = subprocess.run([str(tmp_path / "float16")], capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(numbers), dtype=torch.float32)
+    wanted = torch.arange(65536).to(torch.uint16).view(torch.float16).float()
+    assert torch.equal(found.signbit(), wanted.signbit()) and found.allclose(wanted, 0, 0, equal_nan=True)
+
+
+@needs_compiler
 def test_a_vector_is_held_at_any_address(tmp_path: Path) -> None:
     """Numbers lie where they lie: a reference to the plain vector type made an unoptimized program end here."""
     compiler, program = find_compiler(), tmp_path / "held.cpp"

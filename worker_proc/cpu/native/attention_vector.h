@@ -10,6 +10,7 @@
 
 #include "attention_kernel.h"
 #include "kv_int8.h"
+#include "lanes.h"
 #include "registers.h"
 #include "vector.h"
 
@@ -37,15 +38,15 @@ inline void load_unit(const uint16_t* from, Floats (&to)[kUnit]) {
 // Two vectors from the order of `load_unit` to the numbers' own, and the other way round.
 template <int... kLane>
 inline void put_in_order(Floats& a, Floats& b, std::integer_sequence<int, kLane...>) {
-  const Floats low = __builtin_shufflevector(a, b, (kLane % 2 * kLanes + kLane / 2)...);
-  b = __builtin_shufflevector(a, b, (kLane % 2 * kLanes + (kLanes + kLane) / 2)...);
+  const Floats low = lanes_of<(kLane % 2 * kLanes + kLane / 2)...>(a, b);
+  b = lanes_of<(kLane % 2 * kLanes + (kLanes + kLane) / 2)...>(a, b);
   a = low;
 }
 
 template <int... kLane>
 inline void put_by_pairs(Floats& a, Floats& b, std::integer_sequence<int, kLane...>) {
-  const Floats first = __builtin_shufflevector(a, b, 2 * kLane...);
-  b = __builtin_shufflevector(a, b, (2 * kLane + 1)...);
+  const Floats first = lanes_of<2 * kLane...>(a, b);
+  b = lanes_of<(2 * kLane + 1)...>(a, b);
   a = first;
 }
 

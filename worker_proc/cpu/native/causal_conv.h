@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bf16.h"
+#include "lanes.h"
 
 namespace rhizome {
 
@@ -17,9 +18,7 @@ struct Kept {
 
   void load(const bf16* from) {
     if constexpr (kKernel == 4) {
-      uint32_t words __attribute__((vector_size(8 * kLanes)));
-      std::memcpy(&words, from, sizeof words);
-      turn(words, std::make_integer_sequence<int, kLanes>());
+      turn(from, std::make_integer_sequence<int, kLanes>());
     } else {
       for (int i = 0; i < kKernel; ++i)
         for (int lane = 0; lane < kLanes; ++lane) at[i][lane] = to_float(from[lane * kKernel + i]);
@@ -28,7 +27,7 @@ struct Kept {
 
   void store(bf16* to) const {
     if constexpr (kKernel == 4) {
-      turn_back(to, std::make_integer_sequence<int, 2 * kLanes>());
+      turn_back(to, std::make_integer_sequence<int, kLanes>());
     } else {
       for (int i = 0; i < kKernel; ++i)
         for (int lane = 0; lane < kLanes; ++lane) to[lane * kKernel + i] = to_bf16(at[i][lane]);
@@ -36,22 +35,27 @@ struct Kept {
   }
 
  private:
+  typedef uint32_t Pairs __attribute__((vector_size(4 * kLanes)));
+
   // Two inputs are a word: the first one its low half.
-  template <class Words, int... kLane>
-  void turn(Words words, std::integer_sequence<int, kLane...>) {
-    const auto first = __builtin_shufflevector(words, words, 2 * kLane...);
-    const auto second = __builtin_shufflevector(words, words, 2 * kLane + 1 ...);
+  template <int... kLane>
+  void turn(const bf16* from, std::integer_sequence<int, kLane...>) {
+    Pairs low, high;
+    std::memcpy(&low, from, sizeof low);
+    std::memcpy(&high, from + 2 * kLanes, sizeof high);
+    const Pairs first = lanes_of<2 * kLane...>(low, high), second = lanes_of<(2 * kLane + 1)...>(low, high);
     at[0] = reinterpret_cast<floats>(first << 16), at[1] = reinterpret_cast<floats>(first & 0xffff0000u);
     at[2] = reinterpret_cast<floats>(second << 16), at[3] = reinterpret_cast<floats>(second & 0xffff0000u);
   }
 
-  template <int... kPlace>
-  void turn_back(bf16* to, std::integer_sequence<int, kPlace...>) const {
-    typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-    const Words first = reinterpret_cast<Words>(at[0]) >> 16 | (reinterpret_cast<Words>(at[1]) & 0xffff0000u);
-    const Words second = reinterpret_cast<Words>(at[2]) >> 16 | (reinterpret_cast<Words>(at[3]) & 0xffff0000u);
-    const auto words = __builtin_shufflevector(first, second, (kPlace / 2 + kPlace % 2 * kLanes)...);
-    std::memcpy(to, &words, sizeof words);
+  template <int... kLane>
+  void turn_back(bf16* to, std::integer_sequence<int, kLane...>) const {
+    const Pairs first = reinterpret_cast<Pairs>(at[0]) >> 16 | (reinterpret_cast<Pairs>(at[1]) & 0xffff0000u);
+    const Pairs second = reinterpret_cast<Pairs>(at[2]) >> 16 | (reinterpret_cast<Pairs>(at[3]) & 0xffff0000u);
+    const Pairs low = lanes_of<(kLane / 2 + kLane % 2 * kLanes)...>(first, second);
+    const Pairs high = lanes_of<(kLanes / 2 + kLane / 2 + kLane % 2 * kLanes)...>(first, second);
+    std::memcpy(to, &low, sizeof low);
+    std::memcpy(to + 2 * kLanes, &high, sizeof high);
   }
 };
 

@@ -158,7 +158,7 @@ class DeltaNet {
     const floats decay = splat(token.decay);
     const float *const k = token.k, *const q = token.q, *const next = token.next;
     floats difference[kVectors], read[kVectors] = {}, seen[kVectors] = {};  // in registers, whatever the state's memory is
-    std::copy_n(delta, kVectors, difference);
+    for (int j = 0; j < kVectors; ++j) difference[j] = delta[j];
     const int64_t keys = b_.k_dim;
     for (int64_t i = 0; i < keys; ++i, state += stride) {
       const floats key = splat(k[i]), query = splat(q[i]), after = splat(kNext ? next[i] : 0.0f);
@@ -169,8 +169,7 @@ class DeltaNet {
         if constexpr (kNext) seen[j] += after * now;
       }
     }
-    std::copy_n(read, kVectors, out);
-    std::copy_n(seen, kVectors, sums);
+    for (int j = 0; j < kVectors; ++j) out[j] = read[j], sums[j] = seen[j];
   }
 
   // RMSNorm over a head, times weight and SiLU of the gate.

@@ -30,7 +30,7 @@ class Exceptions {
 class Deflater {
  public:
   Deflater(const PackedMatrix& weights, Exceptions& exceptions) : weights_(weights), exceptions_(exceptions) {
-    std::fill(std::begin(code_of_), std::end(code_of_), int8_t{-1});
+    std::fill_n(code_of_, 256, int8_t{-1});
     for (int code = 15; code >= 0; --code) code_of_[weights.high_bytes[code]] = static_cast<int8_t>(code);
   }
 

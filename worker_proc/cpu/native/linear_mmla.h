@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "lanes.h"
 #include "linear_task.h"
 #include "parallel.h"
 #include "room.h"
@@ -76,7 +77,7 @@ struct Operands {
 
 // Two pairs of inputs of four outputs each, as the second operands for the first and the last two outputs.
 inline Operands turned_over(FourPairs first, FourPairs second) {
-  return {__builtin_shufflevector(first, second, 0, 4, 1, 5), __builtin_shufflevector(first, second, 2, 6, 3, 7)};
+  return {lanes_of<0, 4, 1, 5>(first, second), lanes_of<2, 6, 3, 7>(first, second)};
 }
 
 // `steps` blocks of both tiles, turned over; in place where `to` is `from`.
@@ -112,8 +113,8 @@ __attribute__((noinline)) void mmla_tile(const MmlaRows& rows, int count, const 
       for (int v = 0; v < 4; ++v) {
         const FourFloats first = *sums_at(2 * pair, v);
         const FourFloats second = 2 * pair + 1 < count ? *sums_at(2 * pair + 1, v) : FourFloats{};
-        total[pair][2 * v] = __builtin_shufflevector(first, second, 0, 1, 4, 5);
-        total[pair][2 * v + 1] = __builtin_shufflevector(first, second, 2, 3, 6, 7);
+        total[pair][2 * v] = lanes_of<0, 1, 4, 5>(first, second);
+        total[pair][2 * v + 1] = lanes_of<2, 3, 6, 7>(first, second);
       }
   }
   for (; steps > 0; --steps, weights += kTileElements)
@@ -142,8 +143,8 @@ __attribute__((noinline)) void mmla_tile(const MmlaRows& rows, int count, const 
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
       const FourFloats left = total[pair][2 * v], right = total[pair][2 * v + 1];
-      *sums_at(2 * pair, v) = __builtin_shufflevector(left, right, 0, 1, 4, 5);
-      if (2 * pair + 1 < count) *sums_at(2 * pair + 1, v) = __builtin_shufflevector(left, right, 2, 3, 6, 7);
+      *sums_at(2 * pair, v) = lanes_of<0, 1, 4, 5>(left, right);
+      if (2 * pair + 1 < count) *sums_at(2 * pair + 1, v) = lanes_of<2, 3, 6, 7>(left, right);
     }
   outside = ahead;
 }

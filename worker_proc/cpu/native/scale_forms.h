@@ -28,11 +28,22 @@ inline floats load_float16(const uint8_t* from) {
   return (floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__AVX2__) && defined(__F16C__)
   return (floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
+#elif defined(__aarch64__)
   _Float16 halves[kLanes];
   std::memcpy(halves, from, sizeof halves);
   floats numbers;
   for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<float>(halves[i]);
+  return numbers;
+#else
+  floats numbers;
+  for (int i = 0; i < kLanes; ++i) {  // not all compilers know its type
+    uint16_t half;
+    std::memcpy(&half, from + 2 * i, sizeof half);
+    const uint32_t rest = uint32_t{half} & 0x7fff, not_finite = rest >= 0x7c00 ? 0x7f800000 : 0;
+    const float scaled = __builtin_bit_cast(float, rest << 13) * 0x1p112f;  // numbers below the least normal one, too
+    const uint32_t bits = __builtin_bit_cast(uint32_t, scaled) | not_finite | (uint32_t{half} & 0x8000) << 16;
+    numbers[i] = __builtin_bit_cast(float, bits);
+  }
   return numbers;
 #endif
 }

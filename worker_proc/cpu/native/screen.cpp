@@ -37,9 +37,10 @@ struct RowNorms {
 };
 
 RowNorms norms_of([[maybe_unused]] const PackedMatrix& codes, const bf16* x, int64_t inputs) {
-  double squares = 0, errors = 0;
+  double squares = 0;
 #if defined(RHIZOME_SEGMENTS)
   if (codes.format == Format::kInt8Segments) {
+    double errors = 0;
     const int64_t segment = 32 * segment_steps(codes);
     for (int64_t begin = 0; begin < inputs; begin += segment) {
       const int64_t end = std::min(inputs, begin + segment);

@@ -13,6 +13,8 @@
 #include <immintrin.h>
 #endif
 
+#include "lanes.h"
+
 namespace rhizome {
 
 #if defined(__AVX512F__)
@@ -67,8 +69,8 @@ inline float reduce_add(Floats x) {
 // value of that bit: what `reduce_add` adds at one width.
 template <int kWidth, int... kLane>
 inline Floats add_halves(Floats a, Floats b, std::integer_sequence<int, kLane...>) {
-  return __builtin_shufflevector(a, b, (kLane & kWidth ? kLanes + kLane - kWidth : kLane)...) +
-         __builtin_shufflevector(a, b, (kLane & kWidth ? kLanes + kLane : kLane + kWidth)...);
+  return lanes_of<(kLane & kWidth ? kLanes + kLane - kWidth : kLane)...>(a, b) +
+         lanes_of<(kLane & kWidth ? kLanes + kLane : kLane + kWidth)...>(a, b);
 }
 
 // Lane i becomes reduce_add(x[i]), with the same bits. Overwrites x.
