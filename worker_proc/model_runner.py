@@ -22,6 +22,7 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import ScoreRows
 from worker_proc.models.interface import GreedyModel, LanguageModel
 from worker_proc.parallel import TensorParallel
+from worker_proc.recurrent import StateRows
 from worker_proc.sampler import BestRows, DrawRows
 from worker_proc.shared_pages import SharedPageFinder, Tile
 from worker_proc.staging import Staging, reserve_pinned
@@ -164,13 +165,13 @@ class ModelRunner:
         if not greedy and not self._tp.rank and len(sampled.slots):
             prepared = self._draw_step.prepare(sampled, staging)
         find_shared = self._stage_shared(layout, staging)
+        find_states = self._stage_states(plan, layout, staging)
         staging.send()
         batch = self._slots.build(layout, find_shared())
         if loads is not None:
             batch = replace(batch, loads=loads)
         if self._cache.states is not None:
-            slots = [*plan.chunk_slots, *layout.decode_slots.tolist()]
-            batch = replace(batch, states=self._cache.states.rows_of(slots, layout.kv_lens, layout.q_lens, plan))
+            batch = replace(batch, states=find_states())
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, scored.rows.tensor)))
         forward_started = time.monotonic_ns()
@@ -221,6 +222,15 @@ class ModelRunner:
             self._laid_out = tiles, [torch.frombuffer(part, dtype=torch.int64) for part in parts]
         skipped, levels, table = (staging.put(part) for part in self._laid_out[1])
         return lambda: SharedPages(skipped.tensor, levels.tensor, table.tensor.view(len(tiles), -1))
+
+    def _stage_states(self, plan: StepPlan, layout: Layout, staging: Staging) -> Callable[[], StateRows | None]:
+        """What gives the places of the rows' states, when they were sent."""
+        if self._cache.states is None:
+            return lambda: None
+        slots = [*plan.chunk_slots, *layout.decode_slots.tolist()]
+        states = self._cache.states.rows_of(slots, layout.kv_lens, layout.q_lens, plan)
+        index = staging.put(torch.tensor(states.rows, dtype=torch.int64))
+        return lambda: replace(states, index=index.tensor)
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.group != self._group:

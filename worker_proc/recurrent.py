@@ -48,10 +48,13 @@ class StateSave(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
-    """Where the rows of a batch have their states, and which are saved on the way, ascending by row and tokens."""
+    """Where the rows of a batch have their states, and which are saved on the way, ascending by row and tokens. `index`
+    is what `rows` are, int64 `[B]` on the device, where it is known there; in a graph, whose rows differ from replay to
+    replay, there is that alone."""
 
     rows: list[int]
     saves: Sequence[StateSave] = ()
+    index: torch.Tensor | None = None
 
 
 class RecurrentStates:
@@ -111,14 +114,12 @@ class RecurrentStates:
     def clear(self, rows: Iterable[int]) -> None:
         """Of sequences that begin."""
         for row in rows:
-            for tensor in self.tensors.values():
-                tensor[row].zero_()
+            torch._foreach_zero_([tensor[row] for tensor in self.tensors.values()])
 
     def copy(self, source: int, target: int, layer: int | None = None) -> None:
         """The states of a row, of one layer or of all, to another row."""
-        for key, tensor in self.tensors.items():
-            if layer is None or key.layer == layer:
-                tensor[target].copy_(tensor[source])
+        held = [tensor for key, tensor in self.tensors.items() if layer is None or key.layer == layer]
+        torch._foreach_copy_([tensor[target] for tensor in held], [tensor[source] for tensor in held])
 
     def _snapshot(self, number: int) -> int:
         if number >= self.snapshots:

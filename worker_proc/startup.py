@@ -201,7 +201,7 @@ class _Parts:
 
             if self.config.model.cuda_graphs:
                 limits = (steps.max_running, steps.max_batch_tokens, context_len)
-                model = with_graphs(model, cache, *limits, self.progress)
+                model = with_graphs(model, self.attention, cache, *limits, self.tp, self.progress)
             decoder = cuda_decoder(model)
             loads_by_layer = decoder is not None
             share_pages = decoder is not None and decoder.attention.shares_pages

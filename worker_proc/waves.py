@@ -31,6 +31,11 @@ def waves(batch: ForwardBatch, states: RecurrentStates) -> list[tuple[Segments, 
     return found
 
 
+def saves_at_ends(batch: ForwardBatch) -> bool:
+    """Whether no row is saved on its way: what is saved is what rows have after the step."""
+    return batch.states is None or all(save.tokens == batch.q_lens[save.row] for save in batch.states.saves)
+
+
 def in_waves(batch: ForwardBatch, states: RecurrentStates, layer: int, compute: Callable[[Segments], None]) -> None:
     """Have a layer compute a batch wave by wave, and its states copied to where they are saved."""
     for segments, copies in waves(batch, states):

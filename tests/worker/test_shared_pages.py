@@ -311,7 +311,15 @@ def test_graphs_of_decodes_that_share_pages(int8: bool, tmp_path: Path) -> None:
     caches = [first, copy_of(first, DEVICE)]
     graphed = GraphedDecoder(model, 9, 16, None if DEVICE.type == "cuda" else run_again)
     graphed.capture(caches[0])
-    assert sorted(graphed._graphs) == [(1, False), (2, False), (4, False), (8, False), (8, True), (9, False), (9, True)]
+    assert sorted(graphed._decodes.graphs) == [
+        (1, False),
+        (2, False),
+        (4, False),
+        (8, False),
+        (8, True),
+        (9, False),
+        (9, True),
+    ]
     second = [31, 31, 31, 33, 34, 35]  # one prefix inside another one
     rows = [Row([5 + i] * 16, [30, second[i], 10 + i] if i < 6 else [32, 10 + i, 20 + i], 9) for i in range(9)]
     for chosen, tiles in (

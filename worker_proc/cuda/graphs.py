@@ -1,12 +1,12 @@
 """Steps as CUDA graphs. One of n decodes replays the smallest graph that holds so many, its other rows idle; others
-replay what is between their attention, see pieces.py.
+replay what is between their attention, see pieces.py, where the decoder is the GPU's own.
 
-A row without a request decodes token 0 at position 0 of the scratch page, which nobody reads: it can change no result
-but its own, which is cut off.
+A row without a request decodes token 0 at position 0 of the scratch page, on the scratch state, which nobody reads: it
+can change no result but its own, which is cut off.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,8 @@ from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.interface import CudaAttention
 from worker_proc.cuda.pieces import Outputs, PieceGraphs, Recorder, launch_bound_tokens
 from worker_proc.kv_cache import KVCache, KVSpec
+from worker_proc.models.loading import Progress
+from worker_proc.recurrent import StateRows
 from worker_proc.shared_pages import max_tiles
 
 _SHARED_FROM = 8  # rows of the smallest graph for decodes that share pages; fewer read theirs one by one
@@ -49,7 +51,7 @@ _Graph = tuple[ForwardBatch, Callable[[], None], Outputs]
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class StepInputs:
     """What a captured step reads, for as many rows as the largest graph."""
 
     token_ids: Tensor
@@ -60,19 +62,24 @@ class _Inputs:
     skipped: Tensor
     levels: Tensor
     tiles: Tensor
+    states: Tensor | None  # of models with recurrent layers
 
     @classmethod
-    def idle(cls, rows: int, columns: int, cache: KVCache, device: torch.device) -> "_Inputs":
+    def idle(cls, rows: int, columns: int, cache: KVCache) -> "StepInputs":
+        device = cache.device
+
         def column(value: int) -> Tensor:
             return torch.full((rows,), value, dtype=torch.int64, device=device)
 
         table = torch.full((rows, columns), cache.scratch_page, dtype=torch.int64, device=device)
         tiles = torch.zeros(max_tiles(rows), TILE_COLUMNS, dtype=torch.int64, device=device)
         slots = column(cache.scratch_page * cache.page_size)
-        return cls(column(0), column(0), slots, column(1), table, column(0), column(0), tiles)
+        states = column(cache.states.scratch) if cache.states is not None else None
+        return cls(column(0), column(0), slots, column(1), table, column(0), column(0), tiles, states)
 
     def vectors(self, rows: slice) -> list[Tensor]:
-        return [self.token_ids[rows], self.positions[rows], self.slot_mapping[rows], self.kv_lens[rows]]
+        vectors = [self.token_ids[rows], self.positions[rows], self.slot_mapping[rows], self.kv_lens[rows]]
+        return vectors if self.states is None else [*vectors, self.states[rows]]
 
     def batch(self, rows: int, *, shared: bool) -> ForwardBatch:
         everyone = slice(rows)
@@ -87,10 +94,93 @@ class _Inputs:
             num_prefill_rows=0,
             logit_rows=torch.arange(rows, device=self.token_ids.device),
             shared=self._shared(rows) if shared else None,
+            states=StateRows([], index=self.states[everyone]) if self.states is not None else None,
         )
 
     def _shared(self, rows: int) -> SharedPages:
         return SharedPages(self.skipped[:rows], self.levels[:rows], self.tiles[: max_tiles(rows)])
+
+
+class DecodeGraphs:
+    """Steps of up to `max_rows` decodes and nothing else as graphs, for one cache. `step` must be free of everything
+    that a CUDA graph cannot capture."""
+
+    def __init__(
+        self,
+        step: Callable[[ForwardBatch, KVCache], Outputs],
+        attention: CudaAttention,
+        max_rows: int,
+        context_len: int,
+        *,
+        shares_pages: bool,
+    ) -> None:
+        self.sizes = graph_sizes(max_rows)
+        self.graphs: dict[tuple[int, bool], _Graph] = {}  # by rows, and whether they share pages
+        self.inputs: StepInputs
+        self._step = step
+        self._attention = attention
+        self._context_len = context_len
+        self._shares_pages = shares_pages
+        self._cache: KVCache | None = None
+        self._idle: StepInputs
+
+    @property
+    def cache(self) -> KVCache | None:
+        """The cache that the graphs are for, once there are some."""
+        return self._cache if self.graphs else None
+
+    def captures(self, cache: KVCache, record: Recorder) -> list[Callable[[], None]]:
+        """What captures one graph after the other, the largest first, so that the others fit in its memory."""
+        columns = -(-self._context_len // cache.page_size)
+        self._idle, self.inputs = (StepInputs.idle(self.sizes[-1], columns, cache) for _ in range(2))
+        self._cache = cache
+        wanted = [(size, shared) for size in reversed(self.sizes) for shared in _kinds(size, self._shares_pages)]
+        return [partial(self._capture, size, shared, cache, record) for size, shared in wanted]
+
+    def _capture(self, size: int, shared: bool, cache: KVCache, record: Recorder) -> None:
+        batch = self.inputs.batch(size, shared=shared)
+        self._attention.bind(batch)
+        self.graphs[size, shared] = (batch, *record(partial(self._step, batch, cache)))
+
+    def replay(self, batch: ForwardBatch, cache: KVCache) -> Outputs | None:
+        """Logits and best tokens of a step of decodes alone; None for any other."""
+        rows, states = len(batch.q_lens), batch.states
+        decodes = not batch.num_prefill_rows and len(batch.token_ids) == len(batch.logit_rows) == rows
+        if cache is not self.cache or not decodes or rows > self.sizes[-1] or batch.loads is not None:
+            return None
+        if cache.states is not None and (states is None or states.index is None):
+            return None
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        shared = batch.shared is not None and (size, True) in self.graphs
+        self.fill(batch, size)
+        bound, replay, (logits, best) = self.graphs[size, shared]
+        self._attention.replan(bound, cache, [*batch.kv_lens_host, *[1] * (size - rows)])
+        replay()
+        if cache.states is not None and states is not None:
+            for save in states.saves:
+                cache.states.copy(states.rows[save.row], save.target)
+        return logits[:rows], best[:rows]
+
+    def fill(self, batch: ForwardBatch, size: int) -> None:
+        """Lay the rows of `batch` out for the graph of `size` rows, and make the rest of them idle."""
+        rows = len(batch.q_lens)
+        theirs, rest = slice(rows), slice(rows, size)
+        vectors = [batch.token_ids, batch.positions, batch.slot_mapping, batch.kv_lens]
+        if batch.states is not None and batch.states.index is not None:
+            vectors.append(batch.states.index)
+        torch._foreach_copy_(self.inputs.vectors(theirs), vectors)
+        self.inputs.page_table[theirs, : batch.page_table.shape[1]].copy_(batch.page_table)
+        if rows < size:
+            torch._foreach_copy_(self.inputs.vectors(rest), self._idle.vectors(rest))
+            self.inputs.page_table[rest, :1].copy_(self._idle.page_table[rest, :1])
+        if batch.shared is not None:
+            inputs, used = self.inputs, len(batch.shared.tiles)
+            inputs.skipped[theirs].copy_(batch.shared.skipped)
+            inputs.levels[theirs].copy_(batch.shared.levels)
+            inputs.skipped[rest].zero_()
+            inputs.levels[rest].zero_()
+            inputs.tiles[:used].copy_(batch.shared.tiles)
+            inputs.tiles[used : max_tiles(size)].zero_()  # a tile without tokens is idle
 
 
 class GraphedDecoder:
@@ -114,12 +204,8 @@ class GraphedDecoder:
         self._max_tokens = min(max_tokens, launch_bound_tokens(model.spec, model.shard.size))
         self._pieces: PieceGraphs | None = None
         self._record = record
-        self._sizes = graph_sizes(max_rows)
-        self._context_len = context_len
-        self._cache: KVCache | None = None
-        self._idle: _Inputs
-        self._inputs: _Inputs
-        self._graphs: dict[tuple[int, bool], _Graph] = {}  # by rows, and whether they share pages
+        shares = model.attention.shares_pages
+        self._decodes = DecodeGraphs(self._step, model.attention, max_rows, context_len, shares_pages=shares)
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -137,33 +223,16 @@ class GraphedDecoder:
         return self._model.vocab_size
 
     @torch.inference_mode()
-    def capture(self, cache: KVCache, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture all graphs for `cache`, the largest first, so that the others fit in its memory.
+    def capture(self, cache: KVCache, progress: Progress | None = None) -> None:
+        """Capture all graphs for `cache`.
 
         `progress(done, total)` counts graphs. Every rank must capture at the same time.
         """
-        device = cache.k[0].device
-        columns = -(-self._context_len // cache.page_size)
-        self._idle = _Inputs.idle(self._sizes[-1], columns, cache, device)
-        self._inputs = _Inputs.idle(self._sizes[-1], columns, cache, device)
-        self._pieces = PieceGraphs(self._model, cache, self._max_tokens)
-        with _cuda_recorder(device) if self._record is None else nullcontext(self._record) as record:
-            shares = self._model.attention.shares_pages
-            wanted = [(size, shared) for size in reversed(self._sizes) for shared in _kinds(size, shares)]
-            tasks = [partial(self._capture_decodes, size, shared, cache, record) for size, shared in wanted]
-            tasks += [partial(self._pieces.capture, size, record) for size in reversed(self._pieces.sizes)]
-            for done, task in enumerate(tasks):
-                if progress is not None:
-                    progress(done, len(tasks))
-                task()
-        self._cache = cache
-        if progress is not None:
-            progress(len(tasks), len(tasks))
-
-    def _capture_decodes(self, size: int, shared: bool, cache: KVCache, record: Recorder) -> None:
-        batch = self._inputs.batch(size, shared=shared)
-        self._model.attention.bind(batch)
-        self._graphs[size, shared] = (batch, *record(partial(self._step, batch, cache)))
+        self._pieces = pieces = PieceGraphs(self._model, cache, self._max_tokens)
+        with recorder(cache.device) if self._record is None else nullcontext(self._record) as record:
+            tasks = self._decodes.captures(cache, record)
+            tasks += [partial(pieces.capture, size, record) for size in reversed(pieces.sizes)]
+            do_all(tasks, progress)
 
     def _step(self, batch: ForwardBatch, cache: KVCache) -> Outputs:
         logits = self._model.step(batch, cache)
@@ -172,7 +241,7 @@ class GraphedDecoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `LanguageModel`."""
-        replayed = self._replay(batch, cache)
+        replayed = self._decodes.replay(batch, cache)
         if replayed is None:
             return self._others(batch, cache).float()
         return replayed[0].float()
@@ -180,53 +249,30 @@ class GraphedDecoder:
     @torch.inference_mode()
     def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `GreedyModel`."""
-        replayed = self._replay(batch, cache)
+        replayed = self._decodes.replay(batch, cache)
         if replayed is None:
             return self._others(batch, cache).argmax(-1)
         return replayed[1].clone()  # the next replay writes over it
 
     def _others(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits of a step that is not one of decodes alone, or has too many of them."""
-        if self._pieces is not None and cache is self._cache and self._pieces.fits(batch):
+        if self._pieces is not None and cache is self._decodes.cache and self._pieces.fits(batch):
             return self._pieces.step(batch)
         return self._model.step(batch, cache)
 
-    def _replay(self, batch: ForwardBatch, cache: KVCache) -> Outputs | None:
-        """Logits and best tokens of a step of decodes alone; None for any other."""
-        rows = len(batch.q_lens)
-        decodes = not batch.num_prefill_rows and len(batch.token_ids) == len(batch.logit_rows) == rows
-        if cache is not self._cache or not decodes or rows > self._sizes[-1] or batch.loads is not None:
-            return None
-        size = self._sizes[bisect_left(self._sizes, rows)]
-        shared = batch.shared is not None and (size, True) in self._graphs
-        self.fill(batch, size)
-        bound, replay, (logits, best) = self._graphs[size, shared]
-        self._model.attention.replan(bound, cache, [*batch.kv_lens_host, *[1] * (size - rows)])
-        replay()
-        return logits[:rows], best[:rows]
 
-    def fill(self, batch: ForwardBatch, size: int) -> None:
-        """Lay the rows of `batch` out for the graph of `size` rows, and make the rest of them idle."""
-        rows = len(batch.q_lens)
-        theirs, rest = slice(rows), slice(rows, size)
-        vectors = [batch.token_ids, batch.positions, batch.slot_mapping, batch.kv_lens]
-        torch._foreach_copy_(self._inputs.vectors(theirs), vectors)
-        self._inputs.page_table[theirs, : batch.page_table.shape[1]].copy_(batch.page_table)
-        if rows < size:
-            torch._foreach_copy_(self._inputs.vectors(rest), self._idle.vectors(rest))
-            self._inputs.page_table[rest, :1].copy_(self._idle.page_table[rest, :1])
-        if batch.shared is not None:
-            inputs, used = self._inputs, len(batch.shared.tiles)
-            inputs.skipped[theirs].copy_(batch.shared.skipped)
-            inputs.levels[theirs].copy_(batch.shared.levels)
-            inputs.skipped[rest].zero_()
-            inputs.levels[rest].zero_()
-            inputs.tiles[:used].copy_(batch.shared.tiles)
-            inputs.tiles[used : max_tiles(size)].zero_()  # a tile without tokens is idle
+def do_all(tasks: Sequence[Callable[[], None]], progress: Progress | None) -> None:
+    """One after the other; `progress(done, total)` counts them."""
+    for done, task in enumerate(tasks):
+        if progress is not None:
+            progress(done, len(tasks))
+        task()
+    if progress is not None:
+        progress(len(tasks), len(tasks))
 
 
 @contextmanager
-def _cuda_recorder(device: torch.device) -> Iterator[Recorder]:
+def recorder(device: torch.device) -> Iterator[Recorder]:
     """Records CUDA graphs that share one memory pool."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

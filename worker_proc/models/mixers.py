@@ -25,8 +25,8 @@ from worker_proc.errors import ModelError
 from worker_proc.models import selective_scan
 from worker_proc.models.class_code import names_used
 from worker_proc.models.selective_scan import SelectiveScan
-from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
-from worker_proc.waves import Segments, in_waves
+from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSpec
+from worker_proc.waves import Segments, in_waves, saves_at_ends
 
 _CACHES = ("cache_params", "past_key_values")  # what the argument is called
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
@@ -56,7 +56,8 @@ class _Numbered:
 class StateView:
     """The states of some sequences, as a layer of transformers asks its cache for them."""
 
-    def __init__(self, states: RecurrentStates, rows: list[int]) -> None:
+    def __init__(self, states: RecurrentStates, rows: list[int] | Tensor) -> None:
+        """`rows` of several sequences, or of one; as a tensor, what the layer changes is theirs after `store` only."""
         self.layers = _Numbered(partial(_LayerStates, self))
         self._states = states
         self._rows = rows
@@ -93,15 +94,20 @@ class StateView:
     def store(self) -> None:
         """What was lent becomes the sequences' states."""
         for key, held in self._lent.items():
-            if len(self._rows) > 1:
+            if isinstance(self._rows, Tensor):
+                self._states.tensors[key].index_copy_(0, self._rows, held)
+            elif len(self._rows) > 1:
                 self._states.tensors[key][self._rows] = held
 
     def _lend(self, key: StateKey) -> Tensor:
         held = self._lent.get(key)
         if held is None:
-            tensor = self._states.tensors[key]
-            row = self._rows[0]
-            held = self._lent[key] = tensor[self._rows] if len(self._rows) > 1 else tensor[row : row + 1]
+            tensor, rows = self._states.tensors[key], self._rows
+            if isinstance(rows, Tensor):
+                held = tensor.index_select(0, rows)
+            else:
+                held = tensor[rows] if len(rows) > 1 else tensor[rows[0] : rows[0] + 1]
+            self._lent[key] = held
         return held
 
 
@@ -213,6 +219,8 @@ def _compute(
 ) -> Tensor:
     """`hidden` `[1, T, H]`, the tokens of all rows one after another, to as much: parts of several tokens one by one,
     all single tokens together."""
+    if batch.states is not None and batch.states.index is not None and saves_at_ends(batch):
+        return _compute_by_index(forward, layer, hidden, batch, states, batch.states, batch.states.index)
     made: dict[int, Tensor] = {}  # by first token
 
     def compute(segments: Segments) -> None:
@@ -229,3 +237,26 @@ def _compute(
 
     in_waves(batch, states, layer, compute)
     return torch.cat([made[first] for first in sorted(made)], dim=1)
+
+
+def _compute_by_index(
+    forward: Callable[[Tensor, StateView], Tensor],
+    layer: int,
+    hidden: Tensor,
+    batch: ForwardBatch,
+    states: RecurrentStates,
+    where: StateRows,
+    index: Tensor,
+) -> Tensor:
+    """The same with nothing sent to the device for it: chunks one by one, all decodes together."""
+    made, first, chunks = [], 0, batch.num_prefill_rows
+    for row, tokens in zip(where.rows[:chunks], batch.q_lens[:chunks], strict=True):
+        made.append(forward(hidden[:, first : first + tokens], StateView(states, [row])))
+        first += tokens
+    if first < hidden.shape[1]:
+        view = StateView(states, index[chunks:])
+        made.append(forward(hidden[0, first:, None], view).transpose(0, 1))
+        view.store()
+    for save in where.saves:
+        states.copy(where.rows[save.row], save.target, layer)
+    return torch.cat(made, dim=1)
