@@ -113,7 +113,7 @@ class RecurrentStates:
 
     def clear(self, rows: Iterable[int]) -> None:
         """Of sequences that begin."""
-        for row in rows:
+        for row in rows if self.tensors else ():
             torch._foreach_zero_([tensor[row] for tensor in self.tensors.values()])
 
     def copy(self, source: int, target: int, layer: int | None = None) -> None:

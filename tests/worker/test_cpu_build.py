@@ -335,12 +335,30 @@ int main() {
 
 
 @needs_compiler
+@pytest.mark.skipif("fma" not in cpu_features().flags, reason="options for x86")
+def test_sums_in_loops_are_rounded_once_on_every_processor(tmp_path: Path) -> None:
+    """GCC would not for some, and from 13 on for those that it knows nothing of."""
+    source, made = tmp_path / "sum.cpp", tmp_path / "sum.s"
+    source.write_text("float sum(const float* a, const float* b, long n) {\n"
+                      "  float s = 0;\n  for (long i = 0; i < n; ++i) s += a[i] * b[i];\n  return s;\n}\n")  # fmt: skip
+    compiler = find_compiler()
+    command = [compiler, "-O2", "-mfma", "-mtune=znver3", str(source), "-S", "-o", str(made)]
+    option = build_module._IN_ONE_STEP
+    known = [option] if knows(compiler, option) else []
+    subprocess.run([*command, *known], check=True)
+    assert "vfmadd" in made.read_text()
+    if known:
+        subprocess.run(command, check=True)
+        assert "vfmadd" not in made.read_text(), "or this says nothing"
+
+
+@needs_compiler
 def test_an_option_that_the_compiler_does_not_know_is_left_out(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = find_compiler()
     assert knows(compiler, "-O1") and not knows(compiler, "-mno-such-instructions")
-    monkeypatch.setattr("worker_proc.cpu.build._NEWER", ("-mno-such-instructions",))
+    monkeypatch.setattr("worker_proc.cpu.build._NEWER", (*build_module._NEWER, "-mno-such-instructions"))
     monkeypatch.setattr(CpuFeatures, "options", lambda self, level: ("-mno-such-instructions",))
     assert build("generic", cpu_features(), tmp_path / "cache", sources).is_file()
 

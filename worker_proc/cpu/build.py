@@ -28,7 +28,10 @@ COMPILERS = ("c++", "g++", "clang++")
 _STANDARD = "-std=c++20"
 _OPTIONS = (_STANDARD, "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread",
             "-Wall", "-Wextra")  # fmt: skip
-_NEWER = ("-mavxvnni",)  # left out with a compiler that does not know them: GCC before 11, Clang before 12
+# GCC from 13 on, where no processor is named, multiplies and adds in two steps where loops add to sums, and in one step
+# elsewhere: that is slower, and bits would depend on how a loop is cut
+_IN_ONE_STEP = "--param=avoid-fma-max-bits=0"
+_NEWER = (_IN_ONE_STEP, "-mavxvnni")  # left out with a compiler that does not know them: Clang; GCC 10, Clang 11
 _TIMEOUT_S = 120.0
 _JOB_BYTES = 5 * 10**8  # what compiling one of the sources takes, and some more
 _DAY_S = 86400.0
@@ -55,7 +58,7 @@ def build(
         if os.statvfs(directory).f_flag & getattr(os, "ST_NOEXEC", 0):  # before compiling what cannot be loaded
             problem = f"nothing may be executed from {directory} (mounted with noexec); XDG_CACHE_HOME names another"
             raise BuildError(f"the native kernels cannot be kept: {problem}")
-        options = features.options(level)
+        options = (_IN_ONE_STEP, *features.options(level))
         made_of = f"{level}-{_key((*_OPTIONS, *options), features, sources)}"
         try:
             compiler = find_compiler()
