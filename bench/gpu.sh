@@ -54,9 +54,9 @@ part 125 "parity: kernels, decoder, graphs, draws" "$python" -m pytest -q -p no:
     tests/worker/test_cuda_attention.py tests/worker/test_shared_pages.py tests/worker/test_cuda_decoder.py \
     tests/worker/test_cuda_draws.py tests/worker/test_cuda_sampling.py tests/worker/test_host_pages.py \
     tests/worker/test_cuda_few_rows.py tests/worker/test_cuda_linear.py -k "not (test_cuda_linear and (torch.float or any_shape))"
-part 80 "parity in bfloat16" "$python" -m bench.gpu.parity
+part 75 "parity in bfloat16" "$python" -m bench.gpu.parity
 part 25 "attention: Triton, shared pages, int8" "$python" -m bench.gpu.attention --backend triton
-part 60 "quantized weights" "$python" -m bench.gpu.quantized
+part 70 "quantized weights" "$python" -m bench.gpu.quantized
 part 15 "sampling" "$python" -m bench.gpu.sampling
 part 25 "no compilation while serving" "$python" -m bench.gpu.compiles
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flashinfer") is None)'; then
@@ -65,7 +65,7 @@ if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("
 else
     echo "== attention: FlashInfer is not installed"
 fi
-part 55 "worker beside the machine's limits, profiles" "$python" -m bench.gpu.worker
+part 50 "worker beside the machine's limits, profiles" "$python" -m bench.gpu.worker
 model="$out/model"
 part 15 "checkpoint" "$python" -m bench.gpu.checkpoint --shape qwen3-0.6b --out "$model"
 part 50 "cluster: offline benchmark" "$python" -m bench.gpu.offline --model "$model" --repeats 3
