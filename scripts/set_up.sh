@@ -38,6 +38,8 @@ install() {
 # PyTorch first and by itself, so that nothing else decides which one it is.
 install setuptools torch
 install --no-build-isolation -e ".$extras"
+# Kernels for CPUs are compiled at the first start; where nothing does that, a package with a compiler is installed.
+command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || install --no-build-isolation -e ".[compiler]"
 
 # Compiled here is what the processes import: the rest of PyTorch and transformers would take a minute more. Where
 # PYTHONDONTWRITEBYTECODE is set, as in many containers, every start would compile it again.

@@ -106,11 +106,17 @@ def test_a_cache_from_which_nothing_can_be_executed_is_named_before_anything_is_
     assert not list((tmp_path / "cache").iterdir())
 
 
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(build_module, "PACKAGE", "no_such_package")
+
+
+@pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_there_is_one_warning_and_no_library(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build_module, "COMPILERS", ("no-such-compiler",))
     load_library.cache_clear()
     assert best_library() is None
     assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
@@ -168,10 +174,10 @@ def test_a_library_is_used_where_the_cache_can_only_be_read(
 
 @needs_compiler
 def test_a_library_is_used_where_its_compiler_is_not_installed(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     made = build("generic", cpu_features(), tmp_path / "cache", sources)
-    monkeypatch.setattr(build_module, "COMPILERS", ("no-such-compiler",))
+    request.getfixturevalue("no_compiler")
     assert build("generic", cpu_features(), tmp_path / "cache", sources) == made
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         build("generic", CpuFeatures("other", frozenset()), tmp_path / "cache", sources)
@@ -219,15 +225,47 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(
 
 @needs_compiler
 def test_a_compiler_that_is_too_old_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = Path(find_compiler()).resolve()
+    good = Path(find_compiler()[0]).resolve()
     old = tmp_path / "old"
     old.write_text("#!/bin/sh\necho \"unrecognized command-line option '-std=c++20'\" >&2\nexit 1\n")
     old.chmod(0o700)
     monkeypatch.setattr(build_module, "COMPILERS", (str(old), str(good)))
-    assert find_compiler() == str(good)
+    assert find_compiler() == (str(good),)
     monkeypatch.setattr(build_module, "COMPILERS", (str(old),))
+    monkeypatch.setattr(build_module, "PACKAGE", "no_such_package")
     with pytest.raises(BuildError, match=r"knows C\+\+20"):
         find_compiler()
+
+
+@needs_compiler
+def test_a_package_has_a_compiler_where_none_is_installed(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for ziglang's, which takes the same arguments: a command of its own, and the kind of processor."""
+    compiler, zig = " ".join(find_compiler()), tmp_path / "ziglang" / "zig"
+    zig.parent.mkdir()
+    (zig.parent / "__init__.py").touch()
+    zig.write_text(f'#!/bin/sh\n[ "$1 $2" = "c++ -mcpu=baseline" ] || exit 1\nshift 2\nexec {compiler} "$@"\n')
+    zig.chmod(0o700)
+    monkeypatch.setattr(build_module, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_compiler() == (str(zig), "c++", "-mcpu=baseline")
+    assert build("generic", cpu_features(), tmp_path / "cache", sources).is_file()
+
+
+def test_kernels_of_a_lesser_processor_are_used_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(level: str) -> object:
+        if level == "avx512":
+            raise BuildError("an intrinsic is missing")
+        return level
+
+    avx512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+    monkeypatch.setattr(library, "cpu_features", lambda: CpuFeatures("x86_64", avx512))
+    monkeypatch.setattr(library, "load_library", load)
+    assert best_library() == "generic"  # type: ignore[comparison-overlap]
+    assert len(caplog.records) == 1 and "(generic)" in caplog.text and "an intrinsic is missing" in caplog.text
 
 
 @needs_compiler
@@ -282,7 +320,7 @@ def test_sources_compile_for_avx2_without_fma(flags: tuple[str, ...]) -> None:
     """As some emulators and virtual machines have it. Without optimization, intrinsics are looked up all the same."""
     compiler = find_compiler()
     options = [one for one in CpuFeatures("x86_64", frozenset(flags)).options("generic") if knows(compiler, one)]
-    command = [compiler, "-std=c++20", "-O0", "-w", *options, "-c", "-o", os.devnull]
+    command = [*compiler, "-std=c++20", "-O0", "-w", *options, "-c", "-o", os.devnull]
     done = subprocess.run([*command, str(build_module.SOURCES / "linear.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -307,7 +345,7 @@ int main() {
 }
 """)
     options = CpuFeatures("x86_64", frozenset(flags)).options("generic")
-    command = [compiler, "-std=c++20", "-O2", "-w", *options, f"-I{build_module.SOURCES}", str(program), "-o"]
+    command = [*compiler, "-std=c++20", "-O2", "-w", *options, f"-I{build_module.SOURCES}", str(program), "-o"]
     subprocess.run([*command, str(tmp_path / "float16")], check=True)
     numbers = subprocess.run([str(tmp_path / "float16")], capture_output=True, check=True).stdout
     found = torch.frombuffer(bytearray(numbers), dtype=torch.float32)
@@ -329,7 +367,7 @@ int main() {
 }
 """)
     options = [option for option in cpu_features().options("generic") if knows(compiler, option)]
-    command = [compiler, "-std=c++20", "-O0", *options, f"-I{build_module.SOURCES}", str(program), "-o"]
+    command = [*compiler, "-std=c++20", "-O0", *options, f"-I{build_module.SOURCES}", str(program), "-o"]
     subprocess.run([*command, str(tmp_path / "held")], check=True)
     subprocess.run([str(tmp_path / "held")], check=True)
 
@@ -342,7 +380,7 @@ def test_sums_in_loops_are_rounded_once_on_every_processor(tmp_path: Path) -> No
     source.write_text("float sum(const float* a, const float* b, long n) {\n"
                       "  float s = 0;\n  for (long i = 0; i < n; ++i) s += a[i] * b[i];\n  return s;\n}\n")  # fmt: skip
     compiler = find_compiler()
-    command = [compiler, "-O2", "-mfma", "-mtune=znver3", str(source), "-S", "-o", str(made)]
+    command = [*compiler, "-O2", "-mfma", "-mtune=znver3", str(source), "-S", "-o", str(made)]
     option = build_module._IN_ONE_STEP
     known = [option] if knows(compiler, option) else []
     subprocess.run([*command, *known], check=True)

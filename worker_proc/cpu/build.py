@@ -9,12 +9,13 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from worker_proc.cpu.machine import available_memory, num_cpus
 
 SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("c++", "g++", "clang++")
+PACKAGE = "ziglang"  # from PyPI: Clang with all that it needs, for machines without a compiler
 _STANDARD = "-std=c++20"
 _OPTIONS = (_STANDARD, "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread",
             "-Wall", "-Wextra")  # fmt: skip
@@ -32,7 +34,7 @@ _OPTIONS = (_STANDARD, "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
 # elsewhere: that is slower, and bits would depend on how a loop is cut
 _IN_ONE_STEP = "--param=avoid-fma-max-bits=0"
 _NEWER = (_IN_ONE_STEP, "-mavxvnni")  # left out with a compiler that does not know them: Clang; GCC 10, Clang 11
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 240.0
 _JOB_BYTES = 5 * 10**8  # what compiling one of the sources takes, and some more
 _DAY_S = 86400.0
 _KEPT_S = 60 * _DAY_S  # libraries that nobody uses
@@ -67,31 +69,40 @@ def build(
                 raise
             return _used(kept)
         known = [option for option in options if option not in _NEWER or knows(compiler, option)]
-        made_by = _digest(compiler, _version(compiler), *known)
+        made_by = _digest(*compiler, _version(compiler), *known)
         target = directory / f"{made_of}-{made_by[:8]}.so"
         if again or not target.exists():  # else the directory may be one that can only be read
             with _locked(target.with_suffix(".lock")):
                 if not target.exists() or (again and not _loads(target)):
-                    _compile([compiler, *_OPTIONS, *known], sources, target)
+                    _compile([*compiler, *_OPTIONS, *known], sources, target)
                     _tidy(directory)
         return _used(target)
     except (CacheError, OSError) as error:
         raise BuildError(f"the native kernels cannot be kept: {error}") from None
 
 
-def find_compiler() -> str:
-    """The path of a compiler for C++20. Raises BuildError if there is none."""
-    for name in COMPILERS:
-        path = shutil.which(name)
-        if path is not None and knows(path, _STANDARD):
-            return path
-    raise BuildError(f"no C++ compiler is installed that knows C++20 (looked for {', '.join(COMPILERS)})")
+def find_compiler() -> tuple[str, ...]:
+    """What calls a compiler for C++20: one that is installed, else a package's. Raises BuildError if there is none."""
+    found = [(path,) for path in map(shutil.which, COMPILERS) if path is not None]
+    for command in (*found, *_packaged()):
+        if knows(command, _STANDARD):
+            return command
+    looked = f"looked for {', '.join(COMPILERS)}; the Python package {PACKAGE} has one"
+    raise BuildError(f"no C++ compiler is installed that knows C++20 ({looked})")
 
 
-def knows(compiler: str, option: str) -> bool:
+def _packaged() -> list[tuple[str, ...]]:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        return []
+    # without its option it compiles for the processor that is here, whatever the level
+    return [(str(Path(spec.origin).with_name("zig")), "c++", "-mcpu=baseline")]
+
+
+def knows(compiler: Sequence[str], option: str) -> bool:
     """Whether the compiler takes this option."""
     try:
-        _run([compiler, "-Werror", option, "-E", "-x", "c++", os.devnull])
+        _run([*compiler, "-Werror", option, "-E", "-x", "c++", os.devnull])
     except BuildError:
         return False
     return True
@@ -109,8 +120,8 @@ def _digest(*parts: str | bytes) -> str:
     return digest.hexdigest()[:24]
 
 
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"]).partition("\n")[0]
+def _version(compiler: Sequence[str]) -> str:
+    return _run([*compiler, "--version"]).partition("\n")[0]
 
 
 def _compile(command: list[str], sources: Path, target: Path) -> None:

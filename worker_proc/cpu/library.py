@@ -130,8 +130,12 @@ def best_library(wanted: Level | None = None) -> NativeLibrary | None:
     failed: list[str] = []
     for level in (wanted,) if wanted is not None else cpu_features().levels():
         try:
-            return load_library(level)
+            library = load_library(level)
         except BuildError as error:
             failed.append(str(error))
+            continue
+        if failed:
+            log.warning("CPU kernels of a lesser processor (%s) are used, which are slower: %s", level, failed[0])
+        return library
     log.warning("the native CPU kernels are not available, torch computes instead and is slower: %s", failed[0])
     return None
