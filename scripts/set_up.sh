@@ -39,7 +39,9 @@ install() {
 install setuptools torch
 install --no-build-isolation -e ".$extras"
 # Kernels for CPUs are compiled at the first start; where nothing does that, a package with a compiler is installed.
-command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || install --no-build-isolation -e ".[compiler]"
+if ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null; then
+    (install --no-build-isolation -e ".[compiler]") || echo "Going on without a compiler: torch will compute, slower." >&2
+fi
 
 # Compiled here is what the processes import: the rest of PyTorch and transformers would take a minute more. Where
 # PYTHONDONTWRITEBYTECODE is set, as in many containers, every start would compile it again.

@@ -117,23 +117,18 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_rows)
         self.graphs: dict[tuple[int, bool], _Graph] = {}  # by rows, and whether they share pages
         self.inputs: StepInputs
+        self.cache: KVCache | None = None  # that the graphs are for
         self._step = step
         self._attention = attention
         self._context_len = context_len
         self._shares_pages = shares_pages
-        self._cache: KVCache | None = None
         self._idle: StepInputs
-
-    @property
-    def cache(self) -> KVCache | None:
-        """The cache that the graphs are for, once there are some."""
-        return self._cache if self.graphs else None
 
     def captures(self, cache: KVCache, record: Recorder) -> list[Callable[[], None]]:
         """What captures one graph after the other, the largest first, so that the others fit in its memory."""
         columns = -(-self._context_len // cache.page_size)
         self._idle, self.inputs = (StepInputs.idle(self.sizes[-1], columns, cache) for _ in range(2))
-        self._cache = cache
+        self.cache = cache
         wanted = [(size, shared) for size in reversed(self.sizes) for shared in _kinds(size, self._shares_pages)]
         return [partial(self._capture, size, shared, cache, record) for size, shared in wanted]
 
@@ -261,7 +256,7 @@ class GraphedDecoder:
         return self._model.step(batch, cache)
 
 
-def do_all(tasks: Sequence[Callable[[], None]], progress: Progress | None) -> None:
+def do_all(tasks: Sequence[Callable[[], object]], progress: Progress | None) -> None:
     """One after the other; `progress(done, total)` counts them."""
     for done, task in enumerate(tasks):
         if progress is not None:

@@ -16,6 +16,7 @@ from worker_proc.attention.interface import AttentionBackend
 from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.decoder import CudaDecoder
 from worker_proc.cuda.few_rows import SIZES
+from worker_proc.cuda.graphs import do_all
 from worker_proc.cuda.overlap import MOST_ROWS
 from worker_proc.cuda.quantized import PackedWeight
 from worker_proc.idle_step import idle_step
@@ -61,12 +62,7 @@ def compile_kernels(
     tasks: list[Callable[[], object]] = [partial(model.forward, batch, cache) for batch in batches]
     if isinstance(model, CudaDecoder | Decoder):
         tasks += _products(model.weights, max_tokens, device)
-    for done, task in enumerate(tasks):
-        if progress is not None:
-            progress(done, len(tasks))
-        task()
-    if progress is not None:
-        progress(len(tasks), len(tasks))
+    do_all(tasks, progress)
 
 
 def _products(weights: DecoderWeights, most: int, device: torch.device) -> Iterator[Callable[[], Tensor]]:
