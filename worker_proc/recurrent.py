@@ -121,6 +121,11 @@ class RecurrentStates:
         held = [tensor for key, tensor in self.tensors.items() if layer is None or key.layer == layer]
         torch._foreach_copy_([tensor[target] for tensor in held], [tensor[source] for tensor in held])
 
+    def keep(self, where: StateRows, layer: int | None = None) -> None:
+        """Copy what is saved behind a step, of one layer or of all: none of it was on the way."""
+        for save in where.saves:
+            self.copy(where.rows[save.row], save.target, layer)
+
     def _snapshot(self, number: int) -> int:
         if number >= self.snapshots:
             raise PlanError(f"snapshot {number} is not below {self.snapshots}")

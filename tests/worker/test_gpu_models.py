@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,15 @@ if not torch.cuda.is_available():
 
 CONTEXT, COUNT, PAGE_SIZE = 192, 16, 8
 KINDS: dict[str, Callable[[Path], Path]] = {
-    **{kind: lambda path, kind=kind: helpers_models.make_checkpoint(kind, path) for kind in helpers_models.KINDS},
-    **{kind: lambda path, kind=kind: helpers_hybrid.make_hybrid(kind, path) for kind in helpers_hybrid.HYBRIDS},
-    **{kind: lambda path, kind=kind: older.make(kind, path) for kind in older.KINDS},
+    **{kind: partial(helpers_models.make_checkpoint, kind) for kind in helpers_models.KINDS},
+    **{kind: partial(helpers_hybrid.make_hybrid, kind) for kind in helpers_hybrid.HYBRIDS},
+    **{kind: partial(older.make, kind) for kind in older.KINDS},
     **{
-        f"multimodal {kind}": lambda path, kind=kind: helpers_multimodal.make_multimodal(kind, path)
+        f"multimodal {kind}": partial(helpers_multimodal.make_multimodal, kind)
         for kind in helpers_multimodal.KINDS
         if kind in CONFIG_MAPPING
     },
-}  # type: ignore[misc]
+}
 del KINDS["xmod"]  # is refused
 
 

@@ -83,20 +83,21 @@ def build(
 
 def find_compiler() -> tuple[str, ...]:
     """What calls a compiler for C++20: one that is installed, else a package's. Raises BuildError if there is none."""
-    found = [(path,) for path in map(shutil.which, COMPILERS) if path is not None]
-    for command in (*found, *_packaged()):
+    for command in _commands():
         if knows(command, _STANDARD):
             return command
     looked = f"looked for {', '.join(COMPILERS)}; the Python package {PACKAGE} has one"
     raise BuildError(f"no C++ compiler is installed that knows C++20 ({looked})")
 
 
-def _packaged() -> list[tuple[str, ...]]:
+def _commands() -> Iterator[tuple[str, ...]]:
+    for path in map(shutil.which, COMPILERS):
+        if path is not None:
+            yield (path,)
     spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        return []
-    # without its option it compiles for the processor that is here, whatever the level
-    return [(str(Path(spec.origin).with_name("zig")), "c++", "-mcpu=baseline")]
+    if spec is not None and spec.origin is not None:
+        # without its option it compiles for the processor that is here, whatever the level
+        yield str(Path(spec.origin).with_name("zig")), "c++", "-mcpu=baseline"
 
 
 def knows(compiler: Sequence[str], option: str) -> bool:

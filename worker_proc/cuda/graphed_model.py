@@ -4,8 +4,6 @@ Such a step is hundreds of small kernels, whose launches take longer than they d
 for the GPU: mixtures that ask how many tokens each expert has do, and go on without.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,7 @@ class GraphedModel:
         most, device = self._decodes.sizes[-1], cache.device
         self._logits = torch.empty(most, self.vocab_size, dtype=torch.float32, device=device)
         self._best = torch.empty(most, dtype=torch.int64, device=device)
-        with recorder(device) if self._record is None else nullcontext(self._record) as record:
+        with recorder(device, self._record) as record:
             do_all(self._decodes.captures(cache, record), progress)
 
     def _step(self, batch: ForwardBatch, cache: KVCache) -> Outputs:

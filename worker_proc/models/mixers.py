@@ -257,6 +257,5 @@ def _compute_by_index(
         view = StateView(states, index[chunks:])
         made.append(forward(hidden[0, first:, None], view).transpose(0, 1))
         view.store()
-    for save in where.saves:
-        states.copy(where.rows[save.row], save.target, layer)
+    states.keep(where, layer)
     return torch.cat(made, dim=1)
