@@ -15,7 +15,7 @@ CONFIG_FILE = "config.json"
 _LOOPBACK = re.compile(r"tcp://(localhost|\[::1\]|127(?:\.[0-9]{1,3}){3}):([0-9]{1,5})")
 POLICIES = ("fcfs", "lpm", "round-robin", "priority")
 ADMISSIONS = ("ratio", "peak", "reserve")
-SPECULATIONS = ("off", "ngram")
+SPECULATIONS = ("off", "ngram", "ngram-always")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "int8", "int4", "fp8", "w8a8", "w4a8")
@@ -133,7 +133,8 @@ class SchedulerConfig:
     which a snapshot of recurrent states is taken.
 
     `speculation` "ngram" guesses tokens where the last `prompt_lookup_min` to `prompt_lookup_max` ones have come before
-    in the same request, up to `num_speculative_tokens` per request and step (docs/speculation.md).
+    in the same request, up to `num_speculative_tokens` per request and step, if that is expected to pay; "ngram-always"
+    in any case (docs/speculation.md).
     """
 
     max_running: int = 256

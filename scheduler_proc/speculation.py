@@ -9,8 +9,9 @@ for tokens. Where anybody has guesses everybody waits for them, because a step f
 long.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.config import DRAWN_TOKENS, SchedulerConfig
 from common.fields import IntArray
@@ -160,19 +161,21 @@ class NgramSpeculation(Speculation):
                     requests.append(request)
                     prospects.append(Prospect(self._chance(guesser), most, min(1, request.pending)))
         self._hope = bool(prospects) or rows > len(ready)
-        rows = rows or len(ready)
-        if not prospects:
+        if not prospects or room <= 0:
             return [], Choice([], 0.0)
-        curve = self._curves[all(map(_is_greedy, ready))]
+        choice = self._weigh(prospects, rows or len(ready), room, all(map(_is_greedy, ready)), pauses)
+        return (requests, choice) if choice.counts else ([], choice)
+
+    def _weigh(self, prospects: list[Prospect], rows: int, room: int, greedy: bool, pauses: int) -> Choice:
+        """Without counts where nothing can be guessed yet."""
+        curve = self._curves[greedy]
         self._forget(rows)
         room = min(room, max(_TRIED, 4 * curve.most) - rows)
         if not curve.most or room <= 0:
-            return [], Choice([], 0.0)
+            return Choice([], 0.0)
         gaps, luck = self._gaps, min(1.0, self._luck.right / self._luck.of)
         ahead = gaps.ahead if self._config.steps_in_flight > 1 else gaps.after
-        return requests, choose(
-            prospects, rows, room, curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after, luck=luck
-        )
+        return choose(prospects, rows, room, curve.seconds, gap_ahead=ahead, gap_after=pauses * gaps.after, luck=luck)
 
     def _forget(self, rows: int) -> None:
         """Now and then what guesses cost in steps of so many rows: what was held up once, and has looked dear since,
@@ -196,6 +199,15 @@ class NgramSpeculation(Speculation):
         return self._records.setdefault(length.bit_length(), Rate(1.0, 2.0))
 
 
+class AlwaysNgram(NgramSpeculation):
+    """As many guesses as there is room for, whatever they cost: no measured time decides."""
+
+    def _weigh(self, prospects: list[Prospect], rows: int, room: int, greedy: bool, pauses: int) -> Choice:
+        free = choose(prospects, rows, room, lambda tokens: 1.0, gap_ahead=0.0, gap_after=0.0)
+        return replace(free, gain=math.inf)
+
+
 def make_speculation(config: SchedulerConfig) -> Speculation:
     """By `config.speculation`."""
-    return NgramSpeculation(config) if config.speculation == "ngram" else Speculation()
+    kinds = {"off": lambda _: Speculation(), "ngram": NgramSpeculation, "ngram-always": AlwaysNgram}
+    return kinds[config.speculation](config)

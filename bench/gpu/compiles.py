@@ -135,7 +135,7 @@ def serve(runner: ModelRunner, case: Case, requests: int, seed: int = 0) -> int:
         max_batch_tokens=case.max_batch_tokens,
         chunk_tokens=case.max_batch_tokens // 2,
         chunk_slowdown=0,  # chunks as large as may be
-        speculation="ngram",
+        speculation="ngram-always",
     )
     scheduler = Scheduler(config, KVManager(case.num_pages, case.page_size), case.context_len)
     choose, waiting, rid, steps = random.Random(seed), 0, 0, 0

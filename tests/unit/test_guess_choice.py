@@ -9,7 +9,7 @@ from common.config import DRAWN_TOKENS, SchedulerConfig
 from common.messages import StepResult, ints
 from common.sampling_params import DrawParams
 from scheduler_proc.request import Request
-from scheduler_proc.speculation import NgramSpeculation
+from scheduler_proc.speculation import make_speculation
 from scheduler_proc.step import Start, Step
 from scheduler_proc.step_time import StepShape
 
@@ -22,8 +22,8 @@ def repeating(rid: int, left: int = 1000) -> Request:
 class Played:
     """Speculation for `requests`, beside a worker whose steps take what a test says. Times are in seconds."""
 
-    def __init__(self, requests: Sequence[Request], **config: int):
-        self.speculation = NgramSpeculation(SchedulerConfig(speculation="ngram", **config))  # type: ignore[arg-type]
+    def __init__(self, requests: Sequence[Request], speculation: str = "ngram", **config: int):
+        self.speculation = make_speculation(SchedulerConfig(speculation=speculation, **config))  # type: ignore[arg-type]
         self.requests = list(requests)
         self._now = 1_000_000_000
         for request in self.requests:
@@ -111,3 +111,13 @@ def test_a_pause_counts_against_guesses_where_steps_are_planned_ahead(in_flight:
     for _ in range(5):
         played.step(1, 0.01, gap=1.0, start=Start.AFTER)
     assert bool(played.guesses()) == (in_flight == 1)
+
+
+def test_always_asks_no_time() -> None:
+    """Not even that of a first step; what takes as long as it may, and is never right, is guessed again."""
+    played = Played([repeating(1), repeating(2, left=3), repeating(3, left=1)], "ngram-always")
+    for _ in range(200):
+        assert played.guesses() == {1: 8, 2: 2}
+        assert played.guesses(room=4) == {1: 2, 2: 2}
+        assert played.guesses(room=0) == {}
+        played.step(13, 1000.0, gap=1000.0, start=Start.AFTER, guesses=[8, 2], accepted=[0, 0])

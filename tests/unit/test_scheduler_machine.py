@@ -42,7 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         admission=st.sampled_from(ADMISSIONS),
         itl_target=st.sampled_from([0.0, 0.0, 1.0]),
         gain=st.sampled_from([1, 4]),
-        guesses=st.one_of(st.sampled_from(["off", "ngram"]), st.integers(0, 99)),
+        guesses=st.one_of(st.sampled_from(["off", "ngram", "ngram-always"]), st.integers(0, 99)),
         host_pages=st.one_of(st.just(0), st.integers(1, 6), st.integers(10, 60)),
     )
     def start(

@@ -11,8 +11,6 @@ from common.messages import ints
 from common.sampling_params import DrawParams, LogitEdits
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.scheduler import Scheduler
-from scheduler_proc.speculation import NgramSpeculation
-from scheduler_proc.speculation_gain import Choice
 from tests.helpers_models import VOCAB_SIZE, make_checkpoint
 from tests.helpers_serving import Request, serve
 from tests.worker.test_cpu_build import needs_compiler
@@ -39,16 +37,6 @@ DRAWS = [
 ]
 
 
-class Eager(NgramSpeculation):
-    """Guesses whenever it can, whatever that costs: no measured time decides."""
-
-    def _choose(self, ready: Any, room: int, *, rows: int = 0, pauses: int = 1) -> Any:
-        for curve in self._curves.values():
-            curve.learn(1, 1.0)
-        requests, choice = super()._choose(ready, room, rows=rows, pauses=pauses)
-        return requests, Choice(choice.counts, 2.0) if requests else choice
-
-
 class Answer(Request):
     """Equal to another one with the same tokens and scores."""
 
@@ -68,10 +56,11 @@ def serve_all(
     model: LanguageModel, *, guess: bool, pages: int, page_size: int, **more: Any
 ) -> tuple[list[Answer], dict[str, int]]:
     """All of DRAWS at once; the answers and what the scheduler counted."""
-    config = SchedulerConfig(max_running=6, max_batch_tokens=64, chunk_tokens=9, prompt_lookup_min=1, **more)
+    speculation = "ngram-always" if guess else "off"
+    config = SchedulerConfig(
+        max_running=6, max_batch_tokens=64, chunk_tokens=9, speculation=speculation, prompt_lookup_min=1, **more
+    )
     scheduler = Scheduler(config, KVManager(pages, page_size), CONTEXT)
-    if guess:
-        scheduler.speculation = scheduler.planner._speculation = Eager(config)
     cache = KVCache(model.kv_spec, pages, page_size)
     runner = ModelRunner(model, cache, max_slots=6, context_len=CONTEXT, group="0", tp=TensorParallel(), device="cpu")
     answers = [Answer(PASSAGE * 2 + PASSAGE[: 2 + i], draw, COUNT) for i, draw in enumerate(DRAWS)]
