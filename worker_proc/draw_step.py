@@ -40,6 +40,14 @@ class Prepared:
     staged_rows: Staged | None  # `logprob_rows`, None where they are all rows or none
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """All logits, unless only the likeliest token, or those that `filters` (see `ForwardBatch.filters`) keep."""
+
+    likeliest: bool = False
+    filters: Tensor | None = None
+
+
 class DrawStep:
     """The draw parameters of every slot and what they ask for. The draw itself is for rank 0, which has `grammars`."""
 
@@ -61,7 +69,7 @@ class DrawStep:
         self._draws: dict[int, DrawParams] = {}  # of slots that ask for log probabilities
         self._grammars = grammars
         self._with_grammar: set[int] = set()  # slots; every rank knows them
-        self._greedy: tuple[Tensor, bool] | None = None  # what `is_greedy` said of these slots, while nobody comes
+        self._wanted: tuple[Tensor, Wanted] | None = None  # what `wanted` said of these slots, while nobody comes
 
     def warm_up(self, logits: Tensor) -> None:
         """Draw from logits (float32 `[S, vocab]`, device) by all filters, as the first requests would."""
@@ -69,7 +77,7 @@ class DrawStep:
 
     def reset(self) -> None:
         """Every slot is free."""
-        self._greedy = None
+        self._wanted = None
         self._draws.clear()
         self._with_grammar.clear()
         if self._grammars is not None:
@@ -82,7 +90,7 @@ class DrawStep:
         self._check_drafts(plan)
 
     def _change_slots(self, plan: StepPlan, staging: Staging) -> None:
-        self._greedy = None
+        self._wanted = None
         self._editor.leave(plan.leave)
         self._sampler.set_params(plan.enter_slots, plan.enter_draw, staging)
         self._editor.enter(plan.enter_slots, plan.enter_draw, {h.slot: h for h in plan.histories}, staging)
@@ -103,17 +111,21 @@ class DrawStep:
             if drafts and (slot in self._with_grammar or self._editor.follows_tokens(slot)):
                 raise PlanError(f"chunk_drafts: slot {slot} has a grammar, penalties or bad words")
 
-    def is_greedy(self, sampled: SampledRows) -> bool:
-        """Whether all these rows want is the likeliest token, as the model sees it."""
-        if self._greedy is None or self._greedy[0] is not sampled.slots:  # in a steady batch, it is the same tensor
-            self._greedy = sampled.slots, self._wants_likeliest(sampled)
-        return self._greedy[1]
+    def wanted(self, sampled: SampledRows) -> Wanted:
+        """What these rows want to know of the model's logits."""
+        if self._wanted is None or self._wanted[0] is not sampled.slots:  # in a steady batch, it is the same tensor
+            self._wanted = sampled.slots, self._want(sampled)
+        return self._wanted[1]
 
-    def _wants_likeliest(self, sampled: SampledRows) -> bool:
+    def _want(self, sampled: SampledRows) -> Wanted:
         slots = sampled.slots.tolist() if self._draws or self._with_grammar else []
         if not self._draws.keys().isdisjoint(slots) or not self._with_grammar.isdisjoint(slots):
-            return False
-        return self._sampler.is_greedy(sampled.slots) and not self._editor.touches(sampled.slots)
+            return Wanted()
+        if self._editor.touches(sampled.slots):
+            return Wanted()
+        if self._sampler.is_greedy(sampled.slots):
+            return Wanted(likeliest=True)
+        return Wanted(filters=self._sampler.filters(sampled.slots))
 
     def start(self, sampled: SampledRows) -> Masks | None:
         """Start on the grammars' masks for these rows, beside the forward pass; None where there is nothing to mask."""

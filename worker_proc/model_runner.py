@@ -11,7 +11,7 @@ from common.logprobs import LogprobRows
 from common.messages import StepPlan
 from worker_proc import shared_pages
 from worker_proc.attention.interface import SharedPages
-from worker_proc.draw_step import DrawStep
+from worker_proc.draw_step import DrawStep, Wanted
 from worker_proc.drawn import DrawnTokens
 from worker_proc.errors import PlanError
 from worker_proc.grammar_matcher import Failure, GrammarMatchers
@@ -160,9 +160,10 @@ class ModelRunner:
         sampled = layout.sampled
         masks = self._draw_step.start(sampled)
         scored = self._draw_step.scored(plan, staging) if plan.scorings else None
-        greedy = self._greedy is not None and scored is None and self._draw_step.is_greedy(sampled)
+        looks = self._greedy is not None and scored is None
+        wanted = self._draw_step.wanted(sampled) if looks else Wanted()
         prepared = None
-        if not greedy and not self._tp.rank and len(sampled.slots):
+        if not wanted.likeliest and not self._tp.rank and len(sampled.slots):
             prepared = self._draw_step.prepare(sampled, staging)
         find_shared = self._stage_shared(layout, staging)
         find_states = self._stage_states(plan, layout, staging)
@@ -175,8 +176,10 @@ class ModelRunner:
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat((batch.logit_rows, scored.rows.tensor)))
         forward_started = time.monotonic_ns()
-        if self._greedy is not None and greedy:  # on all ranks or none
+        if self._greedy is not None and wanted.likeliest:  # on all ranks or none
             return self._finish_draw(self._greedy.greedy(batch, self._cache), sampled, forward_started)
+        if wanted.filters is not None:
+            batch = replace(batch, filters=wanted.filters)
         logits = self._model.forward(batch, self._cache)
         prompt_logprobs = None
         if scored is not None and self._tp.rank == 0:

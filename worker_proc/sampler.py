@@ -26,6 +26,7 @@ _FIRST_CANDIDATES = 256  # a nucleus is searched among so many tokens first: nea
 _MAX_ELEMENTS = 2**24  # weights that are worked on at once, which bounds the memory of a step
 _BLOCK = 128  # tokens that are added up first
 NEVER = -40.0  # exp of this rounds to no weight at all; exp of much less is slow on CPUs
+_FEW = 128  # more tokens of a row are not worth a look for
 _COLDEST = 1e-30  # lower temperatures, which float32 cannot divide by, leave no token but the likeliest either
 
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(4)
@@ -108,6 +109,14 @@ class Sampler:
     def is_greedy(self, slots: Tensor) -> bool:
         """Whether none of `slots` (int64 `[S]`, host) draws at random."""
         return not bool(self._host[_TEMPERATURE].index_select(0, slots).any())
+
+    def filters(self, slots: Tensor) -> Tensor | None:
+        """Temperature, top_k, top_p and min_p of each row, contiguous float64 `[4, S]` (host), where these keep few
+        tokens of every row of `slots` (int64 `[S]`, host); else None."""
+        params = self._host[:, slots].contiguous()
+        few = (params[_TOP_K] > 0) & (params[_TOP_K] <= _FEW)
+        likely = (params[_MIN_P] > 0) & (params[_TOP_P] >= 1)
+        return params if bool((few | likely | (params[_TEMPERATURE] == 0)).all()) else None
 
     def prepare(self, slots: Tensor, positions: Tensor, staging: Staging) -> Drawing | None:
         """What `sample` needs of a step whose rows have the parameters of `slots` (int64 `[S]`, host) and `positions`

@@ -54,6 +54,8 @@ class ForwardBatch:
     shared: SharedPages | None = None  # a backend may read those pages once for several rows, or leave that alone
     loads: LayerLoads | None = None  # only for models that call `before` with each layer before they touch its pages
     states: StateRows | None = None  # of models with recurrent layers; None: nobody reads what they keep
+    filters: Tensor | None = None  # float64 [4, S], host: `Sampler.filters` of logit_rows, whose logits may be minus
+    # infinity where no such draw keeps them; None: all are wanted
 
 
 class AttentionBackend(Protocol):

@@ -78,6 +78,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_decoder_mlp": (None, [*_STAGE, ctypes.c_int]),
     "rhizome_decoder_last_tokens": (c_int64, _STAGE[1:]),
     "rhizome_decoder_logits": (None, [*_STAGE, c_void_p, c_int64]),
+    "rhizome_decoder_filtered_logits": (None, [*_STAGE, c_void_p, c_void_p, c_int64]),
     "rhizome_decoder_argmax": (None, [*_STAGE, c_void_p, c_void_p]),
     "rhizome_decoder_layers": (None, _STAGE),
 }
@@ -242,7 +243,11 @@ class CpuDecoder:
         logits = torch.empty(len(batch.logit_rows), width)
         if self.weights.head.outputs < width:
             logits.zero_()
-        self._functions.rhizome_decoder_logits(self._model, step, logits.data_ptr(), width)
+        if batch.filters is not None and self.weights.screen is not None:
+            params = batch.filters.data_ptr()
+            self._functions.rhizome_decoder_filtered_logits(self._model, step, params, logits.data_ptr(), width)
+        else:
+            self._functions.rhizome_decoder_logits(self._model, step, logits.data_ptr(), width)
         del attention
         logits = self.tp.gather_to_rank0(logits)[:, : self.spec.vocab_size]
         return cap(logits, self.spec.logit_softcap) if self.spec.logit_softcap else logits

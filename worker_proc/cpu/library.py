@@ -34,6 +34,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _LONG, _INT]),
     "rhizome_linear": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT]),
     "rhizome_find_largest": (None, [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER]),
+    "rhizome_filtered_outputs": (
+        None,
+        [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT, _POINTER, _LONG],
+    ),
     "rhizome_code_errors": (None, [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER]),
     "rhizome_experts": (
         None,

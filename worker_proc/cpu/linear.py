@@ -136,6 +136,18 @@ class PackedMatrix:
         )  # fmt: skip
         return index, best
 
+    def filtered(
+        self, x: Tensor, screen: ctypes.Structure | None, params: Tensor, out: Tensor, *, part: bool = False
+    ) -> Tensor:
+        """What `linear` gives as float32, but minus infinity where no draw by `params` (float64 `[4, rows]`, see
+        `ForwardBatch.filters`) keeps it; all of it without a `struct` of a `HeadScreen`. `part`: of more outputs."""
+        padded = self._whole_blocks(x)
+        self.native.functions.rhizome_filtered_outputs(
+            ctypes.addressof(self.struct), None if screen is None else ctypes.addressof(screen), padded.data_ptr(),
+            padded.stride(0), len(padded), params.data_ptr(), part, out.data_ptr(), out.stride(0),
+        )  # fmt: skip
+        return out
+
     def _whole_blocks(self, x: Tensor) -> Tensor:
         """`x` as the kernels read it: the inputs of a row side by side, and zeros up to a multiple of 32."""
         if self.inputs % 32 == 0 and x.stride(1) == 1:

@@ -107,6 +107,7 @@ class NativeHead(NativeLinear):
     def __init__(self, matrix: PackedMatrix, screen: HeadScreen | None) -> None:
         super().__init__(matrix)
         self.screen = screen
+        self.filters: Tensor | None = None  # of `forward`'s rows, see `ForwardBatch.filters`
         self._finding = False
         self._tokens = torch.empty(0, dtype=torch.int64)
 
@@ -117,7 +118,9 @@ class NativeHead(NativeLinear):
             self._tokens, _ = self.matrix.argmax(rows, self.screen.struct if self.screen is not None else None)
             return torch.zeros(*x.shape[:-1], 1)
         out = torch.empty(len(rows), self.out_features)
-        if len(rows):
+        if len(rows) and self.screen is not None and self.filters is not None:
+            self.matrix.filtered(rows, self.screen.struct, self.filters, out)
+        elif len(rows):
             self.matrix.linear(rows, Finish.STORE_FLOAT, out)
         return out.view(*x.shape[:-1], self.out_features)
 

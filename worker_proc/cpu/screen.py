@@ -1,4 +1,5 @@
-"""The output head once more in int8, so that greedy tokens are found with less work, see `native/screen.h`."""
+"""The output head once more in int8, so that greedy tokens, and the likely ones that filters keep, are found with less
+work, see `native/screen.h`."""
 
 import ctypes
 
@@ -42,7 +43,8 @@ class HeadScreen:
         self._quantizer = NativeQuantizer(native)
         self._codes = QuantizedMatrix(native, memory, outputs, inputs, scheme)
         self._norms, self._errors = (torch.zeros(-(-outputs // PANEL) * PANEL) for _ in range(2))  # of each output
-        self.rest = torch.tensor([0, 1], dtype=torch.int32)
+        self._rests = torch.tensor([[0, 1], [0, 1]], dtype=torch.int32)
+        self.rest, self.rest_of_filtered = self._rests
         self.struct = _ScreenStruct()
 
     @staticmethod
@@ -73,5 +75,5 @@ class HeadScreen:
         self._norms, self._errors = (
             numbers.view(-1, PANEL).amax(dim=1).contiguous() for numbers in (self._norms, self._errors)
         )
-        struct, pointers = self.struct, [part.data_ptr() for part in (self._norms, self._errors, self.rest)]
+        struct, pointers = self.struct, [part.data_ptr() for part in (self._norms, self._errors, self._rests)]
         struct.codes, (struct.norms, struct.errors, struct.rest) = self._codes.struct, pointers

@@ -159,6 +159,14 @@ class GreedyTransformersModel(TransformersModel):
         if not self.gives_logits_of_head:
             self._head.screen = None
 
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """See `LanguageModel`."""
+        self._head.filters = batch.filters
+        try:
+            return super().forward(batch, cache)
+        finally:
+            self._head.filters = None
+
     def greedy(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """See `GreedyModel`."""
         if not self.gives_logits_of_head:  # they are scaled or capped, after which others may be the largest

@@ -377,6 +377,15 @@ void rhizome_decoder_logits(const DecoderModel* model, const DecoderStep* step, 
          Finish::kStoreFloat);
 }
 
+void rhizome_decoder_filtered_logits(const DecoderModel* model, const DecoderStep* step, const double* params, float* logits,
+                                     int64_t stride) {
+  const Buffers buffers(*model, step->tokens, step->workspace);
+  final_norm(*model, *step, buffers);
+  const Stopwatch time(step->op_ns, kHead);
+  filtered_outputs(model->head, model->screen, buffers.normed, buffers.normed_stride, step->num_logits, params,
+                   model->several != 0, logits, stride);
+}
+
 void rhizome_decoder_argmax(const DecoderModel* model, const DecoderStep* step, int64_t* index, float* best) {
   const Buffers buffers(*model, step->tokens, step->workspace);
   final_norm(*model, *step, buffers);

@@ -103,6 +103,10 @@ RHIZOME_EXPORT int64_t rhizome_decoder_last_tokens(const rhizome::DecoderStep* s
 RHIZOME_EXPORT void rhizome_decoder_logits(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
                                            float* logits, int64_t stride);
 
+// The same, but minus infinity where no draw with `params` double [4, num_logits] keeps them, see screen.h.
+RHIZOME_EXPORT void rhizome_decoder_filtered_logits(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
+                                                    const double* params, float* logits, int64_t stride);
+
 // The likeliest of the rank's tokens, counted from 0, and its logit, [num_logits] each.
 RHIZOME_EXPORT void rhizome_decoder_argmax(const rhizome::DecoderModel* model, const rhizome::DecoderStep* step,
                                            int64_t* index, float* best);

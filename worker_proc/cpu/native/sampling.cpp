@@ -19,6 +19,7 @@ constexpr int64_t kBlock = 128;   // tokens that are added up first
 constexpr int64_t kCandidates = 256;  // among which a nucleus is looked for first
 constexpr size_t kMostSorted = 4096;
 constexpr uint32_t kNear = 1 << 20;   // an eighth of an octave
+constexpr float kNothing = 25.0f;     // logits so many temperatures below the largest weigh nothing: e**-25 < 2**-36
 
 typedef float Part __attribute__((vector_size(2 * kLanes), aligned(4), may_alias));
 typedef double Doubles __attribute__((vector_size(4 * kLanes)));
@@ -57,8 +58,7 @@ class Row {
     weights_.resize(blocks_ * kBlock);
     highest_.resize(blocks_);
     edge_ = 0.0f;
-    // Below this, weights are 0: e**-25 < 2**-36. Many blocks of a sure model have nothing above it.
-    const float least = best - 25.0f * temperature;
+    const float least = best - kNothing * temperature;  // many blocks of a sure model have nothing above it
     for (int64_t block = 0; block < blocks_; ++block) {
       const int64_t begin = block * kBlock, end = std::min(vocab, begin + kBlock);
       float* const to = weights_.data() + begin;
@@ -229,6 +229,25 @@ void best_of(const float* logits, int64_t vocab, float* best, int64_t* index) {
 }
 
 }  // namespace
+
+float least_kept(const RowFilters& filters, float last, float low, float high) {
+  if (!(filters.temperature > 0)) return low;
+  const double temperature = filters.temperature, unit = kUnit;
+  // For what rounding does to differences of logits, and to their powers.
+  const double slack = 0x1p-21 * (std::abs(low) + std::abs(high) + std::abs(last)) + 0x1p-16 * temperature;
+  double least = low - kNothing * temperature;
+  if (filters.top_k > 0) {
+    // Weights that are rounded to the same number as the last one's are kept with it.
+    const double weight = unit * std::exp((static_cast<double>(last) - high) / temperature);
+    least = std::max(least, last - temperature * (weight > 4 ? 2 / weight : 1.2));
+  }
+  if (filters.min_p > 0 && filters.top_p >= 1) {
+    const double weight = filters.min_p * unit - 1;  // which is rounded to less
+    if (weight > 0.25) least = std::max(least, low + temperature * std::log(weight / unit));
+  }
+  return static_cast<float>(least - slack);
+}
+
 }  // namespace rhizome
 
 using namespace rhizome;

@@ -1,6 +1,7 @@
 // Drawing tokens from logits: what worker_proc/sampler.py defines, one row per task.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "abi.h"
@@ -17,6 +18,20 @@ struct DrawBatch {
   int64_t* tokens;         // [S]
   int64_t rows, vocab, logits_stride, params_stride, index_stride;
 };
+
+// What a row's draw leaves out. Without a temperature, all but the largest.
+struct RowFilters {
+  float temperature;
+  int64_t top_k;  // 0: all
+  double top_p, min_p;
+
+  // So many of the largest logits bound what is kept.
+  int64_t count() const { return temperature > 0 ? std::max<int64_t>(top_k, 1) : 1; }
+};
+
+// A bound of the logits that a draw keeps: all that are less have no part in it, whatever they are. The row's `count`-th largest
+// logit is not less than `last`, its largest from `low` to `high`.
+float least_kept(const RowFilters& filters, float last, float low, float high);
 
 }  // namespace rhizome
 

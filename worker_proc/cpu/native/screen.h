@@ -19,17 +19,28 @@ struct HeadScreen {
   PackedMatrix codes;   // of the same weights: kInt8Segments, or kInt8Channel where x keeps 16 bits
   const float* norms;   // [panels]: the largest |w| of an output
   const float* errors;  // [panels]: the largest |w - w'|
-  int32_t* rest;        // [2]: calls that do without the screen as it did not pay, and how many do the next time
+  int32_t* rest;        // [2, 2]: calls that do without the screen as it did not pay, and how many do the next time: of calls
+                        // for the largest, of those for filtered logits
 };
 
 // What linear_argmax of `weights` gives (kBFloat16 or kCompressed without a bias, if there is a screen; it may be null).
 void find_largest(const PackedMatrix& weights, const HeadScreen* screen, const bf16* x, int64_t x_stride, int64_t rows,
                   int64_t* index, float* best);
 
+// What `linear` of `weights` gives, as float32, but minus infinity for outputs that no draw keeps. `params` double [4, rows] are
+// each row's temperature, top_k, top_p and min_p (see sampling.h); `screen` may be null, and then there are all. `part`: other
+// ranks have other outputs, which may be larger.
+void filtered_outputs(const PackedMatrix& weights, const HeadScreen* screen, const bf16* x, int64_t x_stride, int64_t rows,
+                      const double* params, bool part, float* out, int64_t out_stride);
+
 }  // namespace rhizome
 
 RHIZOME_EXPORT void rhizome_find_largest(const rhizome::PackedMatrix* weights, const rhizome::HeadScreen* screen,
                                          const rhizome::bf16* x, int64_t x_stride, int64_t rows, int64_t* index, float* best);
+
+RHIZOME_EXPORT void rhizome_filtered_outputs(const rhizome::PackedMatrix* weights, const rhizome::HeadScreen* screen,
+                                             const rhizome::bf16* x, int64_t x_stride, int64_t rows, const double* params,
+                                             int part, float* out, int64_t out_stride);
 
 // What `norms` and `errors` are the largest of, for rows [rows, inputs] of bfloat16 (`stride` elements apart) and what
 // rhizome_quantize made of them with 8 bits; not finite where a weight is not.
