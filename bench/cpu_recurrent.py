@@ -23,7 +23,7 @@ from worker_proc.cpu.modules import pack_modules
 from worker_proc.models.mixers import Mixers, keeps_states
 from worker_proc.recurrent import RecurrentStates, StateRows
 
-# as in Qwen3.5-0.8B, Qwen3-Next-80B-A3B, Granite-4.0-H-1B and LFM2-1.2B
+# as in Qwen3.5-0.8B, Qwen3-Next-80B-A3B, Granite-4.0-H-1B, LFM2-1.2B and Falcon-Mamba-7B
 _LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"hidden_size": 1024, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
     "qwen3_next": {"hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
@@ -35,6 +35,7 @@ _LAYERS: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
     },
     "lfm2": {"hidden_size": 2048, "layer_types": ["conv"], "conv_L_cache": 3},
+    "falcon_mamba": {"hidden_size": 4096, "intermediate_size": 8192, "time_step_rank": 256, "layer_types": None},
 }
 _SMALL = {
     "num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64, "num_experts": 2, "num_experts_per_tok": 1,
@@ -50,7 +51,8 @@ class Layer:
     def __init__(self, kind: str, native: NativeLibrary, own: bool) -> None:
         """`own`: with a native recurrence, not just products."""
         torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **{**_SMALL, **_LAYERS[kind]})
+        fields = {name: value for name, value in (_SMALL | _LAYERS[kind]).items() if value is not None}
+        config = AutoConfig.for_model(kind, **fields)
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self._layer = next(module for module in model.modules() if keeps_states(module))
         self._mixers = Mixers(self._layer, native if own else None)

@@ -35,7 +35,7 @@ CASES = {
         "cpu_kernels", "--threads 1 --rows 1 --shapes o --quantization int4 --zeros", ("o ",), {"_MEMORY": 1}
     ),
     "recurrent layers": Case(
-        "cpu_recurrent", "", ("lfm2 ", "qwen3_5_text "), {"_SECONDS": 0.001, "_BATCHES": ([1], [8])}
+        "cpu_recurrent", "", ("lfm2 ", "qwen3_5_text ", "falcon_mamba "), {"_SECONDS": 0.001, "_BATCHES": ([1], [8])}
     ),
     "steps": Case(
         "cpu_steps", f"--model '{MODEL}' --threads 1 --repeats 1 --cases 'decode 1 x 192,shared'",
@@ -64,7 +64,9 @@ def test_the_one_of_heads_runs() -> None:
     from bench.cpu_head import main
 
     output = run(main, "--threads 1 --vocabulary 16384 --repeats 1")
-    assert sum(line.endswith("%") for line in output) == 8
+    rows = [[float(number) for number in line.split()] for line in output[2:]]
+    assert [int(row[0]) for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert all(len(row) == 8 and min(row) > 0 for row in rows)
 
 
 def run(main: Any, arguments: str) -> list[str]:

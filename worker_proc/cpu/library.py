@@ -47,6 +47,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_delta_net": (None, [_POINTER]),
     "rhizome_state_space": (None, [_POINTER]),
     "rhizome_short_conv": (None, [_POINTER]),
+    "rhizome_scan_convolve": (None, [_POINTER]),
+    "rhizome_selective_scan": (None, [_POINTER]),
     "rhizome_best": (None, [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER]),
     "rhizome_draw": (None, [_POINTER]),
     "rhizome_score": (None, [_POINTER]),

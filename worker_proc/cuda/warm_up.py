@@ -54,7 +54,8 @@ def compile_kernels(
     chunks = [_CHUNK] + [_LONGER] * (max_tokens > _LONGER)
     batches = [*(step(chunk, 1, -(-chunk // page_size)) for chunk in chunks), step(0, 1, 1)]
     if isinstance(model, CudaDecoder):
-        batches += [step(0, rows, 1) for rows in sorted({min(rows, max_rows) for rows in SIZES} - {1})]
+        # however few requests there may be: guesses and the last tokens of a prompt are rows, too
+        batches += [step(0, rows, 1) for rows in SIZES if rows > 1]
     if isinstance(attention, TritonAttention) and spec.layers:
         kinds = attention.decode_kinds(max_rows, spec.num_kv_heads, page_size, columns)
         several = isinstance(model, CudaDecoder)  # others are not told of shared pages

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu import delta_net, short_conv, state_space
+from worker_proc.cpu import selective_scan as native_scan
 from worker_proc.cpu.delta_net import DeltaNet
 from worker_proc.cpu.library import NativeLibrary
+from worker_proc.cpu.selective_scan import NativeScan
 from worker_proc.cpu.short_conv import ShortConv
 from worker_proc.cpu.state_space import StateSpace
 from worker_proc.errors import ModelError
@@ -31,7 +33,7 @@ from worker_proc.waves import Segments, in_waves, saves_at_ends
 _CACHES = ("cache_params", "past_key_values")  # what the argument is called
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 
-NativeLayer = DeltaNet | StateSpace | ShortConv
+NativeLayer = DeltaNet | StateSpace | ShortConv | NativeScan
 _Now = TypeVar("_Now", "tuple[ForwardBatch, RecurrentStates]", "Recorder")
 
 
@@ -201,6 +203,7 @@ def _native_layer(module: nn.Module, native: NativeLibrary) -> NativeLayer | Non
     """What computes the layer in native code, if anything does."""
     kinds: tuple[tuple[Callable[[nn.Module], bool], Callable[[Any, NativeLibrary], NativeLayer]], ...] = (
         (delta_net.supports, DeltaNet), (state_space.supports, StateSpace), (short_conv.supports, ShortConv),
+        (native_scan.supports, NativeScan),
     )  # fmt: skip
     return next((make(module, native) for supports, make in kinds if supports(module)), None)
 

@@ -46,9 +46,8 @@ class SelectiveScan:
         seen = view.update_conv_state(x.transpose(1, 2), layer.layer_idx)
         x = F.conv1d(seen, layer.conv1d.weight, layer.conv1d.bias, groups=seen.shape[1])[..., -tokens:]
         x = layer.act(x).transpose(1, 2)
-        parts = layer.x_proj(x).split([layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size], dim=-1)
-        step, into, out_of = (norm(part) for norm, part in zip(self._norms, parts, strict=True))
-        step = F.softplus(layer.dt_proj(step).float())
+        step, into, out_of = self.project(x)
+        step = F.softplus(step.float())
         state = view.get_recurrent_state(layer.layer_idx)  # [B, I, N]
         made = []
         for first in range(0, tokens, _BLOCK):
@@ -59,6 +58,13 @@ class SelectiveScan:
         y = torch.cat(made, dim=1) + x.float() * self._skip
         out: Tensor = layer.out_proj((y * F.silu(gate.float())).to(hidden.dtype))
         return out
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step sizes before softplus `[..., I]`, B and C `[..., N]`, of what was convolved, `[..., I]`."""
+        layer = self._layer
+        parts = layer.x_proj(x).split([layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size], dim=-1)
+        step, into, out_of = (norm(part) for norm, part in zip(self._norms, parts, strict=True))
+        return layer.dt_proj(step), into, out_of
 
     def _scan(self, state: Tensor, x: Tensor, step: Tensor, into: Tensor, out_of: Tensor) -> Tensor:
         """`x` and `step` `[B, T, I]`, `into` and `out_of` `[B, T, N]` to `[B, T, I]`; `state` is changed."""
