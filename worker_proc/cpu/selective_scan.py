@@ -15,7 +15,7 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.recurrent_layer import MOST_KERNEL, taps
 from worker_proc.models import selective_scan
-from worker_proc.models.selective_scan import SelectiveScan
+from worker_proc.models.selective_scan import projection
 from worker_proc.recurrent import RecurrentStates, StateKey
 from worker_proc.waves import Segments, in_waves
 
@@ -53,7 +53,7 @@ class NativeScan:
     def __init__(self, layer: Any, library: NativeLibrary) -> None:
         """`layer` is one that is supported."""
         self._layer = layer
-        self._project = SelectiveScan(layer).project
+        self._project = projection(layer)
         self._convolve = library.functions.rhizome_scan_convolve
         self._scan = library.functions.rhizome_selective_scan
         self._index: int = layer.layer_idx

@@ -181,7 +181,7 @@ class Mixers:
 
     def _replaced(self, layer: int, module: nn.Module, own: NativeLayer | None) -> Callable[..., Any]:
         forward = module.forward
-        scan = SelectiveScan(module).forward if selective_scan.supports(module) else None
+        scan = SelectiveScan(module).forward if own is None and selective_scan.supports(module) else None
         name = next((name for name in _CACHES if name in inspect.signature(forward).parameters), None)
         if name is None:
             raise ModelError("model_type", type(module).__name__, f"its forward pass takes none of {_CACHES}")

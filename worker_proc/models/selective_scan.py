@@ -4,6 +4,7 @@ Falcon-Mamba and Jamba have them.
 The recurrence goes token by token; all that is around it takes the tokens of a chunk together.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,19 @@ def supports(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in _PARTS) and bool(layer.A_log.dim() == 2)
 
 
+def projection(layer: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Makes of what was convolved, `[..., I]`, step sizes before softplus `[..., I]`, B and C `[..., N]`."""
+    norms = [getattr(layer, name, nn.Identity()) for name in _NORMS]
+    sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
+
+    def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = layer.x_proj(x).split(sizes, dim=-1)
+        step, into, out_of = (norm(part) for norm, part in zip(norms, parts, strict=True))
+        return layer.dt_proj(step), into, out_of
+
+    return project
+
+
 class SelectiveScan:
     """Computes such a layer with its own modules."""
 
@@ -37,7 +51,7 @@ class SelectiveScan:
         self._layer = layer
         self._rate = -layer.A_log.detach().float().exp()  # [I, N]
         self._skip = layer.D.detach().float()
-        self._norms = [getattr(layer, name, nn.Identity()) for name in _NORMS]
+        self._project = projection(layer)
 
     def forward(self, hidden: Tensor, view: View) -> Tensor:
         """`hidden` `[B, T, H]` of sequences whose states are `view`, which is changed, to as much."""
@@ -46,7 +60,7 @@ class SelectiveScan:
         seen = view.update_conv_state(x.transpose(1, 2), layer.layer_idx)
         x = F.conv1d(seen, layer.conv1d.weight, layer.conv1d.bias, groups=seen.shape[1])[..., -tokens:]
         x = layer.act(x).transpose(1, 2)
-        step, into, out_of = self.project(x)
+        step, into, out_of = self._project(x)
         step = F.softplus(step.float())
         state = view.get_recurrent_state(layer.layer_idx)  # [B, I, N]
         made = []
@@ -58,13 +72,6 @@ class SelectiveScan:
         y = torch.cat(made, dim=1) + x.float() * self._skip
         out: Tensor = layer.out_proj((y * F.silu(gate.float())).to(hidden.dtype))
         return out
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step sizes before softplus `[..., I]`, B and C `[..., N]`, of what was convolved, `[..., I]`."""
-        layer = self._layer
-        parts = layer.x_proj(x).split([layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size], dim=-1)
-        step, into, out_of = (norm(part) for norm, part in zip(self._norms, parts, strict=True))
-        return layer.dt_proj(step), into, out_of
 
     def _scan(self, state: Tensor, x: Tensor, step: Tensor, into: Tensor, out_of: Tensor) -> Tensor:
         """`x` and `step` `[B, T, I]`, `into` and `out_of` `[B, T, N]` to `[B, T, I]`; `state` is changed."""
