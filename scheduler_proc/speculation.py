@@ -163,11 +163,10 @@ class NgramSpeculation(Speculation):
         self._hope = bool(prospects) or rows > len(ready)
         if not prospects or room <= 0:
             return [], Choice([], 0.0)
-        choice = self._weigh(prospects, rows or len(ready), room, all(map(_is_greedy, ready)), pauses)
-        return (requests, choice) if choice.counts else ([], choice)
+        return requests, self._weigh(prospects, rows or len(ready), room, all(map(_is_greedy, ready)), pauses)
 
     def _weigh(self, prospects: list[Prospect], rows: int, room: int, greedy: bool, pauses: int) -> Choice:
-        """Without counts where nothing can be guessed yet."""
+        """The best guesses for `prospects`; without counts or a gain where nothing can be guessed yet."""
         curve = self._curves[greedy]
         self._forget(rows)
         room = min(room, max(_TRIED, 4 * curve.most) - rows)

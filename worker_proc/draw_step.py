@@ -119,9 +119,8 @@ class DrawStep:
 
     def _want(self, sampled: SampledRows) -> Wanted:
         slots = sampled.slots.tolist() if self._draws or self._with_grammar else []
-        if not self._draws.keys().isdisjoint(slots) or not self._with_grammar.isdisjoint(slots):
-            return Wanted()
-        if self._editor.touches(sampled.slots):
+        plain = self._draws.keys().isdisjoint(slots) and self._with_grammar.isdisjoint(slots)
+        if not plain or self._editor.touches(sampled.slots):
             return Wanted()
         if self._sampler.is_greedy(sampled.slots):
             return Wanted(likeliest=True)

@@ -243,7 +243,7 @@ class CpuDecoder:
         logits = torch.empty(len(batch.logit_rows), width)
         if self.weights.head.outputs < width:
             logits.zero_()
-        if batch.filters is not None and self.weights.screen is not None:
+        if batch.filters is not None:  # all the same where there is no screen
             params = batch.filters.data_ptr()
             self._functions.rhizome_decoder_filtered_logits(self._model, step, params, logits.data_ptr(), width)
         else:

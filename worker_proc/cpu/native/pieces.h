@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "parallel.h"
+
 namespace rhizome {
 
 inline constexpr int64_t kPieceTokens = 64;  // of a segment that are computed before the next ones: bounds scratch memory
@@ -32,6 +34,13 @@ inline void in_rounds(const int64_t* segments, int64_t count, const Round& round
     if (pieces.empty()) return;
     round(pieces, tokens);
   }
+}
+
+// Calls body(segment, first) for every segment and each `block`-th of its channels, as tasks.
+template <typename Body>
+inline void for_channels(const int64_t* segments, int64_t count, int64_t channels, int64_t block, const Body& body) {
+  const int64_t blocks = (channels + block - 1) / block;
+  parallel_for(count * blocks, [&](int64_t task, int) { body(segments + 3 * (task / blocks), task % blocks * block); });
 }
 
 }  // namespace rhizome

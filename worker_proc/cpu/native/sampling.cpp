@@ -202,13 +202,12 @@ Row& row_of_thread() {
 void draw_one(const DrawBatch& batch, int64_t r) {
   const int64_t row = batch.index[r], slot = batch.index[batch.index_stride + r];
   const uint64_t position = static_cast<uint64_t>(batch.index[2 * batch.index_stride + r]);
-  const auto param = [&](int which) { return batch.params[which * batch.params_stride + slot]; };
+  const RowFilters filters = filters_of(batch.params + slot, batch.params_stride);
   Row& weights = row_of_thread();
-  weights.fill(batch.logits + row * batch.logits_stride, batch.vocab, batch.best[row], static_cast<float>(param(0)));
-  const int64_t top_k = static_cast<int64_t>(param(1));
-  if (top_k > 0 && top_k < batch.vocab) weights.keep_largest(top_k);
-  if (param(2) < 1.0) weights.keep_share(param(2));
-  if (param(3) > 0.0) weights.raise(static_cast<float>(param(3) * static_cast<double>(kUnit)));
+  weights.fill(batch.logits + row * batch.logits_stride, batch.vocab, batch.best[row], filters.temperature);
+  if (filters.top_k > 0 && filters.top_k < batch.vocab) weights.keep_largest(filters.top_k);
+  if (filters.top_p < 1.0) weights.keep_share(filters.top_p);
+  if (filters.min_p > 0.0) weights.raise(static_cast<float>(filters.min_p * static_cast<double>(kUnit)));
   batch.tokens[row] = weights.draw(uniform(static_cast<uint64_t>(batch.seeds[slot]), position), batch.tokens[row]);
 }
 

@@ -29,6 +29,11 @@ struct RowFilters {
   int64_t count() const { return temperature > 0 ? std::max<int64_t>(top_k, 1) : 1; }
 };
 
+// Of a column of `params` as in DrawBatch.
+inline RowFilters filters_of(const double* column, int64_t stride) {
+  return {static_cast<float>(column[0]), static_cast<int64_t>(column[stride]), column[2 * stride], column[3 * stride]};
+}
+
 // A bound of the logits that a draw keeps: all that are less have no part in it, whatever they are. The row's `count`-th largest
 // logit is not less than `last`, its largest from `low` to `high`.
 float least_kept(const RowFilters& filters, float last, float low, float high);

@@ -31,7 +31,7 @@ inline Largest largest_of(const float* sums, int64_t panel, int64_t outputs) {
 
 // A panel in which a row's largest output can be.
 struct Candidate : RowPanel {
-  Largest found;
+  Largest found = {};
 };
 
 class Screening {
@@ -58,25 +58,20 @@ class Screening {
     for (int64_t panel = 0; panel < look_.panels(); ++panel) {
       if (rounded[panel] + bounds.at(panel) < found_[row].value || panel == first) continue;  // NaN is left
       left.push_back(panel);
-      if (hard(row)) return;
+      if (look_.hard(left)) return;
     }
   }
 
   // Panels that are left.
   void verify() {
-    std::vector<Candidate> all;
-    for (int64_t row = 0; row < look_.rows(); ++row) {
-      if (hard(row)) continue;
-      for (const int64_t panel : left_[row]) all.push_back({{panel, row}, {}});
-    }
-    look_.multiply_all(all, [&](Candidate& one, const float* sums) { one.found = largest_of(sums, one.panel, weights_.outputs); });
-    for (const Candidate& one : all) found_[one.row].take(one.found);
+    const auto take = [&](Candidate& one, const float* sums) { one.found = largest_of(sums, one.panel, weights_.outputs); };
+    for (const Candidate& one : look_.multiply_left<Candidate>(left_, take)) found_[one.row].take(one.found);
   }
 
   int64_t take_all(int64_t* index, float* best) const {
     std::vector<int64_t> rows;
     for (int64_t row = 0; row < look_.rows(); ++row)
-      if (hard(row)) rows.push_back(row);
+      if (look_.hard(left_[row])) rows.push_back(row);
     if (rows.empty()) return 0;
     const int64_t count = static_cast<int64_t>(rows.size());
     std::vector<bf16> gathered;
@@ -86,9 +81,6 @@ class Screening {
     for (int64_t i = 0; i < count; ++i) index[rows[i]] = at[i], best[rows[i]] = values[i];
     return count;
   }
-
-  // Whether so many panels are left for it that it takes all of them.
-  bool hard(int64_t row) const { return left_[row].size() > look_.most(); }
 
   const PackedMatrix& weights_;
   const int64_t stride_;

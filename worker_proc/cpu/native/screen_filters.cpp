@@ -47,7 +47,7 @@ class Filtering {
   // Of the others, those that may hold what is kept.
   void choose_others(int64_t row) {
     std::vector<int64_t>& left = left_[row];
-    if (hard(row)) return;
+    if (look_.hard(left)) return;
     static thread_local std::vector<float> values;
     values.clear();
     const float* const out = out_ + row * out_stride_;
@@ -71,36 +71,28 @@ class Filtering {
     std::vector<bool> done(look_.panels());
     for (const int64_t panel : left) done[panel] = true;
     left.clear();
-    for (int64_t panel = 0; panel < look_.panels() && !hard(row); ++panel)
+    for (int64_t panel = 0; panel < look_.panels() && !look_.hard(left); ++panel)
       if (!(rounded[panel] + bounds.at(panel) < least) && !done[panel]) left.push_back(panel);  // NaN is left
   }
 
   int64_t multiply() const {
-    std::vector<RowPanel> all;
-    for (int64_t row = 0; row < look_.rows(); ++row) {
-      if (hard(row)) continue;
-      for (const int64_t panel : left_[row]) all.push_back({panel, row});
-    }
-    look_.multiply_all(all, [&](const RowPanel& one, const float* sums) {
+    const auto take = [&](const RowPanel& one, const float* sums) {
       std::copy_n(sums, look_.columns(one.panel), out_ + one.row * out_stride_ + one.panel * kPanel);
-    });
-    return static_cast<int64_t>(all.size());
+    };
+    return static_cast<int64_t>(look_.multiply_left<RowPanel>(left_, take).size());
   }
 
   // Rows that are hard, as many at once as lie side by side.
   int64_t take_all() const {
     int64_t multiplied = 0;
     for (int64_t row = 0, end = 0; row < look_.rows(); row = std::max(end, row + 1)) {
-      for (end = row; end < look_.rows() && hard(end);) ++end;
+      for (end = row; end < look_.rows() && look_.hard(left_[end]);) ++end;
       if (end == row) continue;
       linear(weights_, x_ + row * stride_, stride_, end - row, out_ + row * out_stride_, out_stride_, Finish::kStoreFloat);
       multiplied += (end - row) * look_.panels();
     }
     return multiplied;
   }
-
-  // Whether so many panels are left for it that it takes all of them.
-  bool hard(int64_t row) const { return left_[row].size() > look_.most(); }
 
   const PackedMatrix& weights_;
   const bf16* const x_;
@@ -123,10 +115,7 @@ void filtered_outputs(const PackedMatrix& weights, const HeadScreen* screen, con
   if (screen == nullptr || rests(screen->rest + 2))
     return linear(weights, x, x_stride, rows, out, out_stride, Finish::kStoreFloat);
   std::vector<RowFilters> filters;
-  for (int64_t row = 0; row < rows; ++row) {
-    const auto param = [&](int which) { return params[which * rows + row]; };
-    filters.push_back({static_cast<float>(param(0)), static_cast<int64_t>(param(1)), param(2), param(3)});
-  }
+  for (int64_t row = 0; row < rows; ++row) filters.push_back(filters_of(params + row, rows));
   int64_t multiplied = 0;
   for (int64_t first = 0; first < rows; first += kMostScreened) {
     Filtering some(weights, *screen, x + first * x_stride, x_stride, std::min(kMostScreened, rows - first),

@@ -120,8 +120,9 @@ class Look {
   int64_t panels() const { return panels_; }
   int64_t columns(int64_t panel) const { return std::min<int64_t>(kPanel, weights_.outputs - panel * kPanel); }
 
-  // More panels than that are no fewer than all of them.
+  // A row for which more panels are left takes all of them.
   size_t most() const { return static_cast<size_t>(std::max<int64_t>(panels_ / kFewPanels, 1)); }
+  bool hard(const std::vector<int64_t>& left) const { return left.size() > most(); }
 
   // The largest product in int8 of each panel.
   const float* rounded(int64_t row) const { return rounded_ + row * panels_; }
@@ -140,9 +141,19 @@ class Look {
     return sums;
   }
 
-  // Multiplies each panel once for all rows that ask for it: `take(i, sums)` gets the kPanel outputs of all[i], on any thread.
+  // Multiplies the panels that are left for rows that are not hard, each once for all of these: `take(one, sums)` gets the
+  // kPanel outputs of each RowPanel, on any thread. Returns those.
   template <typename One, typename Take>
-  void multiply_all(std::vector<One>& all, const Take& take) const {
+  std::vector<One> multiply_left(const std::vector<std::vector<int64_t>>& left, const Take& take) const {
+    std::vector<One> all;
+    for (int64_t row = 0; row < rows_; ++row) {
+      if (hard(left[row])) continue;
+      for (const int64_t panel : left[row]) {
+        One one{};
+        one.panel = panel, one.row = row;
+        all.push_back(one);
+      }
+    }
     std::sort(all.begin(), all.end(), [](const One& a, const One& b) {
       return a.panel != b.panel ? a.panel < b.panel : a.row < b.row;
     });
@@ -157,6 +168,7 @@ class Look {
       const float* const sums = multiply(all[begin].panel, rows, static_cast<int64_t>(end - begin));
       for (size_t i = begin; i < end; ++i) take(all[i], sums + (i - begin) * kPanel);
     });
+    return all;
   }
 
   const bf16* gather(const int64_t* rows, int64_t count, std::vector<bf16>& memory) const {

@@ -3,16 +3,15 @@
 #include <algorithm>
 
 #include "causal_conv.h"
-#include "parallel.h"
+#include "pieces.h"
 
 namespace rhizome {
 namespace {
 
 constexpr int64_t kConvolved = 256;  // channels of a task
 constexpr int64_t kScanned = 4 * kLanes;
-constexpr int64_t kTokens = 64;  // whose B and C are in the caches as float32
 
-void convolve_some(const ScanBatch& b, const int64_t* segment, int64_t first) {
+void mix(const ScanBatch& b, const int64_t* segment, int64_t first) {
   const bf16* const from = b.projected + segment[1] * 2 * b.channels + first;
   bf16* const to = b.mixed + segment[1] * b.channels + first;
   convolve(
@@ -30,16 +29,16 @@ inline floats softplus(floats x) {
   return select(x > 0.0f, x, floats{}) + 2.0f * z * series;
 }
 
-// kLanes channels of a segment, states [kLanes, states]: S = exp(dt * rate) * S + dt * x * B, out = (S C + skip * x) * silu(gate).
+// Up to kScanned channels of a segment, kLanes at a time: S = exp(dt * rate) * S + dt * x * B, out = (S C + skip * x) * silu(gate).
 class Scan {
  public:
   Scan(const ScanBatch& batch, const int64_t* segment, int64_t first) : b_(batch), segment_(segment), first_(first) {}
 
   void run() {
-    alignas(64) float weights[2 * kTokens * kMostStates];
+    alignas(64) float weights[2 * kPieceTokens * kMostStates];  // B and C, which several vectors of channels go by
     const int64_t last = std::min(first_ + kScanned, b_.channels);
-    for (int64_t begin = 0; begin < segment_[2]; begin += kTokens) {
-      const int64_t token = segment_[1] + begin, count = std::min(kTokens, segment_[2] - begin);
+    for (int64_t begin = 0; begin < segment_[2]; begin += kPieceTokens) {
+      const int64_t token = segment_[1] + begin, count = std::min(kPieceTokens, segment_[2] - begin);
       float* to = weights;
       for (int64_t t = token; t < token + count; ++t)
         for (int64_t n = 0; n < b_.states; ++n) {
@@ -92,15 +91,11 @@ class Scan {
 using namespace rhizome;
 
 void rhizome_scan_convolve(const ScanBatch* batch) {
-  const int64_t blocks = (batch->channels + kConvolved - 1) / kConvolved;
-  parallel_for(batch->num_segments * blocks, [&](int64_t task, int) {
-    convolve_some(*batch, batch->segments + 3 * (task / blocks), task % blocks * kConvolved);
-  });
+  for_channels(batch->segments, batch->num_segments, batch->channels, kConvolved,
+               [&](const int64_t* segment, int64_t first) { mix(*batch, segment, first); });
 }
 
 void rhizome_selective_scan(const ScanBatch* batch) {
-  const int64_t blocks = (batch->channels + kScanned - 1) / kScanned;
-  parallel_for(batch->num_segments * blocks, [&](int64_t task, int) {
-    Scan(*batch, batch->segments + 3 * (task / blocks), task % blocks * kScanned).run();
-  });
+  for_channels(batch->segments, batch->num_segments, batch->channels, kScanned,
+               [&](const int64_t* segment, int64_t first) { Scan(*batch, segment, first).run(); });
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "causal_conv.h"
-#include "parallel.h"
+#include "pieces.h"
 
 namespace rhizome {
 namespace {
@@ -32,8 +32,6 @@ void run(const ConvBatch& b, const int64_t* segment, int64_t first) {
 
 void rhizome_short_conv(const rhizome::ConvBatch* batch) {
   using namespace rhizome;
-  const int64_t blocks = (batch->channels + kBlock - 1) / kBlock;
-  parallel_for(batch->num_segments * blocks, [&](int64_t task, int) {
-    run(*batch, batch->segments + 3 * (task / blocks), task % blocks * kBlock);
-  });
+  for_channels(batch->segments, batch->num_segments, batch->channels, kBlock,
+               [&](const int64_t* segment, int64_t first) { run(*batch, segment, first); });
 }
