@@ -2,7 +2,7 @@
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.attention import AttentionStep, NativeAttention
+from worker_proc.cpu.decoder_delta import DeltaLayers, Waves, knows
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import Finish, MatrixStruct, side_by_side
 from worker_proc.cpu.memory import HugePages
@@ -28,7 +29,8 @@ class _LayerStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down", "router")),
-        *((name, c_void_p) for name in ("expert_gate_ups", "expert_downs")),
+        *((name, c_void_p) for name in ("expert_gate_ups", "expert_downs", "delta")),
+        ("gates", MatrixStruct),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales", "sinks")),
         ("scale", c_float),
@@ -46,7 +48,7 @@ class _ModelStruct(ctypes.Structure):
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
-        *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
+        *((name, c_int32) for name in ("vocab_first", "vocab_count", "several", "gated", "projected", "mixed")),
     )
 
 
@@ -54,15 +56,15 @@ class _StepStruct(ctypes.Structure):
     """`DecoderStep` of native/decoder.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("attention", "token_ids", "positions", "slots", "logit_rows")),
-        *((name, c_int64) for name in ("tokens", "num_logits")),
+        *((name, c_void_p) for name in ("attention", "token_ids", "positions", "slots", "logit_rows", "waves")),
+        *((name, c_int64) for name in ("num_waves", "tokens", "num_logits")),
         ("workspace", c_void_p),
         ("op_ns", c_void_p),
     )
 
 
 # `Operation` of native/decoder.h
-OPERATIONS: Final = ("embed", "norm", "qkv", "rotate", "attention", "o", "gate_up", "down", "head")
+OPERATIONS: Final = ("embed", "norm", "qkv", "rotate", "attention", "delta_net", "o", "gate_up", "down", "head")
 
 
 _GATES = {
@@ -88,7 +90,8 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     """Whether `CpuDecoder` computes this model: families with RMSNorm, gated MLPs and rotations, in bfloat16."""
     gated = spec.gated_mlp and spec.activation in _GATES
     rotations = {rope.dim for rope in spec.ropes if rope is not None}
-    return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1
+    known = spec.delta is None or knows(spec.delta)
+    return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1 and known
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,8 @@ class _Work:
             for layer in weights.layers
             for matrix, times in ((layer.qkv, 1), (layer.o, 1), (layer.up, each), (layer.down, each))
         )
-        return cls(per_token, 2 * spec.num_layers * heads * spec.head_dim, weights.head.inputs * weights.head.outputs)
+        per_key = 2 * sum(map(spec.attends, range(spec.num_layers))) * heads * spec.head_dim
+        return cls(per_token, per_key, weights.head.inputs * weights.head.outputs)
 
     def of_step(self, batch: ForwardBatch) -> int:
         """As if each row had one query."""
@@ -167,12 +171,17 @@ class CpuDecoder:
             [side_by_side(matrices) for matrices in ([mlp.up for mlp in experts], [mlp.down for mlp in experts])]
             for experts in (layer.experts for layer in weights.layers)
         ]
+        self._attending = [index for index in range(spec.num_layers) if spec.attends(index)]
+        self._delta: DeltaLayers | None = None
+        if spec.delta is not None:
+            self._delta = DeltaLayers(spec.delta, shard, weights.layers, spec.norm_eps)
         self._layers = (_LayerStruct * spec.num_layers)(*map(self._layer_struct, range(spec.num_layers)))
         self._model = self._model_struct()
 
     def _layer_struct(self, index: int) -> _LayerStruct:
         """But for the cache, see `_use_cache`."""
         spec, layer = self.spec, self.weights.layers[index]
+        delta = self._delta.structs.get(index) if self._delta is not None else None
         return _LayerStruct(
             qkv=layer.qkv.struct,
             o=layer.o.struct,
@@ -181,6 +190,8 @@ class CpuDecoder:
             router=layer.router.struct if layer.router is not None else MatrixStruct(),
             expert_gate_ups=ctypes.addressof(self._experts[index][0]),
             expert_downs=ctypes.addressof(self._experts[index][1]),
+            delta=ctypes.addressof(delta) if delta is not None else None,
+            gates=layer.delta.gates.struct if layer.delta is not None else MatrixStruct(),
             input_norm=layer.input_norm.data_ptr(),
             post_norm=layer.post_norm.data_ptr(),
             attention_norm=_pointer(layer.attention_norm),
@@ -195,7 +206,9 @@ class CpuDecoder:
 
     def _model_struct(self) -> _ModelStruct:
         spec, shard, head, rotations = self.spec, self.shard, self.weights.head, self._rotations
-        mixture = spec.mixture
+        mixture, dim = spec.mixture, spec.head_dim
+        heads = self._heads * (2 if spec.gated_attention else 1)
+        delta = [] if self._delta is None else [self._delta.projected, self._delta.mixed]
         return _ModelStruct(
             layers=ctypes.addressof(self._layers),
             head=head.struct,
@@ -212,7 +225,7 @@ class CpuDecoder:
             hidden=spec.hidden_size,
             heads=self._heads,
             kv_heads=self._kv_heads,
-            head_dim=spec.head_dim,
+            head_dim=dim,
             ropes=len(rotations.ropes),
             rotated=2 * rotations.frequencies.shape[1],
             gate=_GATES[spec.activation],
@@ -223,13 +236,17 @@ class CpuDecoder:
             vocab_first=shard.vocab[0],
             vocab_count=head.outputs,
             several=int(self.tp.size > 1),
+            gated=int(spec.gated_attention),
+            projected=max([(heads + 2 * self._kv_heads) * dim, *delta[:1]]),
+            mixed=max([self._heads * dim, *delta[1:]]),
         )
 
     @property
     def kv_spec(self) -> KVSpec:
         """See `LanguageModel`."""
         dim = self.spec.head_dim
-        return KVSpec.uniform(self.spec.num_layers, self._kv_heads, dim, dim, torch.bfloat16)
+        held = KVSpec.uniform(len(self._attending), self._kv_heads, dim, dim, torch.bfloat16)
+        return held if self._delta is None else replace(held, states=self._delta.states)
 
     @property
     def vocab_size(self) -> int:
@@ -285,6 +302,9 @@ class CpuDecoder:
         step.slots = batch.slot_mapping.data_ptr()
         step.logit_rows = batch.logit_rows.data_ptr()
         step.num_logits = len(batch.logit_rows)
+        if cache.states is not None:
+            self._waves = Waves(batch, cache.states)  # until the next step's
+            step.waves, step.num_waves = self._waves.address, self._waves.count
         step.op_ns = _pointer(self.op_ns)
         functions, model = self._functions, self._model
         if self.tp.size == 1:
@@ -304,12 +324,13 @@ class CpuDecoder:
 
     def _use_cache(self, cache: KVCache) -> None:
         self._cache = cache
-        for index, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
-            self._layers[index].k_pages = k.data_ptr()
-            self._layers[index].v_pages = v.data_ptr()
+        for index, layer in enumerate(self._attending):
+            struct = self._layers[layer]
+            struct.k_pages, struct.v_pages = cache.k[index].data_ptr(), cache.v[index].data_ptr()
             if cache.spec.int8:
-                self._layers[index].k_scales = cache.k_scales[index].data_ptr()
-                self._layers[index].v_scales = cache.v_scales[index].data_ptr()
+                struct.k_scales, struct.v_scales = cache.k_scales[index].data_ptr(), cache.v_scales[index].data_ptr()
+        if self._delta is not None and cache.states is not None:
+            self._delta.use(cache.states)
 
     def _room(self, tokens: int) -> int:
         """The address of a workspace for a step of `tokens`; it grows to that of the largest step seen."""

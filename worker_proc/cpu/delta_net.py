@@ -22,13 +22,13 @@ _TOGETHER = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qw
 _COMMON = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 
 
-class _DeltaStruct(ctypes.Structure):
+class DeltaStruct(ctypes.Structure):
     """`DeltaBatch` of native/delta_net.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "z", "b", "a", "conv_weight", "rate", "dt_bias", "norm", "conv")),
         *((name, c_void_p) for name in ("state", "segments", "out")),
-        *((name, c_int64) for name in ("qkv_stride", "z_stride", "b_stride", "a_stride")),
+        *((name, c_int64) for name in ("qkv_stride", "z_stride", "b_stride", "a_stride", "out_stride")),
         *((name, c_int64) for name in ("num_segments", "k_heads", "v_heads", "k_dim", "v_dim", "kernel")),
         ("eps", c_float),
     )
@@ -83,10 +83,10 @@ class DeltaNet:
         conv = states.tensors[StateKey(self._index, "conv", 0)]
         state = states.tensors[StateKey(self._index, "recurrent", 0)]
 
-        def struct(segments: int, count: int) -> _DeltaStruct:
-            return _DeltaStruct(
+        def struct(segments: int, count: int) -> DeltaStruct:
+            return DeltaStruct(
                 *inputs, conv.data_ptr(), state.data_ptr(), segments, out.data_ptr(), *strides,
-                count, layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
+                out.shape[-1], count, layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
                 conv.shape[-1], self._eps,
             )  # fmt: skip
 

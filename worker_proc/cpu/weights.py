@@ -15,13 +15,14 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
 from worker_proc.cpu.screen import HeadScreen, screen_scheme
-from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
+from worker_proc.models.decoder_layout import DecoderLayout, DeltaParts, LayerParts, LinearParts, NormParts, Shard
 from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
 
 log = logging.getLogger(__name__)
+_PAIR = Pairing.GATE, Pairing.UP
 _COMPRESSED_FROM = 2**27  # bytes of weights of a rank: fewer may stay in a cache, where reading them costs little
 
 
@@ -29,6 +30,17 @@ _COMPRESSED_FROM = 2**27  # bytes of weights of a rank: fewer may stay in a cach
 class PackedMlp:
     up: PackedMatrix  # gates and ups, paired
     down: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a Gated DeltaNet has beside its large projections; all but the first in float32."""
+
+    gates: PackedMatrix  # b and a
+    conv: Tensor  # [kernel, channels]
+    rate: Tensor  # [value heads of the rank], as `step_bias`
+    step_bias: Tensor
+    norm: Tensor  # [value_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,7 @@ class PackedLayer:
     router: PackedMatrix | None
     experts: tuple[PackedMlp, ...]  # of a mixture, the first one too
     sinks: Tensor | None  # float32 [query heads of the rank]
+    delta: DeltaWeights | None = None  # in place of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +146,8 @@ class PackedWeightPlan:
         for parts in layout.layers:
             for linear in (parts.qkv, parts.o):
                 yield linear.weight, self.source.scheme(linear.weight), False, True
+            if parts.delta is not None:
+                yield parts.delta.gates.weight, self.source.as_stored(parts.delta.gates.weight), False, False
             for mlp in parts.mlps:
                 yield mlp.up.weight, self.source.scheme(mlp.up.weight), True, parts.router is None
                 yield mlp.down.weight, self.source.scheme(mlp.down.weight), False, parts.router is None
@@ -164,6 +179,21 @@ class PackedWeightPlan:
             router=self._linear(parts.router, compress=False, plain=True) if parts.router is not None else None,
             experts=mlps if mixed else (),
             sinks=self.load.tensor(parts.sinks, dtype=torch.float32) if parts.sinks is not None else None,
+            delta=self._delta(parts.delta) if parts.delta is not None else None,
+        )
+
+    def _delta(self, parts: DeltaParts) -> DeltaWeights:
+        conv = self.load.tensor(*parts.conv, dtype=torch.float32)
+        taps = torch.empty(conv.shape[2], conv.shape[0])
+        rate = self.load.tensor(parts.rate, dtype=torch.float32)
+        self._after.append(lambda: taps.copy_(conv[:, 0].t()))
+        self._after.append(lambda: rate.exp_().neg_())
+        return DeltaWeights(
+            gates=self._matrix(parts.gates.weight, self.source.as_stored(parts.gates.weight), compress=False),
+            conv=taps,
+            rate=rate,
+            step_bias=self.load.tensor(parts.step_bias, dtype=torch.float32),
+            norm=self.load.tensor(parts.norm, dtype=torch.float32),
         )
 
     def _norm(self, parts: NormParts) -> Tensor:
@@ -200,7 +230,7 @@ class PackedWeightPlan:
         if isinstance(matrix, CompressedMatrix):
             self._compressed.append(matrix)
         output = 0
-        for part, pairing in zip(parts, (Pairing.GATE, Pairing.UP) if paired else (Pairing.NONE,) * 3, strict=False):
+        for part, pairing in zip(parts, _PAIR if paired else (Pairing.NONE,) * len(parts), strict=True):
             if isinstance(matrix, QuantizedMatrix):
                 self.source.into(part, matrix.scheme, PackedCodesTarget(matrix, output, pairing))
             else:

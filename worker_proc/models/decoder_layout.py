@@ -26,11 +26,17 @@ class Shard:
     kv_heads: Span  # one head, shared with other ranks, when there are more ranks than KV heads
     channels: Span  # of the MLP
     vocab: Span  # may end past the vocabulary on the last ranks: padded with zero rows
+    delta_keys: Span = (0, 0)  # heads of Gated DeltaNets
+    delta_values: Span = (0, 0)
 
     @classmethod
     def of(cls, spec: DecoderSpec, rank: int, size: int) -> "Shard":
         """Raises ModelError naming what does not divide by `size`."""
-        for key, value in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
+        delta = spec.delta
+        divided = [("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)]
+        if delta is not None:  # as many value heads go with each key head
+            divided.append(("linear_num_key_heads", delta.key_heads))
+        for key, value in divided:
             if value % size:
                 raise ModelError(key, value, f"cannot be split over tp = {size} ranks")
         if spec.num_kv_heads % size and size % spec.num_kv_heads:
@@ -45,6 +51,8 @@ class Shard:
             kv_heads=(kv_first, kv_first + kv_count),
             channels=_span(spec.intermediate_size // size, rank),
             vocab=_span(math.ceil(spec.vocab_size / size), rank),
+            delta_keys=_span(delta.key_heads // size, rank) if delta is not None else (0, 0),
+            delta_values=_span(delta.value_heads // size, rank) if delta is not None else (0, 0),
         )
 
 
@@ -71,8 +79,20 @@ class MlpParts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaParts:
+    """What a Gated DeltaNet has beside its large projections."""
+
+    gates: LinearParts  # b and a of all value heads, without biases
+    conv: tuple[Part, ...]  # [channels, 1, kernel]
+    rate: Part  # [value heads]: the logarithm
+    step_bias: Part
+    norm: Part  # [value_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One layer, see `LayerWeights`."""
+    """One layer, see `LayerWeights`. In place of attention's projections, a Gated DeltaNet has those of q, k, v and z,
+    and its output's."""
 
     input_norm: NormParts
     qkv: LinearParts
@@ -85,6 +105,7 @@ class LayerParts:
     mlps: tuple[MlpParts, ...]  # one, or the experts of a mixture
     mlp_norm: NormParts | None
     sinks: Part | None = None  # of attention, one number for each query head
+    delta: DeltaParts | None = None
 
 
 class DecoderLayout:
@@ -112,6 +133,8 @@ class DecoderLayout:
         tied = spec.tied and (head not in checkpoint.tensors or same_data(entry(head), entry(self.embedding.name)))
         self.head = None if tied else self._vocabulary(head)
         self.unread = {head} if tied else set()
+        if spec.delta is not None:  # Qwen 3.5's layers that guess further tokens
+            self.unread |= {name for name in checkpoint.tensors if name.startswith("mtp.")}
         # rotary frequencies and causal masks were stored as buffers by old versions of transformers
         self.harmless = (".attn.bias", ".attn.masked_bias") if gpt2 else (".rotary_emb.inv_freq",)
 
@@ -121,8 +144,16 @@ class DecoderLayout:
         heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
         attention = base + "self_attn."
         all_heads, all_kv_heads = spec.num_heads * dim, spec.num_kv_heads * dim
-        qkv = [(attention + "q_proj", all_heads, heads)]
-        qkv += [(attention + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")]
+        queries = [(attention + "q_proj", all_heads, heads)]
+        gates = []
+        if spec.gated_attention:  # head by head, its query and then its gates
+            both = [
+                [(attention + "q_proj", 2 * all_heads, ((2 * head + part) * dim, (2 * head + part + 1) * dim))
+                 for head in range(*shard.heads)]
+                for part in (0, 1)
+            ]  # fmt: skip
+            queries, gates = both
+        qkv = queries + [(attention + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")] + gates
         q_norm, k_norm = (
             NormParts(Part(f"{attention}{name}_norm.weight", (dim,))) if spec.qk_norm else None for name in ("q", "k")
         )
@@ -132,18 +163,47 @@ class DecoderLayout:
             qkv = [(attention + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
         router, mlps = self._mlps(base)
         before_mlp = "pre_feedforward" if spec.output_norms else "post_attention"
+        projected = self._columns(qkv, hidden, spec.qkv_bias)
+        output, delta = self._rows(attention + "o_proj", all_heads, heads, spec.o_bias), None
+        if not spec.attends(index):
+            q_norm = k_norm = None
+            projected, output, delta = self._delta(base + "linear_attn.")
         return LayerParts(
             input_norm=self._norm(base + "input_layernorm"),
-            qkv=self._columns(qkv, hidden, spec.qkv_bias),
+            qkv=projected,
             q_norm=q_norm,
             k_norm=k_norm,
-            o=self._rows(attention + "o_proj", all_heads, heads, spec.o_bias),
+            o=output,
             attention_norm=self._norm(base + "post_attention_layernorm") if spec.output_norms else None,
             post_norm=self._norm(f"{base}{before_mlp}_layernorm"),
             router=router,
             mlps=mlps,
             mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
             sinks=Part(attention + "sinks", (spec.num_heads,), shard.heads) if spec.sinks else None,
+            delta=delta,
+        )
+
+    def _delta(self, base: str) -> tuple[LinearParts, LinearParts, DeltaParts]:
+        """The projections into a Gated DeltaNet, that of what it gives, and the rest."""
+        delta, shard, hidden = self.spec.delta, self.shard, self.spec.hidden_size
+        assert delta is not None
+        keys, values = _scaled(shard.delta_keys, delta.key_dim), _scaled(shard.delta_values, delta.value_dim)
+        channels = 2 * delta.keys + delta.values
+        mixed = [_moved(keys, 0), _moved(keys, delta.keys), _moved(values, 2 * delta.keys)]
+        qkv = [(base + "in_proj_qkv", channels, span) for span in mixed]
+        heads = delta.value_heads, shard.delta_values
+        gates = [(base + name, *heads) for name in ("in_proj_b", "in_proj_a")]
+        conv = (channels, 1, delta.kernel)
+        return (
+            self._columns([*qkv, (base + "in_proj_z", delta.values, values)], hidden, False),
+            self._rows(base + "out_proj", delta.values, values, False),
+            DeltaParts(
+                gates=self._columns(gates, hidden, False),
+                conv=tuple(Part(base + "conv1d.weight", conv, span) for span in mixed),
+                rate=Part(base + "A_log", heads[:1], heads[1]),
+                step_bias=Part(base + "dt_bias", heads[:1], heads[1]),
+                norm=Part(base + "norm.weight", (delta.value_dim,)),
+            ),
         )
 
     def _mlps(self, base: str) -> tuple[LinearParts | None, tuple[MlpParts, ...]]:

@@ -42,8 +42,9 @@ def check_servable(config: Config) -> None:
     if config.get("auto_map") and not _has_another_copy(config.get("model_type")):
         raise ModelError("auto_map", config["auto_map"], "the model brings its own code, which is never run")
     stored = parse_stored(config)
-    if stored is not None and (not is_native(config) or config.get("model_type") == "gpt2"):
-        known = ", ".join(name for name in FAMILIES if name != "gpt2")
+    known_natively = is_native(config) or config.get("model_type") in NATIVE_ON_CPUS
+    if stored is not None and (not known_natively or config.get("model_type") == "gpt2"):
+        known = ", ".join(name for name in (*FAMILIES, *NATIVE_ON_CPUS) if name != "gpt2")
         raise ModelError("quantization_config", stored.method, f"quantized weights are read for {known} only")
     if config.get("is_encoder_decoder"):
         raise ModelError("is_encoder_decoder", True, "only decoder-only models are served")
@@ -70,13 +71,18 @@ def parse_spec(config: Config) -> DecoderSpec:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ModelError("model_type", model_type, "not a native architecture")
+    return parse_family(family, config)
+
+
+def parse_family(family: "Family", config: Config) -> DecoderSpec:
+    """Parse config.json of a model of this family. Raises ModelError naming the key."""
     architectures = config.get("architectures")
     if architectures is not None and architectures != [family.architecture]:
         raise ModelError("architectures", architectures, f"expected [{family.architecture!r}]")
     return family.parse({**family.defaults, **config})
 
 
-def _parse_llama(config: Config) -> DecoderSpec:
+def parse_llama(config: Config) -> DecoderSpec:
     """Llama, and what the others begin with."""
     model_type = str(config["model_type"])
     hidden = positive_int(config, "hidden_size")
@@ -86,7 +92,7 @@ def _parse_llama(config: Config) -> DecoderSpec:
     kv_heads = optional_int(config, "num_key_value_heads") or heads
     divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
     context = positive_int(config, "max_position_embeddings")
-    rope = parse_rope(config, head_dim, context, partial=model_type == "phi3")
+    rope = parse_rope(config, head_dim, context, partial=model_type in _MAY_ROTATE_PARTS)
     bias = model_type in _MAY_HAVE_BIAS and boolean(config, "attention_bias", False)
     return DecoderSpec(
         layout="llama",
@@ -105,7 +111,7 @@ def _parse_llama(config: Config) -> DecoderSpec:
         qkv_bias=bias or model_type == "qwen2",
         o_bias=bias,
         mlp_bias=model_type in _MAY_HAVE_MLP_BIAS and boolean(config, "mlp_bias", False),
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in _NORM_HEADS,
         tied=boolean(config, "tie_word_embeddings", False),
         learned_positions=False,
         ropes=(rope,) * layers,
@@ -115,13 +121,13 @@ def _parse_llama(config: Config) -> DecoderSpec:
 
 
 def _parse_mistral(config: Config) -> DecoderSpec:
-    spec = _parse_llama(config)
+    spec = parse_llama(config)
     return replace(spec, windows=_windows(config, [True] * spec.num_layers, fixed=True))
 
 
 def _parse_qwen(config: Config) -> DecoderSpec:
     """Qwen2 and Qwen3. Windows, where they are used, begin at a layer or are in those that are named."""
-    spec = _parse_llama(config)
+    spec = parse_llama(config)
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool):
         raise ModelError("max_window_layers", first, "must be an integer")
@@ -174,7 +180,7 @@ def _parse_phi3(config: Config) -> DecoderSpec:
 
 
 def _parse_granite(config: Config) -> DecoderSpec:
-    spec = _parse_llama(config)
+    spec = parse_llama(config)
     return replace(
         spec,
         scales=(positive_float(config, "attention_multiplier", 1.0),) * spec.num_layers,
@@ -186,7 +192,7 @@ def _parse_granite(config: Config) -> DecoderSpec:
 
 def _parse_smollm3(config: Config) -> DecoderSpec:
     """Every fourth layer, or those that are named, without rotation (NoPE: Yang et al., 2025)."""
-    spec = _parse_llama(config)
+    spec = parse_llama(config)
     layers, rotated = spec.num_layers, config.get("no_rope_layers")
     if rotated is None:
         every = positive_int(config, "no_rope_layer_interval")
@@ -210,7 +216,7 @@ def _parse_qwen3_moe(config: Config) -> DecoderSpec:
         raise ModelError("mlp_only_layers", config["mlp_only_layers"], "every layer must be a mixture")
     if config.get("decoder_sparse_step") not in (None, 1):
         raise ModelError("decoder_sparse_step", config["decoder_sparse_step"], "every layer must be a mixture")
-    spec = _parse_llama({**config, "intermediate_size": positive_int(config, "moe_intermediate_size")})
+    spec = parse_llama({**config, "intermediate_size": positive_int(config, "moe_intermediate_size")})
     windows = _windows(config, [True] * spec.num_layers, flag=True, fixed=True)
     mixture = MixtureSpec(*_experts(config), boolean(config, "norm_topk_prob", False))
     return replace(spec, qk_norm=True, windows=windows, mixture=mixture)
@@ -223,7 +229,7 @@ def _parse_gpt_oss(config: Config) -> DecoderSpec:
             raise ModelError(key, config[key], f"only {only} is supported")
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         config = {**config, "rope_scaling": _GPT_OSS_ROPE}
-    spec = _parse_llama(config)
+    spec = parse_llama(config)
     return replace(
         spec,
         layout="gpt_oss",
@@ -252,7 +258,7 @@ def _parse_gemma(config: Config) -> DecoderSpec:
     gate = activation(config, key, "gelu_pytorch_tanh")
     if gate == "gelu" and key == "hidden_act":  # an error of the first checkpoints, which means the other one
         gate = "gelu_pytorch_tanh"
-    spec = _parse_llama({name: value for name, value in config.items() if name != "hidden_act"})
+    spec = parse_llama({name: value for name, value in config.items() if name != "hidden_act"})
     return replace(
         spec,
         activation=gate,
@@ -361,7 +367,7 @@ _GEMMA = {"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings
 _GEMMA2 = _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096}
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", _parse_llama, {"max_position_embeddings": 2048, "eos_token_id": 2}),
+    "llama": Family("LlamaForCausalLM", parse_llama, {"max_position_embeddings": 2048, "eos_token_id": 2}),
     "mistral": Family(
         "MistralForCausalLM",
         _parse_mistral,
@@ -451,7 +457,12 @@ FAMILIES = {
     ),
 }
 
-_MAY_HAVE_BIAS = ("gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
+_MAY_HAVE_BIAS = (
+    "gpt_oss", "llama", "qwen3", "qwen3_moe", "qwen3_5_text", "granite", "smollm3", "gemma", "gemma2", "gemma3_text"
+)  # fmt: skip
+_MAY_ROTATE_PARTS = ("phi3", "qwen3_5_text")
+_NORM_HEADS = ("qwen3", "qwen3_5_text")
+NATIVE_ON_CPUS = ("qwen3_5_text",)  # see hybrid_families
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 EXCEED_FLOAT16 = ("gemma2", "gemma3_text")  # whose hidden states grow beyond 65504
 _CARRY_A_COPY = ("phi3",)  # of what transformers has for them, too; as always, none of it is run

@@ -70,6 +70,11 @@ def name_alone(name: str) -> str:
     return name
 
 
+def without_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A rotation by sections as the plain one that it is for text."""
+    return {key: value for key, value in rope.items() if key not in _SECTIONS}
+
+
 def class_config(directory: Path, config: Mapping[str, Any]) -> Any:
     """The directory's config.json as transformers' class completes it; `config` is what it holds. Takes a second or
     more. Raises ModelError if transformers cannot read it."""
@@ -90,7 +95,7 @@ def language_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any
         text["norm_topk_prob"] = True  # whatever the file says
     rope = text.get("rope_parameters")
     if isinstance(rope, dict):
-        text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _SECTIONS}
+        text["rope_parameters"] = without_sections(rope)
     if text.get("use_bidirectional_attention") == "vision":
         text["use_bidirectional_attention"] = None
     text.pop("architectures", None)

@@ -70,7 +70,7 @@ class Part:
         if len(self.shape) == 1:
             return (stop - start,)
         left, right = self.cols or (0, self.shape[1])
-        return (stop - start, right - left)
+        return (stop - start, right - left, *self.shape[2:])
 
 
 class Target(Protocol):

@@ -13,11 +13,13 @@ from worker_proc.cpu.linear import Format
 from worker_proc.cpu.quantized import NativeQuantizer, keeps_scales
 from worker_proc.cpu.weights import PackedWeightPlan
 from worker_proc.errors import ModelError
+from worker_proc.models.config_fields import Config
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeightPlan
 from worker_proc.models.describe import read_config
 from worker_proc.models.families import is_native, parse_spec
+from worker_proc.models.hybrid_families import hybrid_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import Progress, WeightLoader
 from worker_proc.models.spec import DecoderSpec
@@ -53,10 +55,15 @@ def load_model(
     directory, device = Path(path), torch.device(device)
     config = read_config(directory)
     compresses = native is not None and native.compresses and dtype == torch.bfloat16
-    if compression == "on" and not (compresses and (not is_native(config) or supports(parse_spec(config), dtype))):
+    spec = _native_spec(config, native, dtype)
+    if compression == "on" and not (compresses and (spec is None or supports(spec, dtype))):
         reason = "needs a processor with AVX2 or AVX512 and kernels for it, bfloat16, and a model that they compute"
         raise ModelError("weight_compression", compression, reason)
-    if not is_native(config):
+    stored = parse_stored(config)
+    if spec is None:
+        if stored is not None:
+            reason = f"codes of {config['model_type']} are read for the native CPU kernels in bfloat16 only"
+            raise ModelError("quantization_config", stored.method, reason)
         if quantization is not None and (native is None or dtype != torch.bfloat16):
             reason = f"{config['model_type']} runs through transformers, which is served with plain weights only, but "
             reason += "for bfloat16 with the native CPU kernels"
@@ -68,14 +75,12 @@ def load_model(
             directory, config, dtype=dtype, device=device, tp=tp, attention=attention, native=native,
             quantization=quantization, compression=compression, progress=progress,
         )  # fmt: skip
-    spec = parse_spec(config)
     shard = Shard.of(spec, tp.rank, tp.size)
     with torch.inference_mode():
         loader = WeightLoader(open_checkpoint(directory), dtype, device)
         quantize = NativeQuantizer(native) if native is not None else quantize_rows
         kernels = native if supports(spec, dtype) else None
         in_groups = kernels is not None and kernels.knows(Format.INT8_SEGMENTS)
-        stored = parse_stored(config)
         source = WeightSource(
             loader, quantization, stored, quantize, dynamic=kernels is not None, in_groups=in_groups,
             keeps_scales=partial(keeps_scales, kernels) if kernels is not None else None,
@@ -91,12 +96,22 @@ def load_model(
         return Decoder(spec, shard, plan.finish(), tp, attention)
 
 
+def _native_spec(config: Config, native: NativeLibrary | None, dtype: torch.dtype) -> DecoderSpec | None:
+    """Of a model that the native decoder computes."""
+    if is_native(config):
+        return parse_spec(config)
+    spec = hybrid_spec(config) if native is not None else None
+    return spec if spec is not None and supports(spec, dtype) else None
+
+
 def has_recurrent_layers(path: str | Path) -> bool:
     """Whether the model of a checkpoint directory keeps states, by its configuration alone."""
     directory = Path(path)
     config = read_config(directory)
     if is_native(config):
         return False
+    if hybrid_spec(config) is not None:  # which takes no import of transformers
+        return True
     from worker_proc.models import mixers, transformers_backend
 
     return transformers_backend.has_modules(directory, config, mixers.keeps_states)
@@ -106,7 +121,7 @@ def keys_hold_positions(path: str | Path) -> bool:
     """Whether keys of a checkpoint directory's model have a position in them (ALiBi), by its configuration alone."""
     directory = Path(path)
     config = read_config(directory)
-    if is_native(config):
+    if is_native(config) or hybrid_spec(config) is not None:
         return False
     from worker_proc.models import own_attention, transformers_backend
 

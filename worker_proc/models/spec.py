@@ -22,6 +22,28 @@ class MixtureSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Gated DeltaNets (Yang et al., 2024) in place of the attention of some layers."""
+
+    layers: tuple[bool, ...]  # which
+    key_heads: int
+    value_heads: int  # a multiple of `key_heads`
+    key_dim: int  # numbers of a head
+    value_dim: int
+    kernel: int  # tokens that their convolution sees
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A pre-norm decoder-only transformer."""
 
@@ -57,6 +79,8 @@ class DecoderSpec:
     residual_scale: float = 1.0  # of what attention and MLP add to the hidden states (Granite)
     logit_scale: float = 1.0
     mixture: MixtureSpec | None = None  # in place of every MLP
+    gated_attention: bool = False  # what it gives is multiplied by the sigmoid of gates, projected with the queries
+    delta: DeltaSpec | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -66,4 +90,8 @@ class DecoderSpec:
         whole = len(rotation) == 1 and all(rope is not None and rope.dim == self.head_dim for rope in rotation)
         scaled = (self.embedding_scale, self.residual_scale, self.logit_scale) != (1.0, 1.0, 1.0)
         others = (self.softcap, self.logit_softcap, self.norm_offset, self.output_norms, self.mixture, self.sinks)
-        return whole and not scaled and not any(others)
+        return whole and not scaled and not any(others) and not self.gated_attention and self.delta is None
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return self.delta is None or not self.delta.layers[layer]

@@ -55,13 +55,21 @@ class WeightSource:
             if scheme is None or (self._keeps_scales is not None and self._keeps_scales(scheme)):
                 return scheme
             return replace(scheme, scale_form=ScaleForm.FLOAT32)
+        found = self._stored_scheme(parts)
+        return self._scheme if self._stored is None else self._rounding(found or self._scheme)
+
+    def as_stored(self, parts: tuple[Part, ...]) -> Scheme | None:
+        """As `scheme`, for a matrix that no option brings into codes."""
+        return self.scheme(parts) if self._in_blocks or self._stored_scheme(parts) is not None else None
+
+    def _stored_scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
         if self._stored is None:
-            return self._scheme
+            return None
         stored = [is_stored(self._stored, self._load.checkpoint, part) for part in parts]
         if any(stored) != all(stored):
             plain = parts[stored.index(False)].name
             raise ModelError(plain, "not quantized", "projections that are computed together must be alike")
-        return self._rounding(self._stored.scheme if all(stored) else self._scheme)
+        return self._stored.scheme if all(stored) else None
 
     def _rounding(self, scheme: Scheme | None) -> Scheme | None:
         """With activations of 8 bits where they are wanted and known."""

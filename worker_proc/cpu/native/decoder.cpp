@@ -27,8 +27,8 @@ struct Buffers {
   float* cos;       // [ropes, tokens, rotated / 2]
   float* sin;
   bf16* normed;     // [tokens, hidden]
-  bf16* qkv;        // [tokens, (heads + 2 kv_heads) * head_dim]
-  bf16* attended;   // [tokens, heads * head_dim]
+  bf16* qkv;        // [tokens, projected]
+  bf16* attended;   // [tokens, mixed]
   bf16* inner;      // [tokens, inner]
   float* routes;    // [tokens, experts]: outputs of the router, and then places for a sort
   float* shares;    // [tokens, experts_each]
@@ -39,8 +39,8 @@ struct Buffers {
   Buffers(const DecoderModel& model, int64_t tokens, void* workspace) {
     x_stride = float_stride(model.hidden);
     normed_stride = row_stride(model.hidden);
-    qkv_stride = row_stride((model.heads + 2 * model.kv_heads) * model.head_dim);
-    attended_stride = row_stride(model.heads * model.head_dim);
+    qkv_stride = row_stride(model.projected);
+    attended_stride = row_stride(model.mixed);
     inner_stride = row_stride(model.inner);
     char* next = static_cast<char*>(workspace);
     auto take = [&]<class Element>(Element*& buffer, int64_t count) {
@@ -57,7 +57,7 @@ struct Buffers {
     take(attended, tokens * attended_stride);
     char* const end = next;
     // Nothing of an attention is needed in the MLP after it, but padding is cleared only once in a step.
-    if (model.heads * model.head_dim % 32 == 0 && model.inner % 32 == 0) next = attention;
+    if (model.inner % 32 == 0) next = attention;
     take(inner, tokens * inner_stride);
     take(routes, tokens * model.experts);
     take(shares, tokens * model.experts_each);
@@ -66,14 +66,9 @@ struct Buffers {
   }
 };
 
-void clear_buffers(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
-  auto clear = [&](bf16* buffer, int64_t size, int64_t stride) {
-    if (size % 32 == 0) return;
-    for (int64_t row = 0; row < step.tokens; ++row) clear_padding(buffer + row * stride, size);
-  };
-  clear(buffers.normed, model.hidden, buffers.normed_stride);
-  clear(buffers.attended, model.heads * model.head_dim, buffers.attended_stride);
-  clear(buffers.inner, model.inner, buffers.inner_stride);
+void clear_rows(bf16* buffer, int64_t size, int64_t stride, int64_t tokens) {
+  if (size % 32 == 0) return;
+  for (int64_t row = 0; row < tokens; ++row) clear_padding(buffer + row * stride, size);
 }
 
 void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
@@ -104,7 +99,8 @@ void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& bu
       }
     }
   });
-  clear_buffers(model, step, buffers);
+  clear_rows(buffers.normed, model.hidden, buffers.normed_stride, step.tokens);
+  clear_rows(buffers.inner, model.inner, buffers.inner_stride, step.tokens);
 }
 
 // What was kept apart and is not yet in the hidden states.
@@ -148,7 +144,7 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
     linear(weights, x, x_stride, tokens, buffers.x, buffers.x_stride, Finish::kAdd);
 }
 
-// What becomes of the heads of a token: queries are normed, rotated and kept, keys and values go to their pages.
+// What becomes of the heads of a token: queries are normed, rotated and kept, keys and values go to their pages, gates stay.
 class Rotation {
  public:
   Rotation(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer)
@@ -157,12 +153,16 @@ class Rotation {
         past_(kWritesPast && step.tokens >= kStreamRows && whole_ && model.head_dim == 128 && aligned(buffers.qkv) &&
               aligned(layer.k_pages) && aligned(layer.v_pages)) {}
 
-  // Head `head` of queries, keys and values one after another, of a token: its numbers, which may be where the query is
-  // kept, and are not wanted afterwards.
+  // Head `head` of queries, keys, values and gates one after another, of a token: its numbers, which may be where queries
+  // and gates are kept, and are not wanted afterwards.
   void take(int64_t head, int64_t token, bf16* numbers) const {
     const int64_t dim = model_.head_dim;
-    if (head < model_.heads)
-      return turn(numbers, layer_.q_norm, token, past_, buffers_.qkv + token * buffers_.qkv_stride + head * dim);
+    bf16* const own = buffers_.qkv + token * buffers_.qkv_stride + head * dim;
+    if (head < model_.heads) return turn(numbers, layer_.q_norm, token, past_, own);
+    if (head >= model_.heads + 2 * model_.kv_heads) {
+      if (numbers != own) memcpy(own, numbers, dim * sizeof(bf16));
+      return;
+    }
     head -= model_.heads;
     const bool is_key = head < model_.kv_heads;
     if (!is_key) head -= model_.kv_heads;
@@ -237,35 +237,70 @@ void project_heads(const DecoderModel& model, const DecoderStep& step, const Buf
   const Stopwatch time(step.op_ns, kRotate);
   for_rows(step.tokens, 2 * buffers.qkv_stride, [&](int64_t token) {
     bf16* const from = buffers.qkv + token * buffers.qkv_stride;
-    for (int64_t head = 0; head < model.heads + 2 * model.kv_heads; ++head)
+    for (int64_t head = 0; head < layer.qkv.outputs / model.head_dim; ++head)
       rotation.take(head, token, from + head * model.head_dim);
   });
 }
 
-// `tokens` queries of `batch`, which lie in the first rows, and what follows attention for them.
+// Where the gates of a token begin.
+int64_t first_gate(const DecoderModel& model) { return (model.heads + 2 * model.kv_heads) * model.head_dim; }
+
+// `tokens` queries of `batch`, which lie in the first rows.
 void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer,
             const AttentionBatch& batch, int64_t tokens) {
   const AttentionLayer attention{buffers.qkv,      buffers.qkv_stride,      layer.k_pages, layer.v_pages,
                                  buffers.attended, buffers.attended_stride, layer.scale,   model.softcap,
                                  layer.window,     0,                       layer.k_scales, layer.v_scales,
                                  layer.sinks};
+  const Stopwatch time(step.op_ns, kAttend);
+  rhizome_attention(&batch, &attention);
+  if (!model.gated) return;
+  const int64_t width = int64_t{model.heads} * model.head_dim;
+  for_rows(tokens, 2 * width, [&](int64_t token) {
+    bf16* const to = buffers.attended + token * buffers.attended_stride;
+    const bf16* const gates = buffers.qkv + token * buffers.qkv_stride + first_gate(model);
+    for_lanes(width, [&](int64_t i, int count) {
+      store_lanes(to + i, times_sigmoid(load_lanes(to + i, count), load_lanes(gates + i, count)), count);
+    });
+  });
+}
+
+// A Gated DeltaNet, of all tokens: each of them changes the states.
+void mix(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
+  bf16* const gates = buffers.qkv + layer.qkv.outputs;
   {
-    const Stopwatch time(step.op_ns, kAttend);
-    rhizome_attention(&batch, &attention);
+    const Stopwatch time(step.op_ns, kQkv);
+    linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride, Finish::kStore);
+    linear(layer.gates, buffers.normed, buffers.normed_stride, step.tokens, gates, buffers.qkv_stride, Finish::kStore);
   }
-  const Stopwatch time(step.op_ns, kO);
-  add(model, layer.o, buffers.attended, buffers.attended_stride, tokens, buffers);
+  const Stopwatch time(step.op_ns, kDelta);
+  DeltaBatch batch = *layer.delta;
+  batch.qkv = buffers.qkv;
+  batch.z = buffers.qkv + layer.qkv.outputs - batch.v_heads * batch.v_dim;
+  batch.b = gates;
+  batch.a = gates + batch.v_heads;
+  batch.out = buffers.attended;
+  batch.qkv_stride = batch.z_stride = batch.b_stride = batch.a_stride = buffers.qkv_stride;
+  batch.out_stride = buffers.attended_stride;
+  for (const Wave* wave = step.waves; wave < step.waves + step.num_waves; ++wave) {
+    batch.segments = wave->segments;
+    batch.num_segments = wave->num_segments;
+    rhizome_delta_net(&batch);
+    copy_states(batch, wave->copies, wave->num_copies);
+  }
 }
 
 // Moves the rows of the tokens that the last layer keeps to the front. One after another: they go where others lay.
-void keep_rows(const DecoderModel& model, const LastTokens& last, const Buffers& buffers) {
-  const int64_t x_bytes = model.hidden * sizeof(float), q_bytes = int64_t{model.heads} * model.head_dim * sizeof(bf16);
-  for (int64_t row = 0; row < last.count(); ++row) {
-    const int64_t token = last.token(row);
-    if (token == row) continue;
-    memcpy(buffers.x + row * buffers.x_stride, buffers.x + token * buffers.x_stride, x_bytes);
-    memcpy(buffers.qkv + row * buffers.qkv_stride, buffers.qkv + token * buffers.qkv_stride, q_bytes);
-  }
+void keep_rows(const DecoderModel& model, const LastTokens& last, const Buffers& buffers, const DecoderLayer& layer) {
+  const auto move = [&](auto* rows, int64_t stride, int64_t count) {
+    for (int64_t row = 0; row < last.count(); ++row)
+      if (last.token(row) != row) memcpy(rows + row * stride, rows + last.token(row) * stride, count * sizeof(*rows));
+  };
+  const int64_t width = int64_t{model.heads} * model.head_dim;
+  move(buffers.x, buffers.x_stride, model.hidden);
+  if (layer.delta != nullptr) return move(buffers.attended, buffers.attended_stride, layer.o.inputs);
+  move(buffers.qkv, buffers.qkv_stride, width);
+  if (model.gated) move(buffers.qkv + first_gate(model), buffers.qkv_stride, width);
 }
 
 // In the last layer, only tokens whose logits are wanted go further than to their keys and values.
@@ -275,11 +310,20 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
   const Pending pending = index == 0 ? Pending{model.several != 0, nullptr, 1.0f}
                                      : Pending{apart(model), model.layers[index - 1].mlp_norm, model.residual_scale};
   norm(model, step, buffers, pending, layer.input_norm, step.tokens);
-  project_heads(model, step, buffers, layer);
-  if (index + 1 < model.num_layers) return attend(model, step, buffers, layer, *step.attention, step.tokens);
-  const LastTokens last(step);
-  keep_rows(model, last, buffers);
-  attend(model, step, buffers, layer, last.batch(), last.count());
+  const bool attends = layer.delta == nullptr;
+  attends ? project_heads(model, step, buffers, layer) : mix(model, step, buffers, layer);
+  int64_t tokens = step.tokens;
+  if (index + 1 < model.num_layers) {
+    if (attends) attend(model, step, buffers, layer, *step.attention, tokens);
+  } else {
+    const LastTokens last(step);
+    tokens = last.count();
+    keep_rows(model, last, buffers, layer);
+    if (attends) attend(model, step, buffers, layer, last.batch(), tokens);
+  }
+  const Stopwatch time(step.op_ns, kO);
+  clear_rows(buffers.attended, layer.o.inputs, buffers.attended_stride, tokens);
+  add(model, layer.o, buffers.attended, buffers.attended_stride, tokens, buffers);
 }
 
 // Which experts a token goes through, and with which shares: a softmax over all, of which the largest are taken. They are

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "delta_net.h"
 #include "linear.h"
 #include "screen.h"
 
@@ -15,13 +16,16 @@ namespace rhizome {
 
 // Plain C types only: decoder.py mirrors these with ctypes.
 struct DecoderLayer {
-  PackedMatrix qkv;      // all queries, all keys, all values
+  PackedMatrix qkv;      // all queries, all keys, all values; then gates, one for each number of a query
   PackedMatrix o;
   PackedMatrix gate_up;  // paired
   PackedMatrix down;
   PackedMatrix router;                  // of a mixture, whose experts stand in place of `gate_up` and `down`
   const PackedMatrix* expert_gate_ups;  // [experts]
   const PackedMatrix* expert_downs;
+  // Of a Gated DeltaNet, which stands in place of attention, what is no step's. `qkv` has q, k, v and z then. Or null.
+  const DeltaBatch* delta;
+  PackedMatrix gates;  // its b and a
   const float* input_norm;  // [hidden]
   const float* post_norm;
   const float* attention_norm;  // [hidden], of what attention adds to the hidden states, or null
@@ -66,10 +70,21 @@ struct DecoderModel {
   int32_t vocab_first;        // of the rank: others are embedded as zeros, which the other ranks' rows are added to
   int32_t vocab_count;
   int32_t several;            // 1 when there are more ranks than this one
+  int32_t gated;              // 1: what attention gives is multiplied by the sigmoid of gates
+  int32_t projected;          // most numbers that `qkv` and `gates` of a layer make of a token
+  int32_t mixed;              // most that its `o` takes
+};
+
+// What recurrent layers compute together, before states are copied.
+struct Wave {
+  const int64_t* segments;  // [num_segments, 3]: see delta_net.h
+  const int64_t* copies;    // [num_copies, 2]: row from which, and to which
+  int64_t num_segments;
+  int64_t num_copies;
 };
 
 // The operations of a step, in the order of `op_ns`. decoder.py names them.
-enum Operation : int32_t { kEmbed, kNorm, kQkv, kRotate, kAttend, kO, kGateUp, kDown, kHead, kOperations };
+enum Operation : int32_t { kEmbed, kNorm, kQkv, kRotate, kAttend, kDelta, kO, kGateUp, kDown, kHead, kOperations };
 
 struct DecoderStep {
   const AttentionBatch* attention;
@@ -77,6 +92,8 @@ struct DecoderStep {
   const int64_t* positions;
   const int64_t* slots;       // page * page_size + offset, where K and V are written
   const int64_t* logit_rows;  // [num_logits]: tokens whose logits are wanted
+  const Wave* waves;          // [num_waves], where there are recurrent layers
+  int64_t num_waves;
   int64_t tokens;
   int64_t num_logits;
   void* workspace;            // rhizome_decoder_workspace bytes, aligned to 64; first float32 partial [tokens, hidden]

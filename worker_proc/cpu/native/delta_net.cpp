@@ -176,7 +176,7 @@ class DeltaNet {
   void finish(const Piece& piece, int64_t t, int64_t head) {
     const float* x = values(piece, t) + head * b_.v_dim;
     const bf16* const gate = b_.z + (piece.token + t) * b_.z_stride + head * b_.v_dim;
-    bf16* const to = b_.out + ((piece.token + t) * b_.v_heads + head) * b_.v_dim;
+    bf16* const to = b_.out + (piece.token + t) * b_.out_stride + head * b_.v_dim;
     floats squares = {};
     for (int64_t c = 0; c < b_.v_dim; c += kLanes) squares = squares + load(x + c) * load(x + c);
     const floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(b_.v_dim) + b_.eps));
@@ -197,6 +197,20 @@ class DeltaNet {
 };
 
 }  // namespace
+
+void copy_states(const DeltaBatch& batch, const int64_t* copies, int64_t count) {
+  const int64_t head = batch.k_dim * batch.v_dim, state = batch.v_heads * head;
+  const int64_t conv = (2 * batch.k_heads * batch.k_dim + batch.v_heads * batch.v_dim) * batch.kernel;
+  parallel_for(count * (batch.v_heads + 1), [&](int64_t task, int) {
+    const int64_t* const copy = copies + 2 * (task / (batch.v_heads + 1));
+    const int64_t part = task % (batch.v_heads + 1);
+    if (part == batch.v_heads)
+      std::copy_n(batch.conv + copy[0] * conv, conv, batch.conv + copy[1] * conv);
+    else
+      std::copy_n(batch.state + copy[0] * state + part * head, head, batch.state + copy[1] * state + part * head);
+  });
+}
+
 }  // namespace rhizome
 
 void rhizome_delta_net(const rhizome::DeltaBatch* batch) { rhizome::DeltaNet(*batch).run(); }

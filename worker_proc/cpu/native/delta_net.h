@@ -22,11 +22,14 @@ struct DeltaBatch {
   bf16* conv;                // [rows, channels, kernel]: the last inputs of the convolution
   float* state;              // [rows, v_heads, k_dim, v_dim]
   const int64_t* segments;   // [num_segments, 3]: row of conv and state, first token, tokens
-  bf16* out;                 // [T, v_heads, v_dim]
-  int64_t qkv_stride, z_stride, b_stride, a_stride;  // from token to token
+  bf16* out;                 // [T, v_heads * v_dim]
+  int64_t qkv_stride, z_stride, b_stride, a_stride, out_stride;  // from token to token
   int64_t num_segments, k_heads, v_heads, k_dim, v_dim, kernel;
   float eps;
 };
+
+// Copies states: `copies` [count, 2] says from which row of conv and state to which.
+void copy_states(const DeltaBatch& batch, const int64_t* copies, int64_t count);
 
 }  // namespace rhizome
 

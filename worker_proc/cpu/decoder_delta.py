@@ -1,0 +1,105 @@
+"""The Gated DeltaNets of the native decoder: what native code is told about them, their states, and a step's waves."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu.delta_net import DeltaStruct
+from worker_proc.cpu.recurrent_layer import MOST_KERNEL
+from worker_proc.cpu.weights import PackedLayer
+from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.spec import DeltaSpec
+from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
+from worker_proc.waves import waves
+
+
+class _WaveStruct(ctypes.Structure):
+    """`Wave` of native/decoder.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("segments", "copies")),
+        *((name, c_int64) for name in ("num_segments", "num_copies")),
+    )
+
+
+def knows(spec: DeltaSpec) -> bool:
+    """Whether native code computes such layers."""
+    return spec.key_dim % 16 == 0 and spec.value_dim % 16 == 0 and spec.kernel <= MOST_KERNEL
+
+
+class Waves:
+    """Those of a step, which is told of them by `address` and `count` while this object lives."""
+
+    def __init__(self, batch: ForwardBatch, states: RecurrentStates) -> None:
+        found = waves(batch, states)
+        self._numbers = [(_numbers(segments), _numbers(copies)) for segments, copies in found]
+        self._structs = (_WaveStruct * len(found))(
+            *(
+                _WaveStruct(numbers.data_ptr(), copied.data_ptr(), len(segments), len(copies))
+                for (numbers, copied), (segments, copies) in zip(self._numbers, found, strict=True)
+            )
+        )
+        self.address, self.count = ctypes.addressof(self._structs), len(found)
+
+
+class DeltaLayers:
+    """The layers of one rank that are Gated DeltaNets."""
+
+    def __init__(self, spec: DeltaSpec, shard: Shard, layers: Sequence[PackedLayer], norm_eps: float) -> None:
+        keys, values = (last - first for first, last in (shard.delta_keys, shard.delta_values))
+        self.channels = 2 * keys * spec.key_dim + values * spec.value_dim
+        self._spec, self._values = spec, values
+        self.structs = {
+            index: DeltaStruct(
+                conv_weight=layer.delta.conv.data_ptr(),
+                rate=layer.delta.rate.data_ptr(),
+                dt_bias=layer.delta.step_bias.data_ptr(),
+                norm=layer.delta.norm.data_ptr(),
+                k_heads=keys,
+                v_heads=values,
+                k_dim=spec.key_dim,
+                v_dim=spec.value_dim,
+                kernel=spec.kernel,
+                eps=norm_eps,
+            )
+            for index, layer in enumerate(layers)
+            if layer.delta is not None
+        }
+
+    @property
+    def projected(self) -> int:
+        """Numbers that a token is projected to: q, k, v, z, b and a."""
+        return self.channels + self.mixed + 2 * self._values
+
+    @property
+    def mixed(self) -> int:
+        """Numbers that such a layer makes of a token."""
+        return self._values * self._spec.value_dim
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What is kept of a sequence."""
+        spec = self._spec
+        conv, state = (self.channels, spec.kernel), (self._values, spec.key_dim, spec.value_dim)
+        return tuple(
+            kept
+            for index in self.structs
+            for kept in (
+                StateSpec(StateKey(index, "conv", 0), conv, torch.bfloat16),
+                StateSpec(StateKey(index, "recurrent", 0), state, torch.float32),
+            )
+        )
+
+    def use(self, states: RecurrentStates) -> None:
+        """From now on."""
+        for index, struct in self.structs.items():
+            struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
+            struct.state = states.tensors[StateKey(index, "recurrent", 0)].data_ptr()
+
+
+def _numbers(rows: Sequence[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
