@@ -12,7 +12,15 @@ from torch import Tensor
 from worker_proc.quantization.scheme import FP4_NUMBERS, Scheme
 from worker_proc.weights import SINGLE_FILE
 
-_PROJECTIONS = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+_PROJECTIONS = (
+    "_proj.weight",
+    "_proj_qkv.weight",
+    "_proj_z.weight",
+    "_proj_qkvz.weight",
+    ".w1.weight",
+    ".w2.weight",
+    ".w3.weight",
+)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,18 @@ from common.rows import Row
 from common.sampling_params import SamplingParams
 from tests.helpers_hybrid import make_hybrid
 from tests.helpers_models import VOCAB_SIZE, greedy
-from tests.helpers_paged import make_prompts
+from tests.helpers_paged import generate, make_prompts
 from tests.integration.cluster import START_S, Cluster, running
 from tests.integration.test_cluster import collect
+from tests.worker.test_cpu_build import needs_compiler
+from tests.worker.test_hybrid_decoder import load_native
+from worker_proc.models.interface import LanguageModel
 
 PROMPTS = make_prompts(VOCAB_SIZE)
 COMMON = PROMPTS[4][:64]
+Greedy = Callable[[list[list[int]], int], list[list[int]]]  # prompts, and how many tokens to answer each with
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
-FLAGS = ("--dtype", "float32", "--chunk-tokens", "24", "--kv-tokens", "4096")
+FLAGS = ("--chunk-tokens", "24", "--kv-tokens", "4096")
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +33,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hybrid("qwen3_5_text", tmp_path_factory.mktemp("m") / "model")
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=lambda ranks: f"tp {ranks}")
-def cluster(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with running(checkpoint, *FLAGS, "--tp", request.param) as cluster:
-        yield cluster
+# in float32 through transformers, in bfloat16 by the native decoder
+KINDS = [("float32", 1), ("float32", 2), pytest.param(("bfloat16", 1), marks=needs_compiler)]
 
 
-def test_a_common_beginning_is_computed_twice_and_then_started_from(checkpoint: Path, cluster: Cluster) -> None:
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "{} tp {}".format(*kind))
+def served(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, Greedy]]:
+    """A cluster, and what it is to answer."""
+    dtype, ranks = request.param
+    with running(checkpoint, *FLAGS, "--dtype", dtype, "--tp", str(ranks)) as cluster:
+        yield cluster, partial(greedy, checkpoint) if dtype == "float32" else partial(alone, load_native(checkpoint))
+
+
+def alone(model: LanguageModel, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Each prompt by itself."""
+    return [generate(model, [prompt], new_tokens)[0] for prompt in prompts]
+
+
+def test_a_common_beginning_is_computed_twice_and_then_started_from(served: tuple[Cluster, Greedy]) -> None:
+    cluster, wants = served
     prompts = [COMMON + [token] * 5 + PROMPTS[2] for token in (5, 6, 7)]
-    wanted, cached = greedy(checkpoint, prompts, PARAMS.max_tokens), []
+    wanted, cached = wants(prompts, PARAMS.max_tokens), []
     with cluster.connect() as connection:
         for prompt, tokens in zip(prompts, wanted, strict=True):
             rid = connection.submit(prompt, PARAMS)
@@ -49,9 +66,10 @@ def test_a_common_beginning_is_computed_twice_and_then_started_from(checkpoint: 
     assert stats["scheduler.saved_snapshots"] == saved and stats["scheduler.loaded_snapshots"] == 1
 
 
-def test_the_same_prompts_again_compute_at_most_a_page_and_four_tokens(checkpoint: Path, cluster: Cluster) -> None:
+def test_the_same_prompts_again_compute_at_most_a_page_and_four_tokens(served: tuple[Cluster, Greedy]) -> None:
+    cluster, wants = served
     prompts = [[9] * 5 + prompt for prompt in PROMPTS]
-    wanted = greedy(checkpoint, prompts, PARAMS.max_tokens)
+    wanted = wants(prompts, PARAMS.max_tokens)
     with cluster.connect() as connection:
         for expected in ([0] * len(prompts), [(len(prompt) - 5) // 16 * 16 for prompt in prompts]):
             rids = [connection.submit(prompt, PARAMS) for prompt in prompts]
@@ -61,9 +79,10 @@ def test_the_same_prompts_again_compute_at_most_a_page_and_four_tokens(checkpoin
             assert [answers[rid].cached_tokens for rid in rids] == short
 
 
-def test_streams_survive_their_worker(checkpoint: Path, cluster: Cluster) -> None:
+def test_streams_survive_their_worker(served: tuple[Cluster, Greedy]) -> None:
+    cluster, wants = served
     prompts = [COMMON + [20 + i] + PROMPTS[i % 3] for i in range(8)]
-    wanted = greedy(checkpoint, prompts, 100)
+    wanted = wants(prompts, 100)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=100)
     with cluster.connect() as connection:
         answers = {connection.submit(prompt, params): Answer() for prompt in prompts}

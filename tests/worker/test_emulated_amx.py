@@ -12,7 +12,7 @@ from worker_proc.cpu.features import cpu_features
 FILES = (
     "cpu_attention", "cpu_attention_not_finite", "cpu_compressed", "cpu_decoder", "cpu_linear", "native_draws",
     "delta_net", "state_space", "native_logprobs", "quantized_linear", "quantized_models", "head_screen",
-    "filtered_logits",
+    "filtered_logits", "hybrid_decoder",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ def test_the_kernels_for_arm_pass_their_tests() -> None:
         "cpu_decoder",
         "cpu_linear",
         "delta_net",
+        "hybrid_decoder",
         "quantized_linear",
         "short_conv",
         "state_space",

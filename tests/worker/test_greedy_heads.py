@@ -26,7 +26,7 @@ LEVELS = cpu_features().levels()
 PROMPTS = make_prompts(VOCAB_SIZE)
 
 
-KINDS = {"gptneox": True, "olmoe": True, "vaultgemma": False, "qwen3_5_moe_text": True, "granitemoehybrid": False}
+KINDS = {"gptneox": True, "olmoe": True, "vaultgemma": False, "olmo_hybrid": True, "granitemoehybrid": False}
 
 
 def make(kind: str, path: Path) -> Path:

@@ -48,7 +48,10 @@ class _ModelStruct(ctypes.Structure):
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
-        *((name, c_int32) for name in ("vocab_first", "vocab_count", "several", "gated", "projected", "mixed")),
+        *(
+            (name, c_int32)
+            for name in ("vocab_first", "vocab_count", "several", "gated", "projected", "mixed", "shared")
+        ),
     )
 
 
@@ -182,11 +185,12 @@ class CpuDecoder:
         """But for the cache, see `_use_cache`."""
         spec, layer = self.spec, self.weights.layers[index]
         delta = self._delta.structs.get(index) if self._delta is not None else None
+        every = layer.shared or layer  # the MLP that all tokens go through
         return _LayerStruct(
             qkv=layer.qkv.struct,
             o=layer.o.struct,
-            gate_up=layer.up.struct,
-            down=layer.down.struct,
+            gate_up=every.up.struct,
+            down=every.down.struct,
             router=layer.router.struct if layer.router is not None else MatrixStruct(),
             expert_gate_ups=ctypes.addressof(self._experts[index][0]),
             expert_downs=ctypes.addressof(self._experts[index][1]),
@@ -207,6 +211,8 @@ class CpuDecoder:
     def _model_struct(self) -> _ModelStruct:
         spec, shard, head, rotations = self.spec, self.shard, self.weights.head, self._rotations
         mixture, dim = spec.mixture, spec.head_dim
+        shared = mixture is not None and mixture.shared > 0
+        first, last = shard.shared if shared else shard.channels
         heads = self._heads * (2 if spec.gated_attention else 1)
         delta = [] if self._delta is None else [self._delta.projected, self._delta.mixed]
         return _ModelStruct(
@@ -229,7 +235,7 @@ class CpuDecoder:
             ropes=len(rotations.ropes),
             rotated=2 * rotations.frequencies.shape[1],
             gate=_GATES[spec.activation],
-            inner=shard.channels[1] - shard.channels[0],
+            inner=last - first,
             experts=mixture.experts if mixture is not None else 0,
             experts_each=mixture.each if mixture is not None else 1,
             renormalizes=int(mixture is not None and mixture.renormalizes),
@@ -239,6 +245,7 @@ class CpuDecoder:
             gated=int(spec.gated_attention),
             projected=max([(heads + 2 * self._kv_heads) * dim, *delta[:1]]),
             mixed=max([self._heads * dim, *delta[1:]]),
+            shared=int(shared),
         )
 
     @property

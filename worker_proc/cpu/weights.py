@@ -15,7 +15,15 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
 from worker_proc.cpu.screen import HeadScreen, screen_scheme
-from worker_proc.models.decoder_layout import DecoderLayout, DeltaParts, LayerParts, LinearParts, NormParts, Shard
+from worker_proc.models.decoder_layout import (
+    DecoderLayout,
+    DeltaParts,
+    LayerParts,
+    LinearParts,
+    MlpParts,
+    NormParts,
+    Shard,
+)
 from worker_proc.models.loading import Part, WeightLoader
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.scheme import Scheme
@@ -59,6 +67,7 @@ class PackedLayer:
     experts: tuple[PackedMlp, ...]  # of a mixture, the first one too
     sinks: Tensor | None  # float32 [query heads of the rank]
     delta: DeltaWeights | None = None  # in place of attention
+    shared: PackedMlp | None = None  # beside the experts of a mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +157,7 @@ class PackedWeightPlan:
                 yield linear.weight, self.source.scheme(linear.weight), False, True
             if parts.delta is not None:
                 yield parts.delta.gates.weight, self.source.as_stored(parts.delta.gates.weight), False, False
-            for mlp in parts.mlps:
+            for mlp in (*parts.mlps, *([parts.shared] if parts.shared is not None else [])):
                 yield mlp.up.weight, self.source.scheme(mlp.up.weight), True, parts.router is None
                 yield mlp.down.weight, self.source.scheme(mlp.down.weight), False, parts.router is None
             if parts.router is not None:
@@ -161,10 +170,7 @@ class PackedWeightPlan:
 
     def _layer(self, parts: LayerParts) -> PackedLayer:
         mixed = parts.router is not None
-        mlps = tuple(
-            PackedMlp(self._linear(mlp.up, paired=True, compress=not mixed), self._linear(mlp.down, compress=not mixed))
-            for mlp in parts.mlps
-        )
+        mlps = tuple(self._mlp(mlp, compress=not mixed) for mlp in parts.mlps)
         return PackedLayer(
             input_norm=self._norm(parts.input_norm),
             qkv=self._linear(parts.qkv),
@@ -180,6 +186,12 @@ class PackedWeightPlan:
             experts=mlps if mixed else (),
             sinks=self.load.tensor(parts.sinks, dtype=torch.float32) if parts.sinks is not None else None,
             delta=self._delta(parts.delta) if parts.delta is not None else None,
+            shared=self._mlp(parts.shared, compress=False) if parts.shared is not None else None,
+        )
+
+    def _mlp(self, parts: MlpParts, *, compress: bool) -> PackedMlp:
+        return PackedMlp(
+            self._linear(parts.up, paired=True, compress=compress), self._linear(parts.down, compress=compress)
         )
 
     def _delta(self, parts: DeltaParts) -> DeltaWeights:

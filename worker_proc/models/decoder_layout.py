@@ -28,14 +28,16 @@ class Shard:
     vocab: Span  # may end past the vocabulary on the last ranks: padded with zero rows
     delta_keys: Span = (0, 0)  # heads of Gated DeltaNets
     delta_values: Span = (0, 0)
+    shared: Span = (0, 0)  # channels of the shared expert
 
     @classmethod
     def of(cls, spec: DecoderSpec, rank: int, size: int) -> "Shard":
         """Raises ModelError naming what does not divide by `size`."""
-        delta = spec.delta
+        delta, shared = spec.delta, spec.mixture.shared if spec.mixture is not None else 0
         divided = [("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)]
         if delta is not None:  # as many value heads go with each key head
             divided.append(("linear_num_key_heads", delta.key_heads))
+        divided.append(("shared_expert_intermediate_size", shared))
         for key, value in divided:
             if value % size:
                 raise ModelError(key, value, f"cannot be split over tp = {size} ranks")
@@ -53,6 +55,7 @@ class Shard:
             vocab=_span(math.ceil(spec.vocab_size / size), rank),
             delta_keys=_span(delta.key_heads // size, rank) if delta is not None else (0, 0),
             delta_values=_span(delta.value_heads // size, rank) if delta is not None else (0, 0),
+            shared=_span(shared // size, rank),
         )
 
 
@@ -101,11 +104,12 @@ class LayerParts:
     o: LinearParts
     attention_norm: NormParts | None
     post_norm: NormParts
-    router: LinearParts | None  # of a mixture, on every rank
+    router: LinearParts | None  # of a mixture, on every rank; its last output is the gate of the shared expert
     mlps: tuple[MlpParts, ...]  # one, or the experts of a mixture
     mlp_norm: NormParts | None
     sinks: Part | None = None  # of attention, one number for each query head
     delta: DeltaParts | None = None
+    shared: MlpParts | None = None  # the expert of a mixture that all tokens go through
 
 
 class DecoderLayout:
@@ -181,7 +185,12 @@ class DecoderLayout:
             mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
             sinks=Part(attention + "sinks", (spec.num_heads,), shard.heads) if spec.sinks else None,
             delta=delta,
+            shared=self._shared(base + "mlp.shared_expert."),
         )
+
+    def _shared(self, base: str) -> MlpParts | None:
+        mixture = self.spec.mixture
+        return self._mlp(base, mixture.shared, self.shard.shared) if mixture is not None and mixture.shared else None
 
     def _delta(self, base: str) -> tuple[LinearParts, LinearParts, DeltaParts]:
         """The projections into a Gated DeltaNet, that of what it gives, and the rest."""
@@ -190,12 +199,19 @@ class DecoderLayout:
         keys, values = _scaled(shard.delta_keys, delta.key_dim), _scaled(shard.delta_values, delta.value_dim)
         channels = 2 * delta.keys + delta.values
         mixed = [_moved(keys, 0), _moved(keys, delta.keys), _moved(values, 2 * delta.keys)]
-        qkv = [(base + "in_proj_qkv", channels, span) for span in mixed]
         heads = delta.value_heads, shard.delta_values
-        gates = [(base + name, *heads) for name in ("in_proj_b", "in_proj_a")]
+        if delta.by_key_heads:
+            each = delta.value_heads // delta.key_heads
+            sizes = (delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim)
+            projected = self._by_turns(base + "in_proj_qkvz", delta.key_heads, sizes)
+            gates = self._by_turns(base + "in_proj_ba", delta.key_heads, (each, each))
+        else:
+            projected = [(base + "in_proj_qkv", channels, span) for span in mixed]
+            projected.append((base + "in_proj_z", delta.values, values))
+            gates = [(base + name, *heads) for name in ("in_proj_b", "in_proj_a")]
         conv = (channels, 1, delta.kernel)
         return (
-            self._columns([*qkv, (base + "in_proj_z", delta.values, values)], hidden, False),
+            self._columns(projected, hidden, False),
             self._rows(base + "out_proj", delta.values, values, False),
             DeltaParts(
                 gates=self._columns(gates, hidden, False),
@@ -209,19 +225,23 @@ class DecoderLayout:
     def _mlps(self, base: str) -> tuple[LinearParts | None, tuple[MlpParts, ...]]:
         """The router of a mixture and its experts, or the MLP."""
         mixture, mlp = self.spec.mixture, base + "mlp."
+        channels = self.spec.intermediate_size, self.shard.channels
         if mixture is None:
-            return None, (self._mlp(mlp),)
+            return None, (self._mlp(mlp, *channels),)
         if self.spec.layout == "mixtral":
             mlp = base + "block_sparse_moe."
         gate = mlp + ("router" if self.spec.layout == "gpt_oss" else "gate")
         bias = (Part(gate + ".bias", (mixture.experts,)),) if mixture.router_bias else ()
-        router = LinearParts((Part(gate + ".weight", (mixture.experts, self.spec.hidden_size)),), bias)
+        gates = [Part(gate + ".weight", (mixture.experts, self.spec.hidden_size))]
+        if mixture.shared:
+            gates.append(Part(mlp + "shared_expert_gate.weight", (1, self.spec.hidden_size)))
+        router = LinearParts(tuple(gates), bias)
         apart = mlp + "experts.0.gate_proj.weight" in self.stored  # in GGUF files
         if self.spec.layout == "gpt_oss" and not apart:
             return router, tuple(self._stacked(mlp + "experts.", expert) for expert in range(mixture.experts))
         if mlp + "experts.gate_up_proj" in self.stored and not apart:
             return router, tuple(self._stacked_halves(mlp + "experts.", expert) for expert in range(mixture.experts))
-        return router, tuple(self._mlp(f"{mlp}experts.{expert}.") for expert in range(mixture.experts))
+        return router, tuple(self._mlp(f"{mlp}experts.{expert}.", *channels) for expert in range(mixture.experts))
 
     def _stacked(self, base: str, expert: int) -> MlpParts:
         """An expert of gpt-oss: those of a layer are one tensor, `[in, out]` each where they are plain, and gates and
@@ -252,8 +272,9 @@ class DecoderLayout:
         down_weight = Part(down, (hidden, inner), None, channels, turned, (expert, count))
         return MlpParts(LinearParts(weights), LinearParts((down_weight,)))
 
-    def _mlp(self, base: str) -> MlpParts:
-        spec, channels, inner = self.spec, self.shard.channels, self.spec.intermediate_size
+    def _mlp(self, base: str, inner: int, channels: Span) -> MlpParts:
+        """One of `inner` channels, of which the rank has `channels`."""
+        spec = self.spec
         gate, up, down = ("w1", "w3", "w2") if spec.layout == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         gate_up = [(base + name, inner, channels) for name in (gate, up)]
         if spec.layout == "phi3":  # stacked, as its q, k and v
@@ -285,6 +306,15 @@ class DecoderLayout:
             ),
             mlp_norm=None,
         )
+
+    def _by_turns(self, name: str, count: int, sizes: tuple[int, ...]) -> list[tuple[str, int, Span]]:
+        """Rows that are stored head by head, of each of `count` key heads so many of several kinds: kind by kind."""
+        whole, starts = sum(sizes), [sum(sizes[:kind]) for kind in range(len(sizes))]
+        return [
+            (name, count * whole, (head * whole + start, head * whole + start + size))
+            for start, size in zip(starts, sizes, strict=True)
+            for head in range(*self.shard.delta_keys)
+        ]
 
     def _columns(
         self, blocks: list[tuple[str, int, Span]], width: int, bias: bool, transposed: bool = False

@@ -207,7 +207,7 @@ def _parse_smollm3(config: Config) -> DecoderSpec:
 
 
 def _parse_mixtral(config: Config) -> DecoderSpec:
-    mixture = MixtureSpec(*_experts(config), renormalizes=True)
+    mixture = MixtureSpec(*experts(config), renormalizes=True)
     return replace(_parse_mistral(config), layout="mixtral", mixture=mixture)
 
 
@@ -218,7 +218,7 @@ def _parse_qwen3_moe(config: Config) -> DecoderSpec:
         raise ModelError("decoder_sparse_step", config["decoder_sparse_step"], "every layer must be a mixture")
     spec = parse_llama({**config, "intermediate_size": positive_int(config, "moe_intermediate_size")})
     windows = _windows(config, [True] * spec.num_layers, flag=True, fixed=True)
-    mixture = MixtureSpec(*_experts(config), boolean(config, "norm_topk_prob", False))
+    mixture = MixtureSpec(*experts(config), boolean(config, "norm_topk_prob", False))
     return replace(spec, qk_norm=True, windows=windows, mixture=mixture)
 
 
@@ -236,12 +236,12 @@ def _parse_gpt_oss(config: Config) -> DecoderSpec:
         activation=CLAMPED_SWIGLU,
         mlp_bias=True,
         windows=_windows(config, _but_each(2, spec.num_layers)),
-        mixture=MixtureSpec(*_experts(config), renormalizes=True, router_bias=True),
+        mixture=MixtureSpec(*experts(config), renormalizes=True, router_bias=True),
         sinks=True,
     )
 
 
-def _experts(config: Config) -> tuple[int, int]:
+def experts(config: Config) -> tuple[int, int]:
     """How many experts there are, under either name, and how many a token goes through."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     count, each = positive_int(config, key), positive_int(config, "num_experts_per_tok")
@@ -457,12 +457,12 @@ FAMILIES = {
     ),
 }
 
+NATIVE_ON_CPUS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # see hybrid_families
 _MAY_HAVE_BIAS = (
-    "gpt_oss", "llama", "qwen3", "qwen3_moe", "qwen3_5_text", "granite", "smollm3", "gemma", "gemma2", "gemma3_text"
+    "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *NATIVE_ON_CPUS
 )  # fmt: skip
-_MAY_ROTATE_PARTS = ("phi3", "qwen3_5_text")
-_NORM_HEADS = ("qwen3", "qwen3_5_text")
-NATIVE_ON_CPUS = ("qwen3_5_text",)  # see hybrid_families
+_MAY_ROTATE_PARTS = ("phi3", *NATIVE_ON_CPUS)
+_NORM_HEADS = ("qwen3", *NATIVE_ON_CPUS)
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 EXCEED_FLOAT16 = ("gemma2", "gemma3_text")  # whose hidden states grow beyond 65504
 _CARRY_A_COPY = ("phi3",)  # of what transformers has for them, too; as always, none of it is run

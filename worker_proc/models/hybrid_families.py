@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from worker_proc.errors import ModelError
 from worker_proc.models.config_fields import Config, boolean, divide, positive_int
-from worker_proc.models.families import Family, parse_family, parse_llama
+from worker_proc.models.families import Family, experts, parse_family, parse_llama
 from worker_proc.models.language_part import without_sections
-from worker_proc.models.spec import DecoderSpec, DeltaSpec
+from worker_proc.models.spec import DecoderSpec, DeltaSpec, MixtureSpec
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -24,7 +24,7 @@ def hybrid_spec(config: Config) -> DecoderSpec | None:
 
 
 def _parse_qwen3_5(config: Config) -> DecoderSpec:
-    """Three Gated DeltaNets, then attention with gates, whose heads are rotated in part."""
+    """Gated DeltaNets, and attention with gates, whose heads are rotated in part."""
     if not boolean(config, "attn_output_gate", True):
         raise ModelError("attn_output_gate", False, "attention is known with gates only")
     rope = config.get("rope_parameters")
@@ -44,6 +44,23 @@ def _parse_qwen3_5(config: Config) -> DecoderSpec:
     return replace(spec, norm_offset=1.0, gated_attention=True, delta=delta)
 
 
+def _parse_qwen3_5_moe(config: Config) -> DecoderSpec:
+    """A mixture in place of every MLP, with an expert that all tokens go through."""
+    spec = _parse_qwen3_5({**config, "intermediate_size": positive_int(config, "moe_intermediate_size")})
+    shared = positive_int(config, "shared_expert_intermediate_size")
+    return replace(spec, mixture=MixtureSpec(*experts(config), renormalizes=True, shared=shared))
+
+
+def _parse_qwen3_next(config: Config) -> DecoderSpec:
+    for key, only in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
+        if config.get(key) not in only:
+            raise ModelError(key, config[key], "every layer must be a mixture")
+    spec = _parse_qwen3_5_moe(config)
+    assert spec.delta is not None and spec.mixture is not None
+    mixture = replace(spec.mixture, renormalizes=boolean(config, "norm_topk_prob", True))
+    return replace(spec, delta=replace(spec.delta, by_key_heads=True), mixture=mixture)
+
+
 def _linear_layers(config: Config, layers: int) -> tuple[bool, ...]:
     kinds = config.get("layer_types")
     if kinds is None:
@@ -54,21 +71,30 @@ def _linear_layers(config: Config, layers: int) -> tuple[bool, ...]:
     return tuple(kind == _LINEAR for kind in kinds)
 
 
+_QWEN = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_MIXTURE = _QWEN | {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
+
 HYBRID_FAMILIES = {
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        _parse_qwen3_5,
-        {
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-        },
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", _parse_qwen3_5, _QWEN),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", _parse_qwen3_5_moe, _MIXTURE),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", _parse_qwen3_next, _MIXTURE | {"num_experts": 512, "num_experts_per_tok": 10}
     ),
 }

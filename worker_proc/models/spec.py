@@ -19,6 +19,7 @@ class MixtureSpec:
     each: int
     renormalizes: bool  # shares of the chosen ones add up to 1
     router_bias: bool = False
+    shared: int = 0  # channels of an expert that all tokens go through, times the sigmoid of a gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,9 @@ class DeltaSpec:
     key_dim: int  # numbers of a head
     value_dim: int
     kernel: int  # tokens that their convolution sees
+    by_key_heads: bool = (
+        False  # projections are stored key head by key head (Qwen3-Next), instead of q, k, v, z, b and a
+    )
 
     @property
     def keys(self) -> int:

@@ -7,7 +7,7 @@ from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part, WeightLoader, is_zero
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, ROUNDED_HEAD, ScaleForm, Scheme
-from worker_proc.quantization.stored import is_stored, plan_read
+from worker_proc.quantization.stored import Unpacked, is_stored, plan_read
 from worker_proc.quantization.stored_blocks import BlocksRead, scheme_of_parts
 from worker_proc.quantization.stored_config import StoredQuantization
 from worker_proc.quantization.target import Quantize, QuantizedTarget, QuantizingTarget
@@ -45,6 +45,7 @@ class WeightSource:
         self._in_blocks = stored is not None and stored.method == "gguf"  # each tensor says how it is held
         self._stored = None if self._in_blocks else stored
         self._quantize = quantize
+        self._last = Unpacked()
         self._dynamic, self._in_groups, self._keeps_scales = dynamic, in_groups, keeps_scales
 
     def scheme(self, parts: tuple[Part, ...]) -> Scheme | None:
@@ -106,6 +107,6 @@ class WeightSource:
         if self._stored is None or not is_stored(self._stored, self._load.checkpoint, part):
             self._load.into(replace(part, cols=None), QuantizingTarget(target, scheme, cols, self._quantize))
             return
-        read = plan_read(self._stored, self._load.checkpoint, part, target)
+        read = plan_read(self._stored, self._load.checkpoint, part, target, self._last)
         names = [entry.name for entry in read.entries.values()]
         self._load.add(read, [*names, *read.unread])

@@ -3,7 +3,7 @@ GPTQ, AWQ), stored_bytes.py (FP8, int8) and stored_fp4.py (MXFP4).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -34,10 +34,19 @@ class StoredLayout(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Unpacked:
+    """The projection that was unpacked last: of some, many parts are read, one after another."""
+
+    whole: Part | None = None
+    rows: QuantizedRows | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRead:
-    """A planned read of one projection, see `loading.Read`. All of its tensors are read at once, then cut."""
+    """A planned read of a part of a projection, see `loading.Read`. All of its tensors are read at once, then cut."""
 
+    last: Unpacked
     entries: dict[str, TensorEntry]
     stored: StoredQuantization
     part: Part
@@ -50,15 +59,24 @@ class StoredRead:
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values())
+        first, last = self.part.rows or (0, self.part.shape[0])
+        return sum(entry.nbytes for entry in self.entries.values()) * (last - first) // self.part.shape[0]
 
     def run(self, open_file: OpenFile) -> Iterator[int]:
-        tensors = {name: read_tensor(open_file(entry), entry) for name, entry in self.entries.items()}
-        rows = _layout(self.stored).unpack(self.stored, self.part, tensors)
-        rows.refuse_not_finite(self.part.name)
         outputs, inputs = self.part.shape
+        rows = self._unpacked(open_file)
         self.target.copy_quantized(0, rows.select(self.part.rows or (0, outputs), self.part.cols or (0, inputs)))
         yield self.nbytes
+
+    def _unpacked(self, open_file: OpenFile) -> QuantizedRows:
+        whole, last = replace(self.part, rows=None, cols=None), self.last
+        if last.rows is None or last.whole != whole:
+            last.whole = last.rows = None
+            tensors = {name: read_tensor(open_file(entry), entry) for name, entry in self.entries.items()}
+            last.rows = _layout(self.stored).unpack(self.stored, self.part, tensors)
+            last.rows.refuse_not_finite(self.part.name)
+            last.whole = whole
+        return last.rows
 
 
 def is_stored(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) -> bool:
@@ -66,11 +84,13 @@ def is_stored(stored: StoredQuantization, checkpoint: Checkpoint, part: Part) ->
     return _layout(stored).holds(stored, checkpoint, part)
 
 
-def plan_read(stored: StoredQuantization, checkpoint: Checkpoint, part: Part, target: QuantizedTarget) -> StoredRead:
+def plan_read(
+    stored: StoredQuantization, checkpoint: Checkpoint, part: Part, target: QuantizedTarget, last: Unpacked
+) -> StoredRead:
     """Raises ModelError if a tensor is missing or has another shape than expected."""
     entries = _layout(stored).find(stored, checkpoint, part)
     unread = stored_bytes.unread_names(checkpoint, part) if stored.as_bytes is not None else ()
-    return StoredRead(entries, stored, part, target, unread)
+    return StoredRead(last, entries, stored, part, target, unread)
 
 
 def _layout(stored: StoredQuantization) -> StoredLayout:

@@ -30,7 +30,7 @@ struct Buffers {
   bf16* qkv;        // [tokens, projected]
   bf16* attended;   // [tokens, mixed]
   bf16* inner;      // [tokens, inner]
-  float* routes;    // [tokens, experts]: outputs of the router, and then places for a sort
+  float* routes;    // [tokens, experts + shared]: outputs of the router, and then places for a sort
   float* shares;    // [tokens, experts_each]
   int64_t* chosen;  // [tokens, experts_each]
   int64_t x_stride, normed_stride, qkv_stride, attended_stride, inner_stride;
@@ -59,7 +59,7 @@ struct Buffers {
     // Nothing of an attention is needed in the MLP after it, but padding is cleared only once in a step.
     if (model.inner % 32 == 0) next = attention;
     take(inner, tokens * inner_stride);
-    take(routes, tokens * model.experts);
+    take(routes, tokens * (model.experts + model.shared));
     take(shares, tokens * model.experts_each);
     take(chosen, tokens * model.experts_each);
     bytes = std::max(next, end) - static_cast<char*>(workspace);
@@ -266,7 +266,7 @@ void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& b
 }
 
 // A Gated DeltaNet, of all tokens: each of them changes the states.
-void mix(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
+void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
   bf16* const gates = buffers.qkv + layer.qkv.outputs;
   {
     const Stopwatch time(step.op_ns, kQkv);
@@ -311,7 +311,7 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
                                      : Pending{apart(model), model.layers[index - 1].mlp_norm, model.residual_scale};
   norm(model, step, buffers, pending, layer.input_norm, step.tokens);
   const bool attends = layer.delta == nullptr;
-  attends ? project_heads(model, step, buffers, layer) : mix(model, step, buffers, layer);
+  attends ? project_heads(model, step, buffers, layer) : mix(step, buffers, layer);
   int64_t tokens = step.tokens;
   if (index + 1 < model.num_layers) {
     if (attends) attend(model, step, buffers, layer, *step.attention, tokens);
@@ -331,7 +331,7 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
 void choose_experts(const DecoderModel& model, const Buffers& buffers, int64_t tokens) {
   const int64_t experts = model.experts, each = model.experts_each;
   for_rows(tokens, 16 * experts, [&](int64_t token) {
-    float* const routes = buffers.routes + token * experts;
+    float* const routes = buffers.routes + token * (experts + model.shared);
     float* const shares = buffers.shares + token * each;
     int64_t* const chosen = buffers.chosen + token * each;
     const float most = *std::max_element(routes, routes + experts);
@@ -356,12 +356,23 @@ void choose_experts(const DecoderModel& model, const Buffers& buffers, int64_t t
 void mixture(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer,
              int64_t tokens) {
   const Stopwatch time(step.op_ns, kGateUp);
-  linear(layer.router, buffers.normed, buffers.normed_stride, tokens, buffers.routes, model.experts,
-         Finish::kStoreFloat);
+  const int64_t stride = model.experts + model.shared;
+  linear(layer.router, buffers.normed, buffers.normed_stride, tokens, buffers.routes, stride, Finish::kStoreFloat);
   choose_experts(model, buffers, tokens);
   rhizome_experts(layer.expert_gate_ups, layer.expert_downs, model.experts, buffers.normed, buffers.normed_stride, tokens,
                   buffers.chosen, buffers.shares, model.experts_each,
                   model.gate, buffers.partial);
+  if (!model.shared) return;
+  linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,
+         static_cast<Finish>(model.gate));
+  for_rows(tokens, model.inner, [&](int64_t token) {
+    bf16* const inner = buffers.inner + token * buffers.inner_stride;
+    const float share = 1.0f / (1.0f + expf(-buffers.routes[token * stride + model.experts]));
+    for_lanes(model.inner, [&](int64_t i, int count) {
+      store_lanes(inner + i, share * load_lanes(inner + i, count), count);
+    });
+  });
+  linear(layer.down, buffers.inner, buffers.inner_stride, tokens, buffers.partial, model.hidden, Finish::kAdd);
 }
 
 void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {

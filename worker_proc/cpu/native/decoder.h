@@ -18,9 +18,9 @@ namespace rhizome {
 struct DecoderLayer {
   PackedMatrix qkv;      // all queries, all keys, all values; then gates, one for each number of a query
   PackedMatrix o;
-  PackedMatrix gate_up;  // paired
+  PackedMatrix gate_up;  // paired; in a mixture of the shared expert, if there is one
   PackedMatrix down;
-  PackedMatrix router;                  // of a mixture, whose experts stand in place of `gate_up` and `down`
+  PackedMatrix router;                  // of a mixture; behind the experts' outputs the gate of the shared one
   const PackedMatrix* expert_gate_ups;  // [experts]
   const PackedMatrix* expert_downs;
   // Of a Gated DeltaNet, which stands in place of attention, what is no step's. `qkv` has q, k, v and z then. Or null.
@@ -63,7 +63,7 @@ struct DecoderModel {
   int32_t ropes;
   int32_t rotated;            // the first numbers of a head, which are rotated: even
   int32_t gate;               // of the MLP: the Finish that makes gates and ups one
-  int32_t inner;              // channels of the MLP, or of an expert
+  int32_t inner;              // channels of the MLP, or of the shared expert
   int32_t experts;            // 0: no mixture
   int32_t experts_each;       // that a token goes through
   int32_t renormalizes;       // 1: their shares add up to 1
@@ -73,6 +73,7 @@ struct DecoderModel {
   int32_t gated;              // 1: what attention gives is multiplied by the sigmoid of gates
   int32_t projected;          // most numbers that `qkv` and `gates` of a layer make of a token
   int32_t mixed;              // most that its `o` takes
+  int32_t shared;             // 1: all tokens go through one more expert, as far as its gate lets them
 };
 
 // What recurrent layers compute together, before states are copied.
