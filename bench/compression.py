@@ -22,7 +22,7 @@ from worker_proc.cpu.machine import num_cpus
 def measure(models: list[CpuDecoder], rows: int, new: int, total: int, repeats: int) -> list[float]:
     """Median seconds of a step of `rows` requests that compute `new` of their `total` tokens, by model."""
     batch, pages = make_step(rows, new, total, 0)
-    cache = filled_cache(models[0], pages)
+    cache = filled_cache(models[0], pages, rows)
     took: list[list[float]] = [[] for _ in models]
     for _ in range(repeats + 1):
         for model, times in zip(models, took, strict=True):

@@ -29,6 +29,7 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.models.registry import load_model
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.scheme import Scheme, load_time_scheme
+from worker_proc.recurrent import StateRows
 
 PAGE_SIZE = 16
 # name: rows, new tokens per row, tokens per row in all, of them in common
@@ -58,10 +59,10 @@ def load_decoder(
     return model
 
 
-def filled_cache(model: CpuDecoder, pages: int) -> KVCache:
-    """With random keys and values."""
-    cache = KVCache(model.kv_spec, pages, PAGE_SIZE)
-    for memory in (*cache.k, *cache.v):
+def filled_cache(model: CpuDecoder, pages: int, rows: int) -> KVCache:
+    """With random keys and values, and states of so many rows where layers are recurrent."""
+    cache = KVCache(model.kv_spec, pages, PAGE_SIZE, slots=rows if model.kv_spec.states else 0)
+    for memory in (*cache.k, *cache.v, *(cache.states.tensors.values() if cache.states is not None else ())):
         memory.normal_()
     return cache
 
@@ -83,6 +84,7 @@ def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatc
         kv_lens_host=[total] * rows,
         num_prefill_rows=rows if new > 1 else 0,
         logit_rows=torch.arange(1, rows + 1) * new - 1,
+        states=StateRows(list(range(rows))),
     )
     return batch, rows * columns
 
@@ -90,32 +92,45 @@ def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatc
 def floors(model: CpuDecoder, rows: int, new: int, total: int, shared: int, most: Limits) -> dict[str, float]:
     """Seconds that each operation takes at least; those that are not named move nothing but activations. The last layer
     computes one token of a row to the end, and of the others keys and values. A mixture's MLPs are all in "gate_up"."""
-    spec, tokens, others = model.spec, rows * new, model.spec.num_layers - 1
+    spec, tokens, layers = model.spec, rows * new, model.weights.layers
 
-    def mlp(matrix: PackedMatrix, tokens: int) -> float:
+    def product(matrix: PackedMatrix, index: int) -> float:
+        return most.product(matrix, rows if index == len(layers) - 1 else tokens)
+
+    def mlp(matrix: PackedMatrix, index: int) -> float:
         if spec.mixture is None:
-            return most.product(matrix, tokens)
+            return product(matrix, index)
         experts, each = spec.mixture.experts, spec.mixture.each
-        taken = experts * (1 - (1 - each / experts) ** tokens)  # of a router that prefers none
-        return most.product(matrix, tokens * each, taken)
+        count = rows if index == len(layers) - 1 else tokens
+        taken = experts * (1 - (1 - each / experts) ** count)  # of a router that prefers none
+        return most.product(matrix, count * each, taken)
 
-    layer = model.weights.layers[0]
-    arithmetic, read = 0.0, 0.0
-    for index, window in enumerate(spec.windows):
+    qkv, o, up, down, arithmetic, read = (0.0,) * 6
+    for index, (layer, window) in enumerate(zip(layers, spec.windows, strict=True)):
+        qkv += most.product(layer.qkv, tokens)
+        o += product(layer.o, index)
+        up += mlp(layer.up, index)
+        down += mlp(layer.down, index)
+        if layer.shared is not None:
+            up += product(layer.shared.up, index)
+            down += product(layer.shared.down, index)
+        if layer.delta is not None:
+            qkv += most.product(layer.delta.gates, tokens)
+            continue
         reach = total if window is None else window  # a token sees itself and so many before it, less one
         seen = [min(position + 1, reach) for position in range(total - new, total)]
-        pairs = rows * (seen[-1] if index == others else sum(seen))
+        pairs = rows * (seen[-1] if index == len(layers) - 1 else sum(seen))
         arithmetic += 4 * pairs * spec.num_heads * spec.head_dim
         first = max(0, total - new + 1 - reach)
         tokens_read = max(0, shared - first) + rows * (total - max(first, shared))
-        read += tokens_read * model.kv_spec.bytes_per_token / spec.num_layers
-    up, down = (others * mlp(matrix, tokens) + mlp(matrix, rows) for matrix in (layer.up, layer.down))
+        read += tokens_read * model.kv_spec.bytes_per_token / model.kv_spec.num_layers
     return {
-        "qkv": spec.num_layers * most.product(layer.qkv, tokens),
-        "o": others * most.product(layer.o, tokens) + most.product(layer.o, rows),
+        "qkv": qkv,
+        "o": o,
         **({"gate_up": up + down} if spec.mixture is not None else {"gate_up": up, "down": down}),
         "head": most.product(model.weights.head, rows),
         "attention": max(read / most.bandwidth, arithmetic / most.operations),
+        "delta_net": 2 * rows * model.kv_spec.bytes_per_state / most.bandwidth,  # read and written
     }
 
 
@@ -152,7 +167,7 @@ def main(
         if not name.startswith(tuple(cases.split(","))):
             continue
         batch, pages = make_step(*case)
-        cache = filled_cache(model, pages)
+        cache = filled_cache(model, pages, case[0])
         most = limits(native)
         parts, whole = measure(model, batch, cache, repeats)
         least = floors(model, *case, most)

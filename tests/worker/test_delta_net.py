@@ -10,18 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests import helpers_recurrent
 from tests.helpers_hybrid import hybrid_config
-from tests.helpers_recurrent import HIDDEN, check_bits, check_values, make_batch, packed
+from tests.helpers_recurrent import check_bits, check_values, make_batch, packed
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.delta_net import DeltaNet, supports
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
-from worker_proc.cpu.modules import NativeLinear, pack_modules
-from worker_proc.quantization.scheme import Scheme
 from worker_proc.recurrent import RecurrentStates, StateSave
 from worker_proc.waves import waves
 
@@ -93,33 +91,6 @@ def test_the_layer_computes_what_transformers_computes(level: Level, kind: str, 
 def test_bits_do_not_depend_on_batches_and_cuts(level: Level, data: st.DataObject) -> None:
     layer = small_layer(level)
     check_bits(DeltaNet(layer, load_library(level)), partial(make_states, layer), data)
-
-
-@LEVELS
-@pytest.mark.parametrize("scheme", [None, Scheme(8), Scheme(4, 32)], ids=str)
-@torch.inference_mode()
-def test_projections_are_one_product_with_the_bits_of_several(level: Level, scheme: Scheme | None) -> None:
-    layer, native, names = make_layer(), load_library(level), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    apart = nn.ModuleDict({name: copy.deepcopy(getattr(layer, name)) for name in names})
-    assert pack_modules(apart, native, scheme=scheme) == 4
-    assert pack_modules(nn.ModuleList([layer]), native, scheme=scheme) == 2, "all of these, and the one behind them"
-    assert len({getattr(layer, name).whole for name in names}) == 1
-    x = torch.randn(1, 5, HIDDEN).bfloat16()
-    for name in names:
-        assert torch.equal(getattr(layer, name)(x), apart[name](x))
-        assert scheme is not None or torch.equal(getattr(layer, name).weight, apart[name].weight)
-    batch = make_batch([3, 1], [3, 2])
-    together, states = DeltaNet(layer, native).forward(x, batch, make_states(layer)), make_states(layer)
-    for name in names:
-        setattr(layer, name, apart[name])
-    assert torch.equal(DeltaNet(layer, native).forward(x, batch, states), together)
-
-
-def test_projections_with_biases_stay_apart() -> None:
-    layer = make_layer()
-    layer.in_proj_b.bias = nn.Parameter(torch.ones(layer.in_proj_b.out_features).bfloat16())
-    pack_modules(nn.ModuleList([layer]), load_library(cpu_features().levels()[0]))
-    assert isinstance(layer.in_proj_qkv, NativeLinear) and isinstance(layer.in_proj_b, NativeLinear)
 
 
 @given(data=st.data())

@@ -52,11 +52,6 @@ def supports(module: nn.Module) -> bool:
     )
 
 
-def projections(module: nn.Module) -> tuple[str, ...]:
-    """The names of a supported layer's projections that may be one product."""
-    return _SEPARATE if supports(module) and hasattr(module, _SEPARATE[0]) else ()
-
-
 class DeltaNet:
     """A layer whose products are its own modules', and whose rest is native."""
 
@@ -68,10 +63,6 @@ class DeltaNet:
         rest = (-layer.A_log.detach().float().exp(), layer.dt_bias, layer.norm.weight)
         self._weights = (taps(layer.conv1d)[0], *(part.detach().float().contiguous() for part in rest))
         self._eps = float(layer.norm.variance_epsilon)
-        # Of the projections, where they are one product.
-        self._whole: Any = getattr(getattr(layer, _SEPARATE[0], None), "whole", None)
-        if self._whole is not None:
-            self._widths = [getattr(layer, name).out_features for name in _SEPARATE]
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, states: RecurrentStates) -> Tensor:
         """`hidden` bfloat16 `[1, T, H]`, the tokens of all rows one after another, to as much."""
@@ -97,8 +88,6 @@ class DeltaNet:
     def _project(self, hidden: Tensor) -> Sequence[Tensor]:
         """qkv, z, b and a."""
         layer = self._layer
-        if self._whole is not None:
-            return torch.split(self._whole(hidden), self._widths, dim=-1)
         if hasattr(layer, _SEPARATE[0]):
             return tuple(getattr(layer, name)(hidden).contiguous() for name in _SEPARATE)
         parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from worker_proc.cpu import delta_net
 from worker_proc.cpu.compressed import CompressedMatrix
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import Finish, PackedMatrix, Pairing, side_by_side
@@ -79,26 +78,6 @@ class NativeLinear(nn.Module):
         if len(rows):
             self.matrix.linear(rows, Finish.STORE, out)
         return out.view(*x.shape[:-1], self.out_features)
-
-
-class NativePart(nn.Module):
-    """A linear layer of several that take the same input: `outputs` rows of the matrix of all of them, from `first`."""
-
-    def __init__(self, whole: NativeLinear, first: int, outputs: int) -> None:
-        super().__init__()
-        self.whole = whole
-        self.in_features, self.out_features = whole.in_features, outputs
-        self._outputs = torch.arange(first, first + outputs)
-
-    @property
-    def weight(self) -> Tensor:
-        """`[out, in]`, unpacked anew: for models that look at it."""
-        return self.whole.matrix.unpack(self._outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` bfloat16 `[..., in]` to `[..., out]`. All outputs are computed: who wants several takes `whole`."""
-        made: Tensor = self.whole(x)
-        return made[..., self._outputs]
 
 
 class NativeHead(NativeLinear):
@@ -247,13 +226,6 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
             yield parent, name, module
 
 
-def _projections(module: nn.Module) -> dict[str, nn.Linear]:
-    """Layers of a native recurrent layer that become one product, by name."""
-    layers: dict[str, Any] = {name: getattr(module, name) for name in delta_net.projections(module)}
-    plain = all(is_linear(layer) and layer.bias is None for layer in layers.values())
-    return layers if plain and len({layer.in_features for layer in layers.values()}) == 1 else {}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
     """What takes the place of `module`, the child `name` of `parent`."""
@@ -261,8 +233,7 @@ class _Plan:
     parent: nn.Module
     name: str
     module: Any
-    # As what it was recognized: a finish is that of experts, names are its layers' that become one, None a layer's.
-    known: GatedMlp | RmsNorm | Finish | tuple[str, ...] | None
+    known: GatedMlp | RmsNorm | Finish | None  # as what it was recognized: a finish is that of experts, None a layer's
     forms: list[MatrixForm]  # of the matrices that it needs
 
 
@@ -285,11 +256,6 @@ class _Packing:
                 head = module is self.head and self.scheme is not None
                 forms = [self._form(module.weight, HEAD_SCHEME if head else self.scheme)]
                 yield _Plan(parent, name, module, None, forms)
-            elif projections := _projections(module):
-                inside.update(projections.values())
-                outputs, (first, *_) = sum(layer.out_features for layer in projections.values()), projections.values()
-                form = MatrixForm(outputs, first.in_features, self.scheme, self.compress)
-                yield _Plan(parent, name, module, tuple(projections), [form])
             elif (mlp := gated_mlp(module)) is not None:
                 inside.update(layer for layer in (mlp.gate, mlp.up) if layer is not None)
                 gate, _ = mlp.weights
@@ -318,8 +284,6 @@ class _Packing:
                 return self._mlp(plan.module, plan.known, matrices[0])
             case Finish():
                 return self._experts(plan.module, plan.known, matrices)
-            case tuple():
-                return self._side_by_side(plan.module, plan.known, matrices[0])
         layer: nn.Linear = plan.module
         matrix, is_head = self._linear(layer, matrices[0]), layer is self.head
         return NativeHead(matrix, self._screen(layer)) if is_head else NativeLinear(matrix)
@@ -358,22 +322,11 @@ class _Packing:
         self._seal(matrix)
         return matrix
 
-    def _side_by_side(self, module: nn.Module, names: tuple[str, ...], matrix: PackedMatrix) -> nn.Module:
-        """`module` with these layers as parts of one matrix."""
-        whole, begin = NativeLinear(matrix), 0
-        for name in names:
-            layer = getattr(module, name)
-            self._fill(matrix, layer.weight, first=begin)
-            setattr(module, name, NativePart(whole, begin, layer.out_features))
-            begin += layer.out_features
-        self._seal(matrix)
-        return module
-
-    def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE, first: int = 0) -> None:
+    def _fill(self, matrix: PackedMatrix, rows: Tensor, pairing: Pairing = Pairing.NONE) -> None:
         if isinstance(matrix, QuantizedMatrix):
-            matrix.pack_rows(NativeQuantizer(self.native)(rows, matrix.scheme), first, pairing)
+            matrix.pack_rows(NativeQuantizer(self.native)(rows, matrix.scheme), 0, pairing)
         else:
-            matrix.pack(rows, first, pairing)
+            matrix.pack(rows, 0, pairing)
 
     @staticmethod
     def _seal(matrix: PackedMatrix) -> None:
