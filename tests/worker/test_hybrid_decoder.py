@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.cpu_steps import filled_cache, floors, make_step, measure
+from bench.limits import Limits
 from common.sampling_params import DrawParams
 from tests.helpers_codes import rounds
 from tests.helpers_hybrid import hybrid_config, make_hybrid
@@ -26,7 +28,7 @@ from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_hybrid_serving import COUNT, WAVES, serving
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Format, PackedMatrix
@@ -376,3 +378,13 @@ def test_others_are_left_to_transformers(change: dict[str, Any]) -> None:
 
 def test_heads_that_the_kernels_do_not_know_are_left_to_transformers(tmp_path: Path) -> None:
     assert isinstance(load(make_hybrid(KIND, tmp_path, linear_key_head_dim=24)), TransformersModel)
+
+
+def test_its_steps_are_measured_beside_floors(tmp_path: Path) -> None:
+    model, case = load_native(make("next", tmp_path)), (3, 1, 40, 0)
+    batch, pages = make_step(*case)
+    parts, whole = measure(model, batch, filled_cache(model, pages, 3), 1)
+    least = floors(model, *case, Limits(1e9, 1e9, 1e9))
+    assert set(least) <= set(OPERATIONS) and min(least.values()) > 0
+    took = dict(zip(OPERATIONS, parts, strict=True))
+    assert took["delta_net"] > 0 and took["attention"] > 0 and sum(parts) <= whole
