@@ -48,10 +48,8 @@ class _ModelStruct(ctypes.Structure):
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
-        *(
-            (name, c_int32)
-            for name in ("vocab_first", "vocab_count", "several", "gated", "projected", "mixed", "shared")
-        ),
+        *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
+        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared")),
     )
 
 
@@ -166,6 +164,7 @@ class CpuDecoder:
             function.restype, function.argtypes = result, arguments
         self._attention = NativeAttention(native)
         self._cache: KVCache | None = None
+        self._waves: Waves | None = None  # of the last step, where there are recurrent layers
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._step = _StepStruct()  # of the last step, 0 tokens before the first
         self._rotations = _Rotations.of(spec)
@@ -310,7 +309,7 @@ class CpuDecoder:
         step.logit_rows = batch.logit_rows.data_ptr()
         step.num_logits = len(batch.logit_rows)
         if cache.states is not None:
-            self._waves = Waves(batch, cache.states)  # until the next step's
+            self._waves = Waves(batch, cache.states)
             step.waves, step.num_waves = self._waves.address, self._waves.count
         step.op_ns = _pointer(self.op_ns)
         functions, model = self._functions, self._model

@@ -15,13 +15,12 @@ from worker_proc.models.config_fields import (
     activation,
     boolean,
     divide,
-    dual_chunk_limit,
-    optional_float,
     optional_int,
     positive_float,
     positive_int,
 )
-from worker_proc.models.rope_spec import parse_rope
+from worker_proc.models.family_parts import NATIVE_ON_CPUS, but_each, experts, parse_llama, windows_of
+from worker_proc.models.gemma_families import parse_gemma, parse_gemma2, parse_gemma3
 from worker_proc.models.spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec, MixtureSpec
 from worker_proc.quantization.stored_config import parse_stored
 
@@ -82,47 +81,9 @@ def parse_family(family: "Family", config: Config) -> DecoderSpec:
     return family.parse({**family.defaults, **config})
 
 
-def parse_llama(config: Config) -> DecoderSpec:
-    """Llama, and what the others begin with."""
-    model_type = str(config["model_type"])
-    hidden = positive_int(config, "hidden_size")
-    heads = positive_int(config, "num_attention_heads")
-    layers = positive_int(config, "num_hidden_layers")
-    head_dim = optional_int(config, "head_dim") or divide(hidden, heads, "hidden_size", "num_attention_heads")
-    kv_heads = optional_int(config, "num_key_value_heads") or heads
-    divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    context = positive_int(config, "max_position_embeddings")
-    rope = parse_rope(config, head_dim, context, partial=model_type in _MAY_ROTATE_PARTS)
-    bias = model_type in _MAY_HAVE_BIAS and boolean(config, "attention_bias", False)
-    return DecoderSpec(
-        layout="llama",
-        vocab_size=positive_int(config, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=positive_int(config, "intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        context_length=min(context, rope.max_positions or context, dual_chunk_limit(config) or context),
-        norm="rms",
-        norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
-        activation=activation(config, "hidden_act", "silu"),
-        gated_mlp=True,
-        qkv_bias=bias or model_type == "qwen2",
-        o_bias=bias,
-        mlp_bias=model_type in _MAY_HAVE_MLP_BIAS and boolean(config, "mlp_bias", False),
-        qk_norm=model_type in _NORM_HEADS,
-        tied=boolean(config, "tie_word_embeddings", False),
-        learned_positions=False,
-        ropes=(rope,) * layers,
-        scales=(head_dim**-0.5,) * layers,
-        windows=(None,) * layers,
-    )
-
-
 def _parse_mistral(config: Config) -> DecoderSpec:
     spec = parse_llama(config)
-    return replace(spec, windows=_windows(config, [True] * spec.num_layers, fixed=True))
+    return replace(spec, windows=windows_of(config, [True] * spec.num_layers, fixed=True))
 
 
 def _parse_qwen(config: Config) -> DecoderSpec:
@@ -132,7 +93,7 @@ def _parse_qwen(config: Config) -> DecoderSpec:
     if not isinstance(first, int) or isinstance(first, bool):
         raise ModelError("max_window_layers", first, "must be an integer")
     slides = [layer >= first for layer in range(spec.num_layers)]
-    return replace(spec, windows=_windows(config, slides, flag=True))
+    return replace(spec, windows=windows_of(config, slides, flag=True))
 
 
 def _parse_gpt2(config: Config) -> DecoderSpec:
@@ -202,7 +163,7 @@ def _parse_smollm3(config: Config) -> DecoderSpec:
     return replace(
         spec,
         ropes=tuple(rope if mark else None for rope, mark in zip(spec.ropes, rotated, strict=False)),
-        windows=_windows(config, [not mark for mark in rotated[:layers]], flag=True),
+        windows=windows_of(config, [not mark for mark in rotated[:layers]], flag=True),
     )
 
 
@@ -217,7 +178,7 @@ def _parse_qwen3_moe(config: Config) -> DecoderSpec:
     if config.get("decoder_sparse_step") not in (None, 1):
         raise ModelError("decoder_sparse_step", config["decoder_sparse_step"], "every layer must be a mixture")
     spec = parse_llama({**config, "intermediate_size": positive_int(config, "moe_intermediate_size")})
-    windows = _windows(config, [True] * spec.num_layers, flag=True, fixed=True)
+    windows = windows_of(config, [True] * spec.num_layers, flag=True, fixed=True)
     mixture = MixtureSpec(*experts(config), boolean(config, "norm_topk_prob", False))
     return replace(spec, qk_norm=True, windows=windows, mixture=mixture)
 
@@ -235,114 +196,10 @@ def _parse_gpt_oss(config: Config) -> DecoderSpec:
         layout="gpt_oss",
         activation=CLAMPED_SWIGLU,
         mlp_bias=True,
-        windows=_windows(config, _but_each(2, spec.num_layers)),
+        windows=windows_of(config, but_each(2, spec.num_layers)),
         mixture=MixtureSpec(*experts(config), renormalizes=True, router_bias=True),
         sinks=True,
     )
-
-
-def experts(config: Config) -> tuple[int, int]:
-    """How many experts there are, under either name, and how many a token goes through."""
-    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    count, each = positive_int(config, key), positive_int(config, "num_experts_per_tok")
-    if each > count:
-        raise ModelError("num_experts_per_tok", each, f"must be at most {key} = {count}")
-    return count, each
-
-
-def _parse_gemma(config: Config) -> DecoderSpec:
-    """What all Gemmas have: norms around 1, scaled embeddings, GELU."""
-    if boolean(config, "use_bidirectional_attention", False):
-        raise ModelError("use_bidirectional_attention", True, "only causal attention is served")
-    key = "hidden_act" if config["model_type"] == "gemma" else "hidden_activation"
-    gate = activation(config, key, "gelu_pytorch_tanh")
-    if gate == "gelu" and key == "hidden_act":  # an error of the first checkpoints, which means the other one
-        gate = "gelu_pytorch_tanh"
-    spec = parse_llama({name: value for name, value in config.items() if name != "hidden_act"})
-    return replace(
-        spec,
-        activation=gate,
-        norm_offset=1.0,
-        embedding_scale=spec.hidden_size**0.5,
-        rounds_embedding_scale=True,
-    )
-
-
-def _parse_gemma2(config: Config) -> DecoderSpec:
-    spec = _parse_gemma(config)
-    layers, every = spec.num_layers, 2
-    if config["model_type"] == "gemma3_text" and config.get("layer_types") is None:
-        every = positive_int(config, "sliding_window_pattern")
-    return replace(
-        spec,
-        output_norms=True,
-        scales=(positive_float(config, "query_pre_attn_scalar", 256.0) ** -0.5,) * layers,
-        windows=_windows(config, _but_each(every, layers)),
-        softcap=optional_float(config, "attn_logit_softcapping"),
-        logit_softcap=optional_float(config, "final_logit_softcapping"),
-    )
-
-
-def _parse_gemma3(config: Config) -> DecoderSpec:
-    """Norms of queries and keys, and two rotations: one for layers with a window, another one for the rest."""
-    nested = config.get("rope_parameters") or {}
-    if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
-        raise ModelError("rope_parameters", nested, "must hold full_attention and sliding_attention")
-    scaling = config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelError("rope_scaling", scaling, "must be an object")
-    rest = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
-    far = {**(nested.get("full_attention") or {}), **scaling}
-    near = nested.get("sliding_attention") or {}
-    spec = _parse_gemma2(rest)
-    ropes = {}
-    for slides, given, theta in ((False, far, "rope_theta"), (True, near, "rope_local_base_freq")):
-        kind = {**rest, "rope_parameters": given or {"rope_type": "default"}}
-        kind["rope_theta"] = positive_float(config, theta, 10_000.0 if slides else 1_000_000.0)
-        ropes[slides] = parse_rope(kind, spec.head_dim, spec.context_length)
-    limits = [rope.max_positions for rope in ropes.values() if rope.max_positions is not None]
-    return replace(
-        spec,
-        context_length=min([spec.context_length, *limits]),
-        qk_norm=True,
-        softcap=None,  # transformers does not apply it here
-        ropes=tuple(ropes[window is not None] for window in spec.windows),
-    )
-
-
-def _windows(config: Config, slides: list[bool], *, flag: bool = False, fixed: bool = False) -> tuple[int | None, ...]:
-    """The sliding window of each layer. `slides` says which have one where `layer_types` does not, and always if they
-    are `fixed`; with `flag`, none has without `use_sliding_window`. Raises ModelError for what contradicts itself."""
-    window = optional_int(config, "sliding_window")
-    if flag and not boolean(config, "use_sliding_window", False):
-        window = None
-    if window is None and (flag or fixed):
-        slides = [False] * len(slides)
-    if config.get("layer_types") is not None:
-        named = [kind == "sliding_attention" for kind in _layer_types(config, len(slides))]
-        if fixed and named != slides:
-            reason = f"{config['model_type']} has the same sliding_window ({window}) in every layer"
-            raise ModelError("layer_types", config["layer_types"], reason)
-        slides = named
-    if window is None and any(slides):
-        key = "use_sliding_window" if flag and config.get("sliding_window") else "sliding_window"
-        raise ModelError(key, config.get(key), "layers that slide need it")
-    return tuple(window if slide else None for slide in slides)
-
-
-def _but_each(every: int, layers: int) -> list[bool]:
-    """All layers but each `every`th one."""
-    return [(layer + 1) % every != 0 for layer in range(layers)]
-
-
-def _layer_types(config: Config, layers: int) -> list[str]:
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ModelError("layer_types", kinds, f"must list {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError("layer_types", kind, "only full_attention and sliding_attention are known")
-    return kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,14 +232,14 @@ FAMILIES = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", _parse_qwen, _QWEN),
     "qwen3": Family("Qwen3ForCausalLM", _parse_qwen, _QWEN | {"head_dim": 128}),
-    "gemma": Family("GemmaForCausalLM", _parse_gemma, _GEMMA | {"num_key_value_heads": 16}),
+    "gemma": Family("GemmaForCausalLM", parse_gemma, _GEMMA | {"num_key_value_heads": 16}),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        _parse_gemma2,
+        parse_gemma2,
         _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", _parse_gemma3, _GEMMA2 | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
+        "Gemma3ForCausalLM", parse_gemma3, _GEMMA2 | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
     ),
     "granite": Family("GraniteForCausalLM", _parse_granite, {"max_position_embeddings": 2048, "eos_token_id": 2}),
     "mixtral": Family(
@@ -457,12 +314,5 @@ FAMILIES = {
     ),
 }
 
-NATIVE_ON_CPUS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # see hybrid_families
-_MAY_HAVE_BIAS = (
-    "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *NATIVE_ON_CPUS
-)  # fmt: skip
-_MAY_ROTATE_PARTS = ("phi3", *NATIVE_ON_CPUS)
-_NORM_HEADS = ("qwen3", *NATIVE_ON_CPUS)
-_MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 EXCEED_FLOAT16 = ("gemma2", "gemma3_text")  # whose hidden states grow beyond 65504
 _CARRY_A_COPY = ("phi3",)  # of what transformers has for them, too; as always, none of it is run

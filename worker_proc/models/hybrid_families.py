@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from worker_proc.errors import ModelError
 from worker_proc.models.config_fields import Config, boolean, divide, positive_int
-from worker_proc.models.families import Family, experts, parse_family, parse_llama
+from worker_proc.models.families import Family, parse_family
+from worker_proc.models.family_parts import experts, parse_llama
 from worker_proc.models.language_part import without_sections
 from worker_proc.models.spec import DecoderSpec, DeltaSpec, MixtureSpec
 

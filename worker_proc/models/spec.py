@@ -32,9 +32,7 @@ class DeltaSpec:
     key_dim: int  # numbers of a head
     value_dim: int
     kernel: int  # tokens that their convolution sees
-    by_key_heads: bool = (
-        False  # projections are stored key head by key head (Qwen3-Next), instead of q, k, v, z, b and a
-    )
+    by_key_heads: bool = False  # projections are stored key head by key head (Qwen3-Next), not q, k, v, z, b and a
 
     @property
     def keys(self) -> int:
