@@ -7,6 +7,7 @@ projections on rank 0 only, because the partial results are summed.
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part, same_data
@@ -14,6 +15,7 @@ from worker_proc.models.spec import DecoderSpec
 from worker_proc.weights import Checkpoint
 
 Span = tuple[int, int]
+Block = tuple[str, int, Span]  # of a stored matrix: its name, its rows, and which of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +150,9 @@ class DecoderLayout:
         heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
         attention = base + "self_attn."
         all_heads, all_kv_heads = spec.num_heads * dim, spec.num_kv_heads * dim
-        queries = [(attention + "q_proj", all_heads, heads)]
-        gates = []
-        if spec.gated_attention:  # head by head, its query and then its gates
-            both = [
-                [(attention + "q_proj", 2 * all_heads, ((2 * head + part) * dim, (2 * head + part + 1) * dim))
-                 for head in range(*shard.heads)]
-                for part in (0, 1)
-            ]  # fmt: skip
-            queries, gates = both
+        queries, gates = [(attention + "q_proj", all_heads, heads)], list[Block]()
+        if spec.gated_attention:
+            queries, gates = _head_by_head(attention + "q_proj", spec.num_heads, (dim, dim), shard.heads)
         qkv = queries + [(attention + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")] + gates
         q_norm, k_norm = (
             NormParts(Part(f"{attention}{name}_norm.weight", (dim,))) if spec.qk_norm else None for name in ("q", "k")
@@ -203,8 +199,8 @@ class DecoderLayout:
         if delta.by_key_heads:
             each = delta.value_heads // delta.key_heads
             sizes = (delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim)
-            projected = self._by_turns(base + "in_proj_qkvz", delta.key_heads, sizes)
-            gates = self._by_turns(base + "in_proj_ba", delta.key_heads, (each, each))
+            projected = [*chain(*_head_by_head(base + "in_proj_qkvz", delta.key_heads, sizes, shard.delta_keys))]
+            gates = [*chain(*_head_by_head(base + "in_proj_ba", delta.key_heads, (each, each), shard.delta_keys))]
         else:
             projected = [(base + "in_proj_qkv", channels, span) for span in mixed]
             projected.append((base + "in_proj_z", delta.values, values))
@@ -307,19 +303,8 @@ class DecoderLayout:
             mlp_norm=None,
         )
 
-    def _by_turns(self, name: str, count: int, sizes: tuple[int, ...]) -> list[tuple[str, int, Span]]:
-        """Rows that are stored head by head, of each of `count` key heads so many of several kinds: kind by kind."""
-        whole, starts = sum(sizes), [sum(sizes[:kind]) for kind in range(len(sizes))]
-        return [
-            (name, count * whole, (head * whole + start, head * whole + start + size))
-            for start, size in zip(starts, sizes, strict=True)
-            for head in range(*self.shard.delta_keys)
-        ]
-
-    def _columns(
-        self, blocks: list[tuple[str, int, Span]], width: int, bias: bool, transposed: bool = False
-    ) -> LinearParts:
-        """Column-parallel: stacked output rows `(name, rows of the whole matrix, rows of this rank)`."""
+    def _columns(self, blocks: list[Block], width: int, bias: bool, transposed: bool = False) -> LinearParts:
+        """Column-parallel: output rows of this rank, stacked."""
         weights = tuple(Part(name + ".weight", (full, width), span, None, transposed) for name, full, span in blocks)
         biases = tuple(Part(name + ".bias", (full,), span) for name, full, span in blocks)
         return LinearParts(weights, biases if bias else ())
@@ -341,6 +326,15 @@ class DecoderLayout:
         first, last = self.shard.vocab
         vocab = self.spec.vocab_size
         return Part(name, (vocab, self.spec.hidden_size), (min(first, vocab), min(last, vocab)))
+
+
+def _head_by_head(name: str, count: int, sizes: tuple[int, ...], heads: Span) -> list[list[Block]]:
+    """Of a matrix with so many rows of several kinds for each of `count` heads: those of `heads`, kind by kind."""
+    whole, starts = sum(sizes), [sum(sizes[:kind]) for kind in range(len(sizes))]
+    return [
+        [(name, count * whole, _moved((start, start + size), head * whole)) for head in range(*heads)]
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def _span(count: int, rank: int) -> Span:
