@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.cpu_steps import filled_cache, floors, make_step, measure
 from bench.limits import Limits
-from common.sampling_params import DrawParams
 from tests.helpers_codes import rounds
 from tests.helpers_hybrid import hybrid_config, make_hybrid
 from tests.helpers_models import VOCAB_SIZE
@@ -23,9 +22,8 @@ from tests.helpers_native import COMPRESSING
 from tests.helpers_paged import NEW_TOKENS, Row, generate, make_batch, make_prompts, poison
 from tests.helpers_quantized import quantize_checkpoint, store_bytes
 from tests.helpers_recurrent import same_states
-from tests.helpers_serving import Request, serve
 from tests.worker.test_cpu_build import needs_compiler
-from tests.worker.test_hybrid_serving import COUNT, WAVES, serving
+from tests.worker.test_hybrid_serving import COUNT, WAVES, check_serving
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
@@ -226,16 +224,8 @@ def test_compressed_weights_have_the_bits_of_plain_ones(level: Level, checkpoint
 
 def test_a_scheduler_gets_the_tokens_of_each_request_alone(checkpoint: Path) -> None:
     """With snapshots, evictions and preemptions; to the last bit, as a token's bits are those of its own context."""
-    model, totals = load_native(checkpoint), dict[str, int]()
-    alone = [[generate(model, [prompt], COUNT)[0] for prompt in wave] for wave in WAVES]
-    for page_size, tokens, snapshots, in_flight in ((1, 600, 9, 1), (4, 200, 2, 2), (16, 256, 5, 2)):
-        scheduler, runner = serving(model, page_size, tokens=tokens, snapshots=snapshots, in_flight=in_flight)
-        for wave, wanted in zip(WAVES, alone, strict=True):
-            requests = [Request(prompt, DrawParams(0.0), COUNT) for prompt in wave]
-            stats = serve(scheduler, runner, requests)
-            assert [request.tokens for request in requests] == wanted
-        totals = {name: totals.get(name, 0) + value for name, value in stats.items()}
-    assert totals["loaded_snapshots"] > 15 and totals["preempted"] > 0 and totals["evicted_pages"] > 0
+    model = load_native(checkpoint)
+    check_serving(model, [[generate(model, [prompt], COUNT)[0] for prompt in wave] for wave in WAVES])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -54,7 +54,11 @@ def test_tokens_are_those_of_each_request_alone(kind: str, tmp_path: Path) -> No
     model = load_model(
         path, dtype=torch.float32, device="cpu", tp=TensorParallel(), attention=ReferenceAttention()
     )  # fmt: skip
-    alone = [greedy(path, wave, COUNT) for wave in WAVES]
+    check_serving(model, [greedy(path, wave, COUNT) for wave in WAVES])
+
+
+def check_serving(model: LanguageModel, alone: list[list[list[int]]]) -> None:
+    """Requests of `WAVES` have the tokens that they have alone, whatever room there is for them."""
     totals: dict[str, int] = {}
     for page_size, tokens, snapshots, in_flight in ((1, 600, 9, 1), (4, 200, 2, 2), (16, 256, 5, 2)):
         scheduler, runner = serving(model, page_size, tokens=tokens, snapshots=snapshots, in_flight=in_flight)

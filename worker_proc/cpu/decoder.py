@@ -10,7 +10,8 @@ from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.attention import AttentionStep, NativeAttention
-from worker_proc.cpu.decoder_delta import DeltaLayers, Waves, knows
+from worker_proc.cpu.decoder_delta import DeltaLayers, Waves
+from worker_proc.cpu.delta_net import knows_sizes
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import Finish, MatrixStruct, side_by_side
 from worker_proc.cpu.memory import HugePages
@@ -91,7 +92,8 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     """Whether `CpuDecoder` computes this model: families with RMSNorm, gated MLPs and rotations, in bfloat16."""
     gated = spec.gated_mlp and spec.activation in _GATES
     rotations = {rope.dim for rope in spec.ropes if rope is not None}
-    known = spec.delta is None or knows(spec.delta)
+    delta = spec.delta
+    known = delta is None or knows_sizes(delta.key_dim, delta.value_dim, delta.kernel)
     return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1 and known
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.delta_net import DeltaStruct
-from worker_proc.cpu.recurrent_layer import MOST_KERNEL
 from worker_proc.cpu.weights import PackedLayer
 from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.spec import DeltaSpec
@@ -24,11 +23,6 @@ class _WaveStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("segments", "copies")),
         *((name, c_int64) for name in ("num_segments", "num_copies")),
     )
-
-
-def knows(spec: DeltaSpec) -> bool:
-    """Whether native code computes such layers."""
-    return spec.key_dim % 16 == 0 and spec.value_dim % 16 == 0 and spec.kernel <= MOST_KERNEL
 
 
 class Waves:

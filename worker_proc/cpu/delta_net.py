@@ -34,6 +34,11 @@ class DeltaStruct(ctypes.Structure):
     )
 
 
+def knows_sizes(k_dim: int, v_dim: int, kernel: int) -> bool:
+    """Whether native code computes such layers."""
+    return k_dim % 16 == 0 and v_dim % 16 == 0 and kernel <= MOST_KERNEL
+
+
 def supports(module: nn.Module) -> bool:
     """Whether `DeltaNet` computes this layer of a transformers model in bfloat16."""
     if not all(hasattr(module, name) for name in _COMMON):
@@ -42,11 +47,9 @@ def supports(module: nn.Module) -> bool:
         return False
     layer: Any = module
     return bool(
-        layer.head_k_dim % 16 == 0
-        and layer.head_v_dim % 16 == 0
+        knows_sizes(layer.head_k_dim, layer.head_v_dim, layer.conv1d.weight.shape[-1])
         and layer.num_v_heads % layer.num_k_heads == 0
         and layer.conv1d.bias is None
-        and layer.conv1d.weight.shape[-1] <= MOST_KERNEL
         and layer.conv1d.weight.dtype == torch.bfloat16
         and layer.activation == layer.norm.activation == "silu"
     )

@@ -145,44 +145,46 @@ class DecoderLayout:
         self.harmless = (".attn.bias", ".attn.masked_bias") if gpt2 else (".rotary_emb.inv_freq",)
 
     def _llama_layer(self, index: int) -> LayerParts:
-        spec, shard, base = self.spec, self.shard, f"{self.prefix}layers.{index}."
-        hidden, dim = spec.hidden_size, spec.head_dim
-        heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
-        attention = base + "self_attn."
-        all_heads, all_kv_heads = spec.num_heads * dim, spec.num_kv_heads * dim
-        queries, gates = [(attention + "q_proj", all_heads, heads)], list[Block]()
-        if spec.gated_attention:
-            queries, gates = _head_by_head(attention + "q_proj", spec.num_heads, (dim, dim), shard.heads)
-        qkv = queries + [(attention + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")] + gates
+        spec, base = self.spec, f"{self.prefix}layers.{index}."
+        attention, attends = base + "self_attn.", spec.attends(index)
         q_norm, k_norm = (
-            NormParts(Part(f"{attention}{name}_norm.weight", (dim,))) if spec.qk_norm else None for name in ("q", "k")
+            NormParts(Part(f"{attention}{name}_norm.weight", (spec.head_dim,))) if spec.qk_norm and attends else None
+            for name in ("q", "k")
         )
-        if spec.layout == "phi3":  # stacked: a rank takes its heads from each part
-            starts = (0, all_heads, all_heads + all_kv_heads)
-            spans = [_moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
-            qkv = [(attention + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
+        qkv, o, delta = self._attention(attention) if attends else self._delta(base + "linear_attn.")
         router, mlps = self._mlps(base)
         before_mlp = "pre_feedforward" if spec.output_norms else "post_attention"
-        projected = self._columns(qkv, hidden, spec.qkv_bias)
-        output, delta = self._rows(attention + "o_proj", all_heads, heads, spec.o_bias), None
-        if not spec.attends(index):
-            q_norm = k_norm = None
-            projected, output, delta = self._delta(base + "linear_attn.")
         return LayerParts(
             input_norm=self._norm(base + "input_layernorm"),
-            qkv=projected,
+            qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            o=output,
+            o=o,
             attention_norm=self._norm(base + "post_attention_layernorm") if spec.output_norms else None,
             post_norm=self._norm(f"{base}{before_mlp}_layernorm"),
             router=router,
             mlps=mlps,
             mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
-            sinks=Part(attention + "sinks", (spec.num_heads,), shard.heads) if spec.sinks else None,
+            sinks=Part(attention + "sinks", (spec.num_heads,), self.shard.heads) if spec.sinks else None,
             delta=delta,
             shared=self._shared(base + "mlp.shared_expert."),
         )
+
+    def _attention(self, base: str) -> tuple[LinearParts, LinearParts, None]:
+        """The projections into attention and that of what it gives."""
+        spec, shard, dim = self.spec, self.shard, self.spec.head_dim
+        heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
+        all_heads, all_kv_heads = spec.num_heads * dim, spec.num_kv_heads * dim
+        queries, gates = [(base + "q_proj", all_heads, heads)], list[Block]()
+        if spec.gated_attention:
+            queries, gates = _head_by_head(base + "q_proj", spec.num_heads, (dim, dim), shard.heads)
+        qkv = queries + [(base + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")] + gates
+        if spec.layout == "phi3":  # stacked: a rank takes its heads from each part
+            starts = (0, all_heads, all_heads + all_kv_heads)
+            spans = [_moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
+            qkv = [(base + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
+        projected = self._columns(qkv, spec.hidden_size, spec.qkv_bias)
+        return projected, self._rows(base + "o_proj", all_heads, heads, spec.o_bias), None
 
     def _shared(self, base: str) -> MlpParts | None:
         mixture = self.spec.mixture

@@ -19,6 +19,7 @@ _MAY_HAVE_BIAS = (
     "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *NATIVE_ON_CPUS
 )  # fmt: skip
 _MAY_ROTATE_PARTS = ("phi3", *NATIVE_ON_CPUS)
+_ATTENTION = "full_attention", "sliding_attention"
 _NORM_HEADS = ("qwen3", *NATIVE_ON_CPUS)
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 
@@ -97,11 +98,12 @@ def but_each(every: int, layers: int) -> list[bool]:
     return [(layer + 1) % every != 0 for layer in range(layers)]
 
 
-def layer_types(config: Config, layers: int) -> list[str]:
+def layer_types(config: Config, layers: int, known: tuple[str, str] = _ATTENTION) -> list[str]:
+    """Of all layers, each of a `known` kind. Raises ModelError for others."""
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ModelError("layer_types", kinds, f"must list {layers} layers")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError("layer_types", kind, "only full_attention and sliding_attention are known")
+        if kind not in known:
+            raise ModelError("layer_types", kind, f"only {' and '.join(known)} are known")
     return kinds

@@ -6,7 +6,7 @@ from dataclasses import replace
 from worker_proc.errors import ModelError
 from worker_proc.models.config_fields import Config, boolean, divide, positive_int
 from worker_proc.models.families import Family, parse_family
-from worker_proc.models.family_parts import experts, parse_llama
+from worker_proc.models.family_parts import but_each, experts, layer_types, parse_llama
 from worker_proc.models.language_part import without_sections
 from worker_proc.models.spec import DecoderSpec, DeltaSpec, MixtureSpec
 
@@ -63,12 +63,11 @@ def _parse_qwen3_next(config: Config) -> DecoderSpec:
 
 
 def _linear_layers(config: Config, layers: int) -> tuple[bool, ...]:
-    kinds = config.get("layer_types")
-    if kinds is None:
-        every = positive_int(config, "full_attention_interval")
-        return tuple((layer + 1) % every != 0 for layer in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or not {_FULL} <= set(kinds) <= {_LINEAR, _FULL}:
-        raise ModelError("layer_types", kinds, f"must list {layers} layers, {_LINEAR} or {_FULL}, some of these")
+    if config.get("layer_types") is None:
+        return tuple(but_each(positive_int(config, "full_attention_interval"), layers))
+    kinds = layer_types(config, layers, (_FULL, _LINEAR))
+    if _FULL not in kinds:
+        raise ModelError("layer_types", kinds, f"some layers must be {_FULL}")
     return tuple(kind == _LINEAR for kind in kinds)
 
 
