@@ -22,6 +22,7 @@ from worker_proc.attention.reference import ReferenceAttention
 from worker_proc.cpu.decoder import CpuDecoder
 from worker_proc.cpu.features import LEVELS
 from worker_proc.cpu.library import load_library
+from worker_proc.gguf.names import gguf_files
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import load_model
@@ -56,6 +57,20 @@ def plain_layers() -> int:
     return sum(type(held) is nn.Linear and held.weight.dtype == torch.bfloat16 for held in gc.get_objects())
 
 
+def float32_report(path: str, tp: TensorParallel, prompts: list[list[int]]) -> dict[str, Any]:
+    model: Any = load_model(path, dtype=torch.float32, device="cpu", tp=tp, attention=ReferenceAttention())
+    outputs = [
+        generate(model, prompts, NEW_TOKENS, page_size=page_size, chunk=chunk, tp=tp)
+        for page_size, chunk in ((16, 10_000), (1, 9))
+    ]
+    assert outputs[0] == outputs[1]
+    return {
+        "outputs": outputs[0],
+        "kv_heads": model.kv_spec.num_kv_heads,
+        "weight_bytes": sum(weight.nbytes for weight in model.model.parameters()),
+    }
+
+
 def main() -> None:
     rank, size, store, out, vocab = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[6])
     native = next(load_library(level) for level in LEVELS if level == sys.argv[5])
@@ -64,20 +79,12 @@ def main() -> None:
     tp = TensorParallel.connect(rank, size, store, "cpu", timeout=60)
     prompts, reports = make_prompts(vocab), {}
     for path in sys.argv[7:]:
-        model: Any = load_model(path, dtype=torch.float32, device="cpu", tp=tp, attention=ReferenceAttention())
-        outputs = [
-            generate(model, prompts, NEW_TOKENS, page_size=page_size, chunk=chunk, tp=tp)
-            for page_size, chunk in ((16, 10_000), (1, 9))
-        ]
-        assert outputs[0] == outputs[1]
+        exact = float32_report(path, tp, prompts) if not gguf_files(Path(path)) else {}
         rounded: Any = load_model(
             path, dtype=torch.bfloat16, device="cpu", tp=tp, attention=CpuAttention(native), native=native
         )
-        reports[path] = {
-            "outputs": outputs[0],
-            "kv_heads": model.kv_spec.num_kv_heads,
-            "state_bytes": model.kv_spec.bytes_per_state,
-            "weight_bytes": sum(weight.nbytes for weight in model.model.parameters()),
+        reports[path] = exact | {
+            "state_bytes": rounded.kv_spec.bytes_per_state,
             "native_modules": native_modules(rounded),
             "plain_layers": plain_layers(),
             "logits": paged_logits(rounded, prompts[4]).tolist(),

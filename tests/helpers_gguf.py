@@ -54,28 +54,30 @@ def write_gguf(
     stands_for: dict[str, Tensor] = {}
     random = np.random.default_rng(seed)
     tensors = _apart(load_file(source / SINGLE_FILE))
-    for name, numbers in (_stacked(tensors) if merges_experts else tensors).items():
-        stored = _name(names, name)
+    for name, numbers in (stack_experts(tensors) if merges_experts else tensors).items():
+        stored = name_in_file(names, name)
         to_file, back = _changes(config, name)
         data = to_file(numbers.float().numpy())
         kind = kind_of(stored) if numbers.dim() > 1 and not name.endswith(".bias") else "F32"
-        raw, meant = _stored(data, kind, random)
+        raw, meant = stored_as(data, kind, random)
         writer.add_tensor(stored, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
         means = torch.from_numpy(np.ascontiguousarray(back(meant)))
         stands_for[name] = means.to(torch.bfloat16) if kind == "BF16" else means
     for name, factors in _factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    finish(writer)
     if plain is not None:
         shutil.copytree(source, plain)
         save_file((_together if writer.arch == "gpt-oss" else _single)(stands_for), plain / SINGLE_FILE)
     return file
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes it all."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def directory_of(file: Path) -> Path:
@@ -172,21 +174,28 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
     if config["model_type"] == "qwen3_moe":
         values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]
-    for key, value in (values | changes).items():
+    add_settings(writer, values | changes)
+
+
+def add_settings(writer: gguf.GGUFWriter, settings: dict[str, Any]) -> None:
+    """Of the architecture."""
+    for key, value in settings.items():
         if isinstance(value, str):
             writer.add_string(f"{writer.arch}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{writer.arch}.{key}", value)
         elif isinstance(value, bool):
             writer.add_bool(f"{writer.arch}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{writer.arch}.{key}", value)
         elif value is not None:
             writer.add_uint32(f"{writer.arch}.{key}", value)
 
 
-def _name(names: gguf.TensorNameMap, name: str) -> str:
+def name_in_file(names: gguf.TensorNameMap, name: str) -> str:
     """What the file calls a tensor."""
     if match := _EXPERT.fullmatch(name):
-        whole = _name(names, f"{match[1]}.{match[3]}.weight")
+        whole = name_in_file(names, f"{match[1]}.{match[3]}.weight")
         return whole.replace("_exps.", f".{match[2]}.")
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
@@ -221,7 +230,7 @@ def _changes(config: dict[str, Any], name: str) -> tuple[Change, Change]:
     return (lambda x: x), (lambda x: x)
 
 
-def _stored(data: np.ndarray, kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def stored_as(data: np.ndarray, kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """As it lies in a file, and what it stands for."""
     kind_number = gguf.GGMLQuantizationType[kind]
     if kind == "F32":
@@ -233,7 +242,7 @@ def _stored(data: np.ndarray, kind: str, random: np.random.Generator) -> tuple[n
     return raw, gguf.dequantize(raw, kind_number)
 
 
-def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The experts of a layer as one tensor."""
     whole: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = {}

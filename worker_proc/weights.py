@@ -34,6 +34,7 @@ class TensorEntry:
     nbytes: int
     heads: int = 0  # the rows of each of so many heads lie by turns: one of its first half, one of its second (GGUF)
     shift: float = 0.0  # is added to the stored numbers (GGUF)
+    logarithm: bool = False  # of the stored numbers, with their sign turned, is what is meant (GGUF)
 
     def of_stack(self, which: tuple[int, int] | None) -> "TensorEntry":
         """One of the equal parts of it along the first dimension: which, of how many. None: all of it."""
@@ -42,9 +43,9 @@ class TensorEntry:
         size = self.nbytes // which[1]
         return replace(self, shape=self.shape[1:], begin=self.begin + which[0] * size, nbytes=size)
 
-    def renamed(self, name: str, heads: int = 0, shift: float = 0.0) -> "TensorEntry":
+    def renamed(self, name: str, **changes: Any) -> "TensorEntry":
         """The same under another name, and with what has to be undone."""
-        return replace(self, name=name, heads=heads, shift=shift)
+        return replace(self, name=name, **changes)
 
 
 class Checkpoint:

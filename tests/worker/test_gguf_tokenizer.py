@@ -21,6 +21,7 @@ PIECES = {
     "gpt-2": ["I", "'ll", " SAY", "'", "S", " 12345", " camelCase", "//", "x", "\r\n\r\n ", " y"],
     "smollm": ["I", "'ll", " SAY", "'", "S", " ", *"12345", " camelCase", "//", "x", "\r\n\r\n ", " y"],
     "qwen2": ["I", "'ll", " SAY", "'S", " ", *"12345", " camelCase", "//", "x", "\r\n\r\n", " ", " y"],
+    "qwen35": ["I", "'ll", " SAY", "'S", " ", *"12345", " camelCase", "//", "x", "\r\n\r\n", " ", " y"],
     "llama-bpe": ["I", "'ll", " SAY", "'S", " ", "123", "45", " camelCase", "//", "x", "\r\n\r\n", " ", " y"],
     "dbrx": ["I", "'ll", " SAY", "'S", " ", "123", "45", " camelCase", "//", "x", "\r\n\r\n", " ", " y"],
     "gpt-4o": ["I'll", " SAY'S", " ", "123", "45", " camel", "Case", "//", "x", "\r\n\r\n", " ", " y"],
@@ -52,6 +53,15 @@ def test_text_is_split_as_the_file_says(pre: str, source: Path, tmp_path: Path) 
     assert tokenizer.decode(tokenizer.encode(TEXT).ids) == TEXT
     assert tokenizer.model.ignore_merges == (pre in ("llama-bpe", "tekken"))
     assert (tokenizer.encode("x").ids[0] == 1) == (pre in ("llama-bpe", "tekken")), "as llama.cpp has it"
+
+
+def test_combining_marks_stay_with_their_letters_as_the_file_says(source: Path, tmp_path: Path) -> None:
+    text, found = "cafe\u0301s -\u0301", []
+    for pre in ("qwen35", "qwen2"):
+        (tmp_path / pre).mkdir()
+        pieces = written(source, tmp_path / pre, pre=pre).pre_tokenizer.pre_tokenize_str(text)
+        found.append([text[begin:end] for _, (begin, end) in pieces])
+    assert found == [["cafe\u0301s", " -", "\u0301"], ["cafe", "\u0301s", " -\u0301"]]
 
 
 @pytest.mark.parametrize(

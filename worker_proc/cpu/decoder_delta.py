@@ -58,6 +58,8 @@ class DeltaLayers:
                 k_dim=spec.key_dim,
                 v_dim=spec.value_dim,
                 kernel=spec.kernel,
+                first_head=shard.delta_values[0] if spec.tiled else 0,
+                alike=spec.alike,
                 eps=norm_eps,
             )
             for index, layer in enumerate(layers)

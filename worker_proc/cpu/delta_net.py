@@ -30,6 +30,7 @@ class DeltaStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("state", "segments", "out")),
         *((name, c_int64) for name in ("qkv_stride", "z_stride", "b_stride", "a_stride", "out_stride")),
         *((name, c_int64) for name in ("num_segments", "k_heads", "v_heads", "k_dim", "v_dim", "kernel")),
+        *((name, c_int64) for name in ("first_head", "alike")),
         ("eps", c_float),
     )
 
@@ -81,7 +82,7 @@ class DeltaNet:
             return DeltaStruct(
                 *inputs, conv.data_ptr(), state.data_ptr(), segments, out.data_ptr(), *strides,
                 out.shape[-1], count, layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
-                conv.shape[-1], self._eps,
+                conv.shape[-1], 0, layer.num_v_heads // layer.num_k_heads, self._eps,
             )  # fmt: skip
 
         run_natively(self._run, struct, batch, states, self._index)

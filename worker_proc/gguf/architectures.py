@@ -26,6 +26,23 @@ _OUTPUT_NORMS = {  # where what attention and MLP add is normalized
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _STACKED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}  # several projections as one
+_DELTA = {  # of layers with a Gated DeltaNet, and of a mixture's expert that all tokens go through
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
+# `ssm_in` is what the first files have in place of attn_qkv and attn_gate
+_GATES_TOGETHER = {"ssm_ba": "linear_attn.in_proj_ba", "ssm_in": "linear_attn.in_proj_qkvz"}
 SHARED_FACTORS = ("rope_freqs.weight",)  # tensors that belong to the configuration
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -35,7 +52,8 @@ class Architecture:
     """One of llama.cpp's architectures. `names` are those of a layer's modules (or tensors) that differ from Llama's,
     `experts` those of its experts, with `{expert}` for their number. `turned` says that the rows of queries and keys
     lie as its rotation of pairs wants them, `norm_offset` what is added to norms, `may_have_biases` that its
-    configuration says whether attention and MLP have biases."""
+    configuration says whether attention and MLP have biases, `tiled` that value heads of Gated DeltaNets go with key
+    heads by turns."""
 
     model_type: str
     class_name: str
@@ -44,6 +62,7 @@ class Architecture:
     turned: bool = False
     norm_offset: float = 0.0
     may_have_biases: bool = False
+    tiled: bool = False
     factors: tuple[str, ...] = SHARED_FACTORS
     more: dict[str, Any] = field(default_factory=dict)  # of config.json
 
@@ -59,6 +78,7 @@ def _experts(base: str, gate: str, up: str, down: str) -> dict[str, str]:
 _MLP_EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 _LLAMA: dict[str, Any] = {"turned": True, "may_have_biases": True}
 _GEMMA: dict[str, Any] = {"norm_offset": 1.0, "names": _OUTPUT_NORMS}
+_QWEN3_5: dict[str, Any] = {"norm_offset": 1.0, "names": _DELTA | _GATES, "tiled": True}
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", **_LLAMA),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
@@ -67,6 +87,16 @@ ARCHITECTURES = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         experts=_MLP_EXPERTS,
+        more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", **_QWEN3_5),
+    "qwen35moe": Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", experts=_MLP_EXPERTS, **_QWEN3_5),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        names=_DELTA | _GATES_TOGETHER,
+        experts=_MLP_EXPERTS,
+        norm_offset=1.0,
         more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", names=_STACKED, factors=LONG_FACTORS),

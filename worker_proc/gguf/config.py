@@ -9,7 +9,7 @@ from worker_proc.gguf.architectures import Architecture, architecture_of
 from worker_proc.gguf.header import Header
 from worker_proc.gguf.kinds import CODED
 from worker_proc.gguf.rope import Factors, rope_scaling
-from worker_proc.gguf.settings import Settings
+from worker_proc.gguf.settings import Settings, layers_of
 
 
 def config_of(header: Header, factors: Factors) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
         "architectures": [architecture.class_name],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        "num_hidden_layers": settings.whole("block_count"),
+        "num_hidden_layers": layers_of(settings),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.heads(keys=True),
         "head_dim": head_dim,
@@ -41,11 +41,13 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
     config |= _mlp(architecture, settings)
     if scaling := rope_scaling(settings, factors, head_dim, config["rope_theta"]):
         config["rope_scaling"] = scaling
-    if architecture.model_type != "phi3":
+    if architecture.model_type not in _ROTATED_IN_PART:
         settings.must_be("rope.dimension_count", head_dim)
     if architecture.may_have_biases:
         config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_up.bias" in shapes}
     config |= _OF_FAMILIES.get(architecture.model_type, _without_window)(settings, config)
+    if architecture.tiled and config["linear_num_value_heads"] > config["linear_num_key_heads"]:
+        config["linear_value_heads_tiled"] = True
     settings.refuse_others()
     if any(tensor.kind in CODED for tensor in header.tensors):
         config["quantization_config"] = {"quant_method": "gguf"}
@@ -67,7 +69,8 @@ def _mlp(architecture: Architecture, settings: Settings) -> dict[str, Any]:
         return {"intermediate_size": settings.whole("feed_forward_length")}
     settings.must_be("expert_weights_norm", True)
     settings.must_be("expert_weights_scale", 1.0, 0.0)
-    settings.must_be("expert_shared_count", 0)
+    if architecture.model_type not in _DELTA:
+        settings.must_be("expert_shared_count", 0)
     settings.must_be("expert_gating_func", 1)
     count, each = settings.whole("expert_count"), settings.whole("expert_used_count")
     found = {"num_experts_per_tok": each}
@@ -93,14 +96,42 @@ def _phi3(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     context, head_dim = config["max_position_embeddings"], config["head_dim"]
     default = 2047 if context == 4096 else 0
     window = settings.get("attention.sliding_window", default) and settings.whole("attention.sliding_window", default)
-    rotated = settings.whole("rope.dimension_count", head_dim)
-    share = rotated / head_dim
-    if int(head_dim * share) < rotated:
-        share = math.nextafter(share, 1.0)
+    share = _rotated_share(settings, head_dim)
     found: dict[str, Any] = {"sliding_window": window or None, "partial_rotary_factor": share}
     key = "original_max_position_embeddings"
     if original := config.get("rope_scaling", {}).get(key):
         found[key] = original  # where the family's default would win
+    return found
+
+
+def _rotated_share(settings: Settings, head_dim: int) -> float:
+    rotated = settings.whole("rope.dimension_count", head_dim)
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else math.nextafter(share, 1.0)
+
+
+def _delta(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Qwen 3.5's and Qwen3-Next's Gated DeltaNets."""
+    keys, size = settings.whole("ssm.group_count"), settings.whole("ssm.state_size")
+    values = settings.whole("ssm.time_step_rank")
+    settings.must_be("ssm.inner_size", values * size)
+    settings.get("rope.dimension_sections")  # three kinds of positions, which are the same in text
+    layers, every = config["num_hidden_layers"], settings.whole("full_attention_interval", 4)
+    recurrent = settings.get("attention.recurrent_layers", [bool((layer + 1) % every) for layer in range(layers)])
+    if not isinstance(recurrent, list) or len(recurrent) < layers:
+        raise ModelError(f"{settings.prefix}attention.recurrent_layers", recurrent, "must say so for each layer")
+    found = _without_window(settings, config) | {
+        "partial_rotary_factor": _rotated_share(settings, config["head_dim"]),
+        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[:layers]],
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "linear_conv_kernel_dim": settings.whole("ssm.conv_kernel"),
+    }
+    if "num_experts" in config:
+        found["shared_expert_intermediate_size"] = settings.whole("expert_shared_feed_forward_length")
+        settings.must_be("expert_shared_count", 1)
     return found
 
 
@@ -147,8 +178,11 @@ def _gemma_windows(settings: Settings, config: dict[str, Any], *, every: int, la
     return {"sliding_window": settings.whole("attention.sliding_window"), "query_pre_attn_scalar": scale}
 
 
+_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+_ROTATED_IN_PART = ("phi3", *_DELTA)
 _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "phi3": _phi3,
+    **dict.fromkeys(_DELTA, _delta),
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

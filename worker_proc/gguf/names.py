@@ -5,12 +5,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from worker_proc.errors import ModelError
 from worker_proc.gguf.architectures import Architecture, architecture_of
 from worker_proc.gguf.header import Header, StoredTensor, read_header
 from worker_proc.gguf.rope import Factors
-from worker_proc.gguf.settings import Settings
+from worker_proc.gguf.settings import Settings, layers_of
 from worker_proc.weights import TensorEntry
 
 SINGLE_FILE = "model.gguf"
@@ -88,26 +89,25 @@ def shard_names(stem: str, count: int) -> list[str]:
 def _entries(architecture: Architecture, header: Header, tensor: StoredTensor, file: Path) -> Iterator[TensorEntry]:
     entry = TensorEntry(tensor.name, file, tensor.kind, tensor.shape, tensor.begin, tensor.nbytes)
     if tensor.name in _OUTSIDE:
-        yield entry.renamed(_OUTSIDE[tensor.name], shift=_shift(architecture, tensor.name))
+        yield entry.renamed(_OUTSIDE[tensor.name], **_undone(architecture, header, entry, tensor.name))
         return
     match = _LAYER.fullmatch(tensor.name)
     if match is None:
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
     base, rest = f"model.layers.{match[1]}.", match[2]
+    if int(match[1]) >= layers_of(Settings(header)):  # guesses further tokens
+        return
     experts, known = list(_of_experts(architecture, entry, rest, base)), architecture.layer_names()
     if experts:
         yield from experts
         return
     if rest in known:
-        yield entry.renamed(base + known[rest])
+        yield entry.renamed(base + known[rest], **_undone(architecture, header, entry, rest))
         return
     module, _, kind = rest.partition(".")
     if module not in known or kind not in ("weight", "bias"):
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
-    heads = 0
-    if architecture.turned and module in ("attn_q", "attn_k"):
-        heads = Settings(header).heads(keys=module == "attn_k")
-    yield entry.renamed(f"{base}{known[module]}.{kind}", heads=heads, shift=_shift(architecture, module))
+    yield entry.renamed(f"{base}{known[module]}.{kind}", **_undone(architecture, header, entry, module))
 
 
 def _of_experts(architecture: Architecture, entry: TensorEntry, rest: str, base: str) -> Iterator[TensorEntry]:
@@ -121,5 +121,14 @@ def _of_experts(architecture: Architecture, entry: TensorEntry, rest: str, base:
             yield entry.of_stack((expert, entry.shape[0])).renamed(f"{base}{name}.{several[2]}")
 
 
-def _shift(architecture: Architecture, name: str) -> float:
-    return -architecture.norm_offset if "norm" in name else 0.0
+def _undone(architecture: Architecture, header: Header, entry: TensorEntry, name: str) -> dict[str, Any]:
+    """What is to be changed of an entry so that it is what the checkpoint has."""
+    if architecture.turned and name in ("attn_q", "attn_k"):
+        return {"heads": Settings(header).heads(keys=name == "attn_k")}
+    if name == "ssm_a":
+        return {"logarithm": True}
+    if name == "ssm_conv1d" and len(entry.shape) == 2:
+        return {"shape": (entry.shape[0], 1, entry.shape[1])}
+    if name == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
+        return {"shape": (1, *entry.shape)}
+    return {"shift": -architecture.norm_offset} if "norm" in name and name != "ssm_norm" else {}

@@ -54,6 +54,14 @@ class Settings:
             raise ModelError(self.prefix + key, self.values[key], "an unknown setting of this architecture")
 
 
+def layers_of(settings: Settings) -> int:
+    """Those that a token goes through; files count those that guess further tokens, too."""
+    blocks, guessing = settings.whole("block_count"), settings.get("nextn_predict_layers", 0)
+    if not isinstance(guessing, int) or not 0 <= guessing < blocks:
+        raise ModelError(f"{settings.prefix}nextn_predict_layers", guessing, "must be fewer than the layers")
+    return blocks - guessing
+
+
 def shortest(value: float) -> float:
     """The number that float32 stands for: 1e-06 rather than 9.999999974752427e-07."""
     return float(f"{value:.7g}")

@@ -27,6 +27,7 @@ class Splits:
 
 _GPT2 = Splits()
 _QWEN2 = Splits(rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}")
+_QWEN35 = Splits(rf"{_CONTRACTIONS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}")
 _LLAMA3 = Splits(rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}", ignore_merges=True, bos=True)
 _TEKKEN = Splits(
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
@@ -40,6 +41,7 @@ _GPT4O = Splits(
 _DIGITS = Splits(digits=True)
 SPLITS = {
     "gpt-2": _GPT2, "olmo": _GPT2, "smollm": _DIGITS, "refact": _DIGITS, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
     "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "dbrx": _LLAMA3_PLAIN,
     "smaug-bpe": _LLAMA3_PLAIN, "tekken": _TEKKEN, "gpt-4o": _GPT4O,
 }  # fmt: skip

@@ -37,8 +37,13 @@ class Shard:
         """Raises ModelError naming what does not divide by `size`."""
         delta, shared = spec.delta, spec.mixture.shared if spec.mixture is not None else 0
         divided = [("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)]
-        if delta is not None:  # as many value heads go with each key head
+        delta_keys = delta_values = (0, 0)
+        if delta is not None and delta.tiled:  # the value heads of a key head lie apart: each rank has all keys
+            divided.append(("linear_num_value_heads", delta.value_heads))
+            delta_keys, delta_values = (0, delta.key_heads), _span(delta.value_heads // size, rank)
+        elif delta is not None:  # as many value heads go with each key head
             divided.append(("linear_num_key_heads", delta.key_heads))
+            delta_keys, delta_values = (_span(count // size, rank) for count in (delta.key_heads, delta.value_heads))
         divided.append(("shared_expert_intermediate_size", shared))
         for key, value in divided:
             if value % size:
@@ -55,8 +60,8 @@ class Shard:
             kv_heads=(kv_first, kv_first + kv_count),
             channels=_span(spec.intermediate_size // size, rank),
             vocab=_span(math.ceil(spec.vocab_size / size), rank),
-            delta_keys=_span(delta.key_heads // size, rank) if delta is not None else (0, 0),
-            delta_values=_span(delta.value_heads // size, rank) if delta is not None else (0, 0),
+            delta_keys=delta_keys,
+            delta_values=delta_values,
             shared=_span(shared // size, rank),
         )
 
@@ -198,15 +203,15 @@ class DecoderLayout:
         channels = 2 * delta.keys + delta.values
         mixed = [_moved(keys, 0), _moved(keys, delta.keys), _moved(values, 2 * delta.keys)]
         heads = delta.value_heads, shard.delta_values
+        projected = [(base + "in_proj_qkv", channels, span) for span in mixed]
+        projected.append((base + "in_proj_z", delta.values, values))
+        gates = [(base + name, *heads) for name in ("in_proj_b", "in_proj_a")]
         if delta.by_key_heads:
-            each = delta.value_heads // delta.key_heads
-            sizes = (delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim)
-            projected = [*chain(*_head_by_head(base + "in_proj_qkvz", delta.key_heads, sizes, shard.delta_keys))]
+            each = delta.alike
             gates = [*chain(*_head_by_head(base + "in_proj_ba", delta.key_heads, (each, each), shard.delta_keys))]
-        else:
-            projected = [(base + "in_proj_qkv", channels, span) for span in mixed]
-            projected.append((base + "in_proj_z", delta.values, values))
-            gates = [(base + name, *heads) for name in ("in_proj_b", "in_proj_a")]
+            if base + "in_proj_qkv.weight" not in self.stored:  # but in GGUF files
+                sizes = (delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim)
+                projected = [*chain(*_head_by_head(base + "in_proj_qkvz", delta.key_heads, sizes, shard.delta_keys))]
         conv = (channels, 1, delta.kernel)
         return (
             self._columns(projected, hidden, False),

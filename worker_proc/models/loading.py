@@ -270,6 +270,10 @@ def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
     _fill(read, file, entry.begin + rows.start * row_bytes)
     if entry.shift:
         read = read.float() + entry.shift
+    if entry.logarithm:
+        read = read.float().neg_().log_()
+        if bool(read.isnan().any()):
+            raise ModelError(entry.name, "a number above 0", f"in {entry.file.name} these are negative")
     return in_order(entry, read)[(slice(None, None, rows.step), *columns)]
 
 

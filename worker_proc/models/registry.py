@@ -13,6 +13,7 @@ from worker_proc.cpu.linear import Format
 from worker_proc.cpu.quantized import NativeQuantizer, keeps_scales
 from worker_proc.cpu.weights import PackedWeightPlan
 from worker_proc.errors import ModelError
+from worker_proc.gguf.names import gguf_files
 from worker_proc.models.config_fields import Config
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.decoder_layout import Shard
@@ -61,8 +62,11 @@ def load_model(
         raise ModelError("weight_compression", compression, reason)
     stored = parse_stored(config)
     if spec is None:
+        only = f"of {config['model_type']} are read for the native CPU kernels in bfloat16 only"
+        if gguf_files(directory):
+            raise ModelError("model", str(directory), f"GGUF files {only}")
         if stored is not None:
-            reason = f"codes of {config['model_type']} are read for the native CPU kernels in bfloat16 only"
+            reason = f"codes {only}"
             raise ModelError("quantization_config", stored.method, reason)
         if quantization is not None and (native is None or dtype != torch.bfloat16):
             reason = f"{config['model_type']} runs through transformers, which is served with plain weights only, but "

@@ -33,6 +33,12 @@ class DeltaSpec:
     value_dim: int
     kernel: int  # tokens that their convolution sees
     by_key_heads: bool = False  # projections are stored key head by key head (Qwen3-Next), not q, k, v, z, b and a
+    tiled: bool = False  # value head h goes with key head h % key_heads (GGUF), not h / alike
+
+    @property
+    def alike(self) -> int:
+        """So many value heads in a row go with the same key head."""
+        return 1 if self.tiled else self.value_heads // self.key_heads
 
     @property
     def keys(self) -> int:

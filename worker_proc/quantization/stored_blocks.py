@@ -14,7 +14,8 @@ from worker_proc.weights import Checkpoint, TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class BlocksRead:
-    """A planned read of one projection, see `loading.Read`. Whole rows are read, then cut."""
+    """A planned read of one projection, see `loading.Read`. Of its rows (whole heads where those lie by turns), all
+    columns are read, then cut."""
 
     entry: TensorEntry
     part: Part
@@ -22,15 +23,20 @@ class BlocksRead:
     target: QuantizedTarget
 
     @property
+    def rows(self) -> tuple[int, int]:
+        return self.part.rows or (0, self.part.shape[0])
+
+    @property
     def nbytes(self) -> int:
-        return self.entry.nbytes
+        first, last = self.rows
+        return self.entry.nbytes // self.part.shape[0] * (last - first)
 
     def run(self, open_file: OpenFile) -> Iterator[int]:
-        raw = in_order(self.entry, read_blocks(open_file(self.entry), self.entry, (0, self.entry.shape[0])))
-        rows = codes_of(self.entry.dtype, raw, self.scheme)
-        rows.refuse_not_finite(self.part.name)
-        outputs, inputs = self.part.shape
-        self.target.copy_quantized(0, rows.select(self.part.rows or (0, outputs), self.part.cols or (0, inputs)))
+        raw = in_order(self.entry, read_blocks(open_file(self.entry), self.entry, self.rows))
+        found = codes_of(self.entry.dtype, raw, self.scheme)
+        found.refuse_not_finite(self.part.name)
+        cols = self.part.cols or (0, self.part.shape[1])
+        self.target.copy_quantized(0, found.select((0, len(raw)), cols))
         yield self.nbytes
 
 

@@ -126,7 +126,7 @@ class DeltaNet {
   template <int kColumns>
   void recur_columns(const Piece& piece, int64_t head, int64_t column, float* state, int64_t stride) {
     constexpr int kVectors = kColumns / kLanes;
-    const int64_t first_key = key_width_ + head / (b_.v_heads / b_.k_heads) * b_.k_dim;
+    const int64_t first_key = key_width_ + (b_.first_head + head) / b_.alike % b_.k_heads * b_.k_dim;
     const float* k = mixed(piece, 0) + first_key;
     floats sums[kVectors] = {};
     for (int64_t i = 0; i < b_.k_dim; ++i)

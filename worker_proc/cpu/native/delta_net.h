@@ -9,7 +9,7 @@
 namespace rhizome {
 
 // `DeltaStruct` of worker_proc/cpu/delta_net.py. Channels are those of q, k and v, one after another: 2 * k_heads *
-// k_dim + v_heads * v_dim. Value head h goes with key head h / (v_heads / k_heads).
+// k_dim + v_heads * v_dim. Value head h goes with key head (first_head + h) / alike % k_heads.
 struct DeltaBatch {
   const bf16* qkv;           // [T, channels], like the next three with the numbers of a token side by side
   const bf16* z;             // [T, v_heads * v_dim]: the gate of what comes out
@@ -25,6 +25,7 @@ struct DeltaBatch {
   bf16* out;                 // [T, v_heads * v_dim]
   int64_t qkv_stride, z_stride, b_stride, a_stride, out_stride;  // from token to token
   int64_t num_segments, k_heads, v_heads, k_dim, v_dim, kernel;
+  int64_t first_head, alike;  // of all ranks' value heads: the first one here; so many in a row have the same key head
   float eps;
 };
 
