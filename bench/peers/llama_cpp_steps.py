@@ -128,12 +128,14 @@ def run(file: str, threads: int, repeats: int) -> None:
     llama_cpp.llama_memory_clear(memory, True)
     for sequence in range(32):
         step(_CONTEXT, list(range(_CONTEXT)), [sequence] * _CONTEXT, _CONTEXT - 1)
+    lengths = [_CONTEXT] * 32
     for rows in (1, 2, 4, 8, 16, 32):
         times = []
         for _ in range(repeats + 1):
-            times.append(step(rows, [_CONTEXT] * rows, list(range(rows)), 0))
-            for sequence in range(rows):
-                llama_cpp.llama_memory_seq_rm(memory, sequence, _CONTEXT, -1)
+            times.append(step(rows, lengths[:rows], list(range(rows)), 0))
+            for sequence in range(rows):  # recurrent states cannot take a token back: there sequences grow
+                removed = llama_cpp.llama_memory_seq_rm(memory, sequence, _CONTEXT, -1)
+                lengths[sequence] += not removed
         print(f"decode of {rows}: {statistics.median(times[1:]) * 1e3:.1f} ms", flush=True)
 
 

@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
+#include <vector>
 
 #include "causal_conv.h"
 #include "parallel.h"
 #include "pieces.h"
+#include "room.h"
 #include "rows.h"
 
 namespace rhizome {
@@ -17,6 +18,7 @@ namespace {
 constexpr int64_t kMostKeys = 128;
 constexpr int kHeldColumns = 32;
 constexpr int64_t kLong = 4;  // tokens for which that pays
+constexpr int64_t kTasksEach = 8;  // at least, of a thread
 constexpr int64_t kWide = kLanes == 16 ? 128 : 64;  // columns whose sums are held in registers: whole rows come faster
 
 class DeltaNet {
@@ -25,116 +27,122 @@ class DeltaNet {
       : b_(batch),
         key_width_(batch.k_heads * batch.k_dim),
         channels_(2 * key_width_ + batch.v_heads * batch.v_dim),
-        value_width_(batch.v_heads * batch.v_dim),
-        stride_(float_stride(channels_)) {}
+        stride_(float_stride(2 * batch.k_dim + 2 * batch.v_dim + 2)) {}
 
-  void run() {
-    in_rounds(b_.segments, b_.num_segments, [&](const std::vector<Piece>& pieces, int64_t tokens) {
-      reserve(tokens);
-      const int64_t blocks = 2 * b_.k_heads + b_.v_heads, count = static_cast<int64_t>(pieces.size());
-      parallel_for(count * (blocks + 1), [&](int64_t task, int) {
-        const Piece& piece = pieces[task / (blocks + 1)];
-        const int64_t block = task % (blocks + 1);
-        block < blocks ? convolve(piece, block) : make_gates(piece);
-      });
-      parallel_for(count * b_.v_heads, [&](int64_t task, int) {
-        const Piece& piece = pieces[task / b_.v_heads];
-        recur(piece, task % b_.v_heads);
-      });
+  // One thread does all that a key head and its value heads need: what another core has written last may be far away.
+  void run() const {
+    const int64_t units = b_.num_segments * b_.k_heads;
+    const int64_t at_once = std::clamp<int64_t>(units / (kTasksEach * num_threads()), 1, b_.k_heads);
+    parallel_for((units + at_once - 1) / at_once, [&](int64_t task, int) {
+      for (int64_t unit = task * at_once; unit < std::min(units, (task + 1) * at_once); ++unit) {
+        const int64_t* const segment = b_.segments + 3 * (unit / b_.k_heads);
+        for (int64_t begin = 0; begin < segment[2]; begin += kPieceTokens)
+          take({segment[0], segment[1] + begin, std::min(kPieceTokens, segment[2] - begin)}, unit % b_.k_heads);
+      }
     });
   }
 
  private:
-  void reserve(int64_t tokens) {
-    if (tokens <= room_) return;
-    room_ = tokens;
-    mixed_.reset(new float[tokens * stride_]);
-    gates_.reset(new float[tokens * 2 * b_.v_heads]);
-    values_.reset(new float[tokens * value_width_]);
+  // Some tokens of a segment.
+  struct Piece {
+    int64_t row, token, count;
+  };
+
+  // The numbers of a token and of a value head; those of the next token are `stride_` further.
+  struct Numbers {
+    float *q, *k, *v, *out, *gate;  // the last one: how much of the state is left, how much of the difference is written
+  };
+
+  void take(const Piece& piece, int64_t key) const {
+    static thread_local std::vector<float> memory;
+    float* const q = room_in(memory, piece.count * stride_);
+    float* const k = q + b_.k_dim, *const v = k + b_.k_dim, *const out = v + b_.v_dim;
+    const Numbers first{q, k, v, out, out + b_.v_dim};
+    convolve(piece, key * b_.k_dim, b_.k_dim, q);
+    convolve(piece, key_width_ + key * b_.k_dim, b_.k_dim, k);
+    bring_to(1.0f / std::sqrt(static_cast<float>(b_.k_dim)), piece, q);
+    bring_to(1.0f, piece, k);
+    for (int64_t head = 0; head < b_.v_heads; ++head) {
+      if ((b_.first_head + head) / b_.alike % b_.k_heads != key) continue;
+      convolve(piece, 2 * key_width_ + head * b_.v_dim, b_.v_dim, v);
+      make_gates(piece, head, first.gate);
+      recur(piece, head, first);
+      for (int64_t t = 0; t < piece.count; ++t) finish(piece.token + t, head, out + t * stride_);
+    }
   }
 
-  // Convolution and SiLU of one head's channels; those of queries and keys are brought to length 1, queries scaled.
-  void convolve(const Piece& piece, int64_t block) {
-    const bool is_value = block >= 2 * b_.k_heads, is_query = block < b_.k_heads;
-    const int64_t width = is_value ? b_.v_dim : b_.k_dim;
-    const int64_t first = is_value ? 2 * key_width_ + (block - 2 * b_.k_heads) * b_.v_dim : block * b_.k_dim;
+  // Convolution and SiLU of the channels from `first` on.
+  void convolve(const Piece& piece, int64_t first, int64_t width, float* to) const {
     const bf16* const from = b_.qkv + piece.token * b_.qkv_stride + first;
-    float* const to = mixed(piece, 0) + first;
     rhizome::convolve(
         b_.kernel, b_.conv + (piece.row * channels_ + first) * b_.kernel, b_.conv_weight + first, channels_, width, piece.count,
         [&](int64_t t, int64_t c) { return load(from + t * b_.qkv_stride + c); },
         [&](int64_t t, int64_t c, floats sum) { store(to + t * stride_ + c, silu(sum)); });
-    if (is_value) return;
-    const float scale = is_query ? 1.0f / std::sqrt(static_cast<float>(b_.k_dim)) : 1.0f;
-    for (int64_t t = 0; t < piece.count; ++t) {
-      float* x = mixed(piece, t) + first;
+  }
+
+  // Queries and keys are brought to a length.
+  void bring_to(float length, const Piece& piece, float* x) const {
+    for (int64_t t = 0; t < piece.count; ++t, x += stride_) {
       floats squares = {};
-      for (int64_t c = 0; c < width; c += kLanes) squares = squares + load(x + c) * load(x + c);
-      const floats factor = splat(scale / std::sqrt(sum(squares) + 1e-6f));
-      for (int64_t c = 0; c < width; c += kLanes) store(x + c, load(x + c) * factor);
+      for (int64_t c = 0; c < b_.k_dim; c += kLanes) squares = squares + load(x + c) * load(x + c);
+      const floats factor = splat(length / std::sqrt(sum(squares) + 1e-6f));
+      for (int64_t c = 0; c < b_.k_dim; c += kLanes) store(x + c, load(x + c) * factor);
     }
   }
 
-  // How much of the state each token leaves, and how much of the difference it writes.
-  void make_gates(const Piece& piece) {
-    for (int64_t t = 0; t < piece.count; ++t)
-      for (int64_t h = 0; h < b_.v_heads; ++h) {
-        const int64_t token = piece.token + t;
-        const float x = to_float(b_.a[token * b_.a_stride + h]) + b_.dt_bias[h];
-        const float step = x > 20.0f ? x : std::log1p(std::exp(x));
-        float* gate = gates_.get() + 2 * ((piece.place + t) * b_.v_heads + h);
-        gate[0] = std::exp(b_.rate[h] * step);
-        gate[1] = 1.0f / (1.0f + std::exp(-to_float(b_.b[token * b_.b_stride + h])));
-      }
+  void make_gates(const Piece& piece, int64_t head, float* gate) const {
+    for (int64_t token = piece.token; token < piece.token + piece.count; ++token, gate += stride_) {
+      const float x = to_float(b_.a[token * b_.a_stride + head]) + b_.dt_bias[head];
+      const float step = x > 20.0f ? x : std::log1p(std::exp(x));
+      gate[0] = std::exp(b_.rate[head] * step);
+      gate[1] = 1.0f / (1.0f + std::exp(-to_float(b_.b[token * b_.b_stride + head])));
+    }
   }
 
   // A value head: the columns of its state are independent, so some of them take all tokens.
-  void recur(const Piece& piece, int64_t head) {
+  void recur(const Piece& piece, int64_t head, const Numbers& first) const {
+    float* const state = b_.state + (piece.row * b_.v_heads + head) * b_.k_dim * b_.v_dim;
     if (piece.count >= kLong && b_.k_dim <= kMostKeys) {
       alignas(64) float held[kMostKeys * kHeldColumns];
       for (int64_t column = 0; column < b_.v_dim; column += kHeldColumns)
         if (b_.v_dim - column >= kHeldColumns)
-          recur_held<kHeldColumns>(piece, head, column, held);
+          recur_held<kHeldColumns>(piece.count, first, column, state + column, held);
         else
-          recur_held<16>(piece, head, column, held);
+          recur_held<16>(piece.count, first, column, state + column, held);
     } else {
       for (int64_t column = 0; column < b_.v_dim;) {
         const int64_t left = b_.v_dim - column;
-        float* const state = state_of(piece, head) + column;
         if (left >= kWide)
-          recur_columns<kWide>(piece, head, column, state, b_.v_dim), column += kWide;
+          recur_columns<kWide>(piece.count, first, column, state + column, b_.v_dim), column += kWide;
         else if (left >= 64)
-          recur_columns<64>(piece, head, column, state, b_.v_dim), column += 64;
+          recur_columns<64>(piece.count, first, column, state + column, b_.v_dim), column += 64;
         else
-          recur_columns<16>(piece, head, column, state, b_.v_dim), column += 16;
+          recur_columns<16>(piece.count, first, column, state + column, b_.v_dim), column += 16;
       }
     }
-    for (int64_t t = 0; t < piece.count; ++t) finish(piece, t, head);
   }
 
   // The same where tokens are many: the columns lie side by side in the L1 cache meanwhile.
   template <int kColumns>
-  void recur_held(const Piece& piece, int64_t head, int64_t column, float* held) {
-    float* const from = state_of(piece, head) + column;
-    for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(from + i * b_.v_dim, kColumns, held + i * kColumns);
-    recur_columns<kColumns>(piece, head, column, held, kColumns);
-    for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(held + i * kColumns, kColumns, from + i * b_.v_dim);
+  void recur_held(int64_t tokens, const Numbers& first, int64_t column, float* state, float* held) const {
+    for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(state + i * b_.v_dim, kColumns, held + i * kColumns);
+    recur_columns<kColumns>(tokens, first, column, held, kColumns);
+    for (int64_t i = 0; i < b_.k_dim; ++i) std::copy_n(held + i * kColumns, kColumns, state + i * b_.v_dim);
   }
 
   // S = decay * S + k (beta * (v - decay * S^T k))^T, out = S^T q. Numbers of S are read once for a token: while it changes
   // them, they are multiplied with the next one's key.
   template <int kColumns>
-  void recur_columns(const Piece& piece, int64_t head, int64_t column, float* state, int64_t stride) {
+  void recur_columns(int64_t tokens, const Numbers& first, int64_t column, float* state, int64_t stride) const {
     constexpr int kVectors = kColumns / kLanes;
-    const int64_t first_key = key_width_ + (b_.first_head + head) / b_.alike % b_.k_heads * b_.k_dim;
-    const float* k = mixed(piece, 0) + first_key;
+    const float* k = first.k;
     floats sums[kVectors] = {};
     for (int64_t i = 0; i < b_.k_dim; ++i)
       for (int j = 0; j < kVectors; ++j) sums[j] += splat(k[i]) * load(state + i * stride + j * kLanes);
-    for (int64_t t = 0; t < piece.count; ++t) {
-      const float* const v = mixed(piece, t) + 2 * key_width_ + head * b_.v_dim + column;
-      const float* const gate = gates_.get() + 2 * ((piece.place + t) * b_.v_heads + head);
-      const Token token{k, k - key_width_, t + 1 < piece.count ? mixed(piece, t + 1) + first_key : nullptr, gate[0]};
+    for (int64_t t = 0; t < tokens; ++t) {
+      const float* const v = first.v + t * stride_ + column;
+      const float* const gate = first.gate + t * stride_;
+      const Token token{k, first.q + t * stride_, t + 1 < tokens ? k + stride_ : nullptr, gate[0]};
       floats delta[kVectors], out[kVectors] = {};
       for (int j = 0; j < kVectors; ++j) {
         delta[j] = (load(v + j * kLanes) - splat(gate[0]) * sums[j]) * splat(gate[1]);
@@ -142,7 +150,7 @@ class DeltaNet {
       }
       token.next != nullptr ? change<kVectors, true>(token, delta, state, stride, out, sums)
                             : change<kVectors, false>(token, delta, state, stride, out, sums);
-      float* const to = values(piece, t) + head * b_.v_dim + column;
+      float* const to = first.out + t * stride_ + column;
       for (int j = 0; j < kVectors; ++j) store(to + j * kLanes, out[j]);
       k = token.next;
     }
@@ -173,10 +181,9 @@ class DeltaNet {
   }
 
   // RMSNorm over a head, times weight and SiLU of the gate.
-  void finish(const Piece& piece, int64_t t, int64_t head) {
-    const float* x = values(piece, t) + head * b_.v_dim;
-    const bf16* const gate = b_.z + (piece.token + t) * b_.z_stride + head * b_.v_dim;
-    bf16* const to = b_.out + (piece.token + t) * b_.out_stride + head * b_.v_dim;
+  void finish(int64_t token, int64_t head, const float* x) const {
+    const bf16* const gate = b_.z + token * b_.z_stride + head * b_.v_dim;
+    bf16* const to = b_.out + token * b_.out_stride + head * b_.v_dim;
     floats squares = {};
     for (int64_t c = 0; c < b_.v_dim; c += kLanes) squares = squares + load(x + c) * load(x + c);
     const floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(b_.v_dim) + b_.eps));
@@ -184,16 +191,8 @@ class DeltaNet {
       store(to + c, load(x + c) * factor * load(b_.norm + c) * silu(load(gate + c)));
   }
 
-  float* state_of(const Piece& piece, int64_t head) const {
-    return b_.state + (piece.row * b_.v_heads + head) * b_.k_dim * b_.v_dim;
-  }
-  float* mixed(const Piece& piece, int64_t t) { return mixed_.get() + (piece.place + t) * stride_; }
-  float* values(const Piece& piece, int64_t t) { return values_.get() + (piece.place + t) * value_width_; }
-
   const DeltaBatch& b_;
-  const int64_t key_width_, channels_, value_width_, stride_;  // the last one from token to token of `mixed_`
-  int64_t room_ = 0;
-  std::unique_ptr<float[]> mixed_, gates_, values_;  // of the tokens of a round
+  const int64_t key_width_, channels_, stride_;  // the last one from token to token of what a thread holds
 };
 
 }  // namespace
