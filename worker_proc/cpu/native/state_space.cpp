@@ -1,17 +1,19 @@
 #include "state_space.h"
 
 #include <cmath>
-#include <memory>
+#include <vector>
 
 #include "causal_conv.h"
 #include "parallel.h"
 #include "pieces.h"
+#include "room.h"
 #include "rows.h"
 
 namespace rhizome {
 namespace {
 
-constexpr int64_t kChannels = 128;  // of the convolution in a task
+constexpr int64_t kChannels = 128;  // of the convolution of B and C in a task
+constexpr int64_t kEach = 4;        // sequences of a thread, at least, of which it does all
 constexpr int64_t kRows = 16;       // of a head's state that all tokens of a piece go by while they are in the L1 cache
 constexpr int64_t kNormed = 8;      // tokens of a task
 
@@ -25,15 +27,33 @@ class StateSpace {
         mixed_stride_(float_stride(channels_)) {}
 
   void run() {
-    in_rounds(b_.segments, b_.num_segments, [&](const std::vector<Piece>& pieces, int64_t tokens) {
-      if (tokens > room_) {
-        room_ = tokens;
-        mixed_.reset(new float[tokens * mixed_stride_]);
-        values_.reset(new float[tokens * width_]);
-      }
-      const int64_t count = static_cast<int64_t>(pieces.size()), blocks = (channels_ + kChannels - 1) / kChannels;
-      parallel_for(count * blocks, [&](int64_t task, int) { convolve(pieces[task / blocks], task % blocks); });
-      parallel_for(count * b_.heads, [&](int64_t task, int) { recur(pieces[task / b_.heads], task % b_.heads); });
+    bool single = true;
+    for (int64_t i = 0; i < b_.num_segments; ++i) single = single && b_.segments[3 * i + 2] == 1;
+    if (single && b_.num_segments >= kEach * num_threads())  // what another core has written last may be far away
+      parallel_for(b_.num_segments, [&](int64_t task, int) { StateSpace(b_).run(b_.segments + 3 * task, 1); });
+    else
+      run(b_.segments, b_.num_segments);
+  }
+
+ private:
+  // As tasks, but where it is part of one.
+  void run(const int64_t* segments, int64_t num_segments) {
+    static thread_local std::vector<float> memory;
+    in_rounds(segments, num_segments, [&](const std::vector<Piece>& pieces, int64_t tokens) {
+      mixed_ = room_in(memory, tokens * (mixed_stride_ + width_));
+      values_ = mixed_ + tokens * mixed_stride_;
+      const int64_t count = static_cast<int64_t>(pieces.size());
+      const int64_t shared = channels_ - width_, blocks = (shared + kChannels - 1) / kChannels;
+      parallel_for(count * blocks, [&](int64_t task, int) {
+        const int64_t first = task % blocks * kChannels;
+        convolve(pieces[task / blocks], width_ + first, std::min(kChannels, shared - first));
+      });
+      parallel_for(count * b_.heads, [&](int64_t task, int) {
+        const Piece& piece = pieces[task / b_.heads];
+        const int64_t head = task % b_.heads;
+        convolve(piece, head * b_.head_dim, b_.head_dim);
+        recur(piece, head);
+      });
       constexpr int64_t kParts = kPieceTokens / kNormed;
       parallel_for(count * kParts, [&](int64_t task, int) {
         const Piece& piece = pieces[task / kParts];
@@ -43,14 +63,11 @@ class StateSpace {
     });
   }
 
- private:
-  void convolve(const Piece& piece, int64_t block) {
-    const int64_t first = block * kChannels;
+  void convolve(const Piece& piece, int64_t first, int64_t width) {
     const bf16* const from = projected(piece, 0) + width_ + first;
     float* const to = mixed(piece, 0) + first;
     rhizome::convolve(
-        b_.kernel, b_.conv + (piece.row * channels_ + first) * b_.kernel, b_.conv_weight + first, channels_,
-        std::min(kChannels, channels_ - first), piece.count,
+        b_.kernel, b_.conv + (piece.row * channels_ + first) * b_.kernel, b_.conv_weight + first, channels_, width, piece.count,
         [&](int64_t t, int64_t c) { return load(from + t * stride_ + c); },
         [&](int64_t t, int64_t c, floats sum) { store(to + t * mixed_stride_ + c, silu(sum + load(b_.conv_bias + first + c))); });
   }
@@ -111,13 +128,12 @@ class StateSpace {
   }
 
   const bf16* projected(const Piece& piece, int64_t t) const { return b_.projected + (piece.token + t) * stride_; }
-  float* mixed(const Piece& piece, int64_t t) { return mixed_.get() + (piece.place + t) * mixed_stride_; }
-  float* values(const Piece& piece, int64_t t) { return values_.get() + (piece.place + t) * width_; }
+  float* mixed(const Piece& piece, int64_t t) const { return mixed_ + (piece.place + t) * mixed_stride_; }
+  float* values(const Piece& piece, int64_t t) const { return values_ + (piece.place + t) * width_; }
 
   const SpaceBatch& b_;
   const int64_t width_, channels_, stride_, mixed_stride_;
-  int64_t room_ = 0;
-  std::unique_ptr<float[]> mixed_, values_;  // of the tokens of a round
+  float *mixed_ = nullptr, *values_ = nullptr;  // of the tokens of a round
 };
 
 }  // namespace
