@@ -15,6 +15,8 @@ from worker_proc.recurrent import RecurrentStates, StateKey, StateRows, StateSav
 HIDDEN = 64
 CONV, RECURRENT = StateKey(0, "conv", 0), StateKey(0, "recurrent", 0)
 
+SLOTS = 12
+
 # rows with lengths, and the steps in which they are computed: rows and tokens
 LENGTHS = {3: 150, 0: 64, 5: 1, 1: 9}
 STEPS = ([(3, 70), (0, 64)], [(3, 79), (1, 7), (5, 1)], [(1, 1), (3, 1)], [(1, 1)])
@@ -35,7 +37,7 @@ def make_states(conv: tuple[int, ...], recurrent: tuple[int, ...] | None = None)
     specs = [StateSpec(CONV, conv, torch.bfloat16)]
     if recurrent is not None:
         specs.append(StateSpec(RECURRENT, recurrent, torch.float32))
-    states = RecurrentStates(specs, 6, 2)
+    states = RecurrentStates(specs, SLOTS, 2)
     for tensor in states.tensors.values():
         tensor.fill_(float("nan"))
     states.clear(range(states.slots))
@@ -111,6 +113,26 @@ def check_bits(layer: Layer, fresh: Callable[[], RecurrentStates], data: st.Data
         again = fresh()
         layer.forward(inputs[row][:, :length], make_batch([0], [length]), again)
         assert same_states(states, target, again, 0)
+
+
+def check_decodes(layer: Layer, fresh: Callable[[], RecurrentStates], native: NativeLibrary) -> None:
+    """Many sequences go on by single tokens, by two threads and by one, with the bits that each has alone."""
+    inputs = torch.randn(SLOTS, 9, HIDDEN).bfloat16()
+    want, alone = [], fresh()
+    for row in range(SLOTS):
+        begin, *steps = inputs[row : row + 1].split([6, 1, 1, 1], dim=1)
+        made = [layer.forward(begin, make_batch([row], [6]), alone)]
+        want.append(made + [layer.forward(x, make_batch([row], [1]), alone) for x in steps])
+    for threads in (2, 1):
+        native.set_threads(threads)
+        states, rows = fresh(), list(range(SLOTS))[::-1]
+        for row in rows:
+            layer.forward(inputs[row : row + 1, :6], make_batch([row], [6]), states)
+        for step in range(3):
+            x = inputs[rows, 6 + step].unsqueeze(0)
+            out = layer.forward(x, make_batch(rows, [1] * SLOTS), states)
+            assert torch.equal(out[0], torch.cat([want[row][1 + step][0] for row in rows]))
+        assert all(same_states(states, row, alone, row) for row in rows)
 
 
 def same_states(states: RecurrentStates, row: int, others: RecurrentStates, other: int) -> bool:

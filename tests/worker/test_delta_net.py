@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests import helpers_recurrent
 from tests.helpers_hybrid import hybrid_config
-from tests.helpers_recurrent import check_bits, check_values, make_batch, packed
+from tests.helpers_recurrent import check_bits, check_decodes, check_values, make_batch, packed
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.delta_net import DeltaNet, supports
 from worker_proc.cpu.features import Level, cpu_features
@@ -91,6 +91,13 @@ def test_the_layer_computes_what_transformers_computes(level: Level, kind: str, 
 def test_bits_do_not_depend_on_batches_and_cuts(level: Level, data: st.DataObject) -> None:
     layer = small_layer(level)
     check_bits(DeltaNet(layer, load_library(level)), partial(make_states, layer), data)
+
+
+@LEVELS
+@torch.inference_mode()
+def test_bits_do_not_depend_on_how_many_go_on_together(level: Level) -> None:
+    layer = small_layer(level)
+    check_decodes(DeltaNet(layer, load_library(level)), partial(make_states, layer), load_library(level))
 
 
 @given(data=st.data())

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import helpers_recurrent
 from tests.helpers_hybrid import hybrid_config
-from tests.helpers_recurrent import HIDDEN, check_bits, check_values, make_batch, packed
+from tests.helpers_recurrent import HIDDEN, check_bits, check_decodes, check_values, make_batch, packed
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_delta_net import make_layer
 from worker_proc.cpu import delta_net, short_conv
@@ -76,6 +76,13 @@ def test_the_layer_computes_what_transformers_computes(level: Level, kind: str, 
 def test_bits_do_not_depend_on_batches_and_cuts(level: Level, data: st.DataObject) -> None:
     layer = packed_space(level)
     check_bits(StateSpace(layer, load_library(level)), partial(make_states, layer), data)
+
+
+@LEVELS
+@torch.inference_mode()
+def test_bits_do_not_depend_on_how_many_go_on_together(level: Level) -> None:
+    layer = packed_space(level)
+    check_decodes(StateSpace(layer, load_library(level)), partial(make_states, layer), load_library(level))
 
 
 @torch.inference_mode()
