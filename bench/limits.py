@@ -28,15 +28,19 @@ def seconds(run: Callable[[], object], least: float = _SECONDS) -> float:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What all threads do together, per second: bytes that they read, and operations with bfloat16 (or float32, where
-    there is no bfloat16) and with bytes, or codes of 4 bits alone; 0 where they are not multiplied as such."""
+    there is no bfloat16) and with bytes, or codes of 4 bits alone; 0 where they are not multiplied as such. And the
+    seconds in which a cache line goes from one thread to another, which tells how far apart their cores are: in a
+    virtual machine that may change from minute to minute."""
 
     bandwidth: float
     operations: float
     with_bytes: float
+    hand_over: float
 
     def __str__(self) -> str:
         tera = [f"{rate / 1e12:.2f}" for rate in (self.operations, self.with_bytes) if rate]
-        return f"{self.bandwidth / 1e9:.1f} GB/s and {' and '.join(tera)} Tops/s"
+        apart = f"cores {self.hand_over * 1e9:.0f} ns apart"
+        return f"{self.bandwidth / 1e9:.1f} GB/s and {' and '.join(tera)} Tops/s, {apart}"
 
     def product(self, matrix: PackedMatrix, rows: float, copies: float = 1.0) -> float:
         """Seconds that a product takes at least."""
@@ -58,10 +62,10 @@ def limits(native: NativeLibrary) -> Limits:
     block.fill_(1)
     reading = seconds(lambda: native.functions.rhizome_read(block.data_ptr(), len(block)))
 
-    def rate(multiply: Callable[[int], float]) -> float:
-        rounds = 1000
-        operations = multiply(rounds)
-        return operations and operations / seconds(lambda: multiply(rounds))
+    def rate(function: Callable[[int], float], rounds: int = 1000) -> float:
+        done = function(rounds)
+        return done and done / seconds(lambda: function(rounds))
 
     functions = native.functions
-    return Limits(len(block) / reading, rate(functions.rhizome_multiply), rate(functions.rhizome_multiply_bytes))
+    rates = rate(functions.rhizome_multiply), rate(functions.rhizome_multiply_bytes)
+    return Limits(len(block) / reading, *rates, 1 / rate(functions.rhizome_hand_over, 20_000))

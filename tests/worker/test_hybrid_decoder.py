@@ -374,7 +374,7 @@ def test_its_steps_are_measured_beside_floors(tmp_path: Path) -> None:
     model, case = load_native(make("next", tmp_path)), (3, 1, 40, 0)
     batch, pages = make_step(*case)
     parts, whole = measure(model, batch, filled_cache(model, pages, 3), 1)
-    least = floors(model, *case, Limits(1e9, 1e9, 1e9))
+    least = floors(model, *case, Limits(1e9, 1e9, 1e9, 1e-7))
     assert set(least) <= set(OPERATIONS) and min(least.values()) > 0
     took = dict(zip(OPERATIONS, parts, strict=True))
     assert took["delta_net"] > 0 and took["attention"] > 0 and sum(parts) <= whole

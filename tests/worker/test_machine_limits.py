@@ -30,10 +30,15 @@ def test_operations_are_counted(kernels: str) -> None:
     native.set_threads(1)
 
 
+def test_a_line_is_handed_over_there_and_back() -> None:
+    assert load_library(cpu_features().levels()[0]).functions.rhizome_hand_over(7) == 14
+
+
 def test_the_floor_of_a_product_is_that_of_its_bytes_or_its_numbers() -> None:
     native = load_library(cpu_features().levels()[0])
     most = limits(native)
     assert most.bandwidth > 0 and most.operations > 0
+    assert f"cores {most.hand_over * 1e9:.0f} ns apart" in str(most)
     for scheme in (None, Scheme(8), W8A8, Scheme(4, 32)):
         form = MatrixForm(64, 1024, scheme)
         matrix = form.make(native, HugePages(form.room()))

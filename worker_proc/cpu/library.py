@@ -19,6 +19,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_test_tasks": (None, [_LONG, _POINTER]),
     "rhizome_enable": (_INT, []),
     "rhizome_read": (ctypes.c_uint32, [_POINTER, _LONG]),
+    "rhizome_hand_over": (_LONG, [_LONG]),
     "rhizome_multiply": (ctypes.c_double, [_LONG]),
     "rhizome_multiply_bytes": (ctypes.c_double, [_LONG]),
     "rhizome_pack": (None, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT]),

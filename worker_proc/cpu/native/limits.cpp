@@ -1,5 +1,9 @@
 // What the machine can do at most, measured by loops that do nothing else: the yardstick of the benchmarks.
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
+#include <atomic>
 
 #include "linear.h"
 #include "linear_task_int8.h"
@@ -40,6 +44,28 @@ RHIZOME_EXPORT uint32_t rhizome_read(const uint32_t* memory, int64_t bytes) {
 namespace rhizome {
 namespace {
 
+// A cache line that two threads write by turns.
+struct Line {
+  alignas(64) std::atomic<int64_t> value{0};
+
+  void write_after(int64_t seen) {
+    for (int spins = 0; value.load(std::memory_order_acquire) != seen;)
+      if (++spins % 4096 == 0) sched_yield();  // where both have the same core
+    value.store(seen + 1, std::memory_order_release);
+  }
+};
+
+struct Partner {
+  Line* line;
+  int64_t rounds;
+
+  static void* run(void* argument) {
+    const Partner& partner = *static_cast<Partner*>(argument);
+    for (int64_t round = 0; round < partner.rounds; ++round) partner.line->write_after(2 * round + 1);
+    return nullptr;
+  }
+};
+
 // Numbers in the L1 cache: not zeros, nor the same again and again, with which some processors draw less power and run
 // faster than with any real matrix.
 class Randoms {
@@ -61,6 +87,18 @@ class Randoms {
 
 }  // namespace
 }  // namespace rhizome
+
+// Hands a line over from one thread to another and back, `rounds` times. Returns how often it was handed over, 0 where no
+// second thread can be had.
+RHIZOME_EXPORT int64_t rhizome_hand_over(int64_t rounds) {
+  rhizome::Line line;
+  rhizome::Partner partner{&line, rounds};
+  pthread_t thread;
+  if (pthread_create(&thread, nullptr, rhizome::Partner::run, &partner) != 0) return 0;
+  for (int64_t round = 0; round < rounds; ++round) line.write_after(2 * round);
+  pthread_join(thread, nullptr);
+  return line.value.load();
+}
 
 // Multiplies and adds random numbers on all threads; returns how many floating-point operations that were.
 RHIZOME_EXPORT double rhizome_multiply(int64_t rounds) {
