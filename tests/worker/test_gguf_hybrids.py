@@ -68,7 +68,7 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(case: str, level: Level, 
     of_file, of_source = (hybrid_spec(read_config(path)) for path in (directory, source))
     assert of_file is not None and of_source is not None and of_file.delta is not None
     tiled = case in ("in turns", "mixture", "attention at both ends", "odd")
-    assert of_file.delta.tiled == tiled
+    assert of_file.delta.tiled == tiled and describe(directory).dtype == "bfloat16"
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     native, other = load_native(directory, level), load_native(source, level)
     assert native.kv_spec == other.kv_spec

@@ -8,6 +8,7 @@ from common.sampling_params import MAX_TOKEN_ID
 from worker_proc.checkpoint import open_checkpoint
 from worker_proc.errors import ModelError
 from worker_proc.gguf.kinds import CODED
+from worker_proc.gguf.names import gguf_files
 from worker_proc.models.config_fields import Config, dual_chunk_limit, positive_int
 from worker_proc.models.end_tokens import eos_token_ids
 from worker_proc.models.families import check_servable, is_native, parse_spec
@@ -51,7 +52,7 @@ def describe(path: str | Path) -> ModelInfo:
         context_length=context_length,
         eos_token_ids=eos_token_ids(directory, config),
         parameter_bytes=checkpoint.nbytes,
-        dtype=_dtype(checkpoint),
+        dtype="bfloat16" if not native and gguf_files(directory) else _dtype(checkpoint),  # else they are not read
         quantization=stored.method if stored is not None else None,
     )
 
