@@ -18,7 +18,6 @@ namespace {
 constexpr int64_t kMostKeys = 128;
 constexpr int kHeldColumns = 32;
 constexpr int64_t kLong = 4;  // tokens for which that pays
-constexpr int64_t kTasksEach = 8;  // at least, of a thread
 constexpr int64_t kWide = kLanes == 16 ? 128 : 64;  // columns whose sums are held in registers: whole rows come faster
 
 class DeltaNet {
@@ -31,14 +30,9 @@ class DeltaNet {
 
   // One thread does all that a key head and its value heads need: what another core has written last may be far away.
   void run() const {
-    const int64_t units = b_.num_segments * b_.k_heads;
-    const int64_t at_once = std::clamp<int64_t>(units / (kTasksEach * num_threads()), 1, b_.k_heads);
-    parallel_for((units + at_once - 1) / at_once, [&](int64_t task, int) {
-      for (int64_t unit = task * at_once; unit < std::min(units, (task + 1) * at_once); ++unit) {
-        const int64_t* const segment = b_.segments + 3 * (unit / b_.k_heads);
-        for (int64_t begin = 0; begin < segment[2]; begin += kPieceTokens)
-          take({segment[0], segment[1] + begin, std::min(kPieceTokens, segment[2] - begin)}, unit % b_.k_heads);
-      }
+    for_parts(b_.segments, b_.num_segments, b_.k_heads, [&](const int64_t* segment, int64_t key) {
+      for (int64_t begin = 0; begin < segment[2]; begin += kPieceTokens)
+        take({segment[0], segment[1] + begin, std::min(kPieceTokens, segment[2] - begin)}, key);
     });
   }
 

@@ -36,11 +36,23 @@ inline void in_rounds(const int64_t* segments, int64_t count, const Round& round
   }
 }
 
-// Calls body(segment, first) for every segment and each `block`-th of its channels, as tasks.
+// Calls body(segment, part) for every segment and each of its `parts`. Tasks are several parts of a segment, side by side in
+// memory, where there are so many that each thread has some tasks nevertheless.
+template <typename Body>
+inline void for_parts(const int64_t* segments, int64_t count, int64_t parts, const Body& body) {
+  constexpr int64_t kTasksEach = 8;  // at least, of a thread
+  const int64_t all = count * parts, at_once = std::clamp<int64_t>(all / (kTasksEach * num_threads()), 1, parts);
+  parallel_for((all + at_once - 1) / at_once, [&](int64_t task, int) {
+    for (int64_t at = task * at_once; at < std::min(all, (task + 1) * at_once); ++at)
+      body(segments + 3 * (at / parts), at % parts);
+  });
+}
+
+// The same for each `block`-th of the channels.
 template <typename Body>
 inline void for_channels(const int64_t* segments, int64_t count, int64_t channels, int64_t block, const Body& body) {
-  const int64_t blocks = (channels + block - 1) / block;
-  parallel_for(count * blocks, [&](int64_t task, int) { body(segments + 3 * (task / blocks), task % blocks * block); });
+  for_parts(segments, count, (channels + block - 1) / block,
+            [&](const int64_t* segment, int64_t part) { body(segment, part * block); });
 }
 
 }  // namespace rhizome
