@@ -16,6 +16,7 @@ from tests.helpers_models import VOCAB_SIZE, greedy, make_checkpoint
 from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_quantized_models import LEVELS, error, load_native, load_torch, logits, shard_weights
+from worker_proc.checkpoint import open_checkpoint
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Format
@@ -26,7 +27,12 @@ from worker_proc.gguf.header import Header, StoredTensor
 from worker_proc.gguf.names import GgufModel
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.families import parse_spec
+from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.quantization.rows import QuantizedWeight
 from worker_proc.quantization.scheme import ScaleForm, load_time_scheme
+from worker_proc.quantization.source import WeightSource
+from worker_proc.quantization.stored_config import parse_stored
+from worker_proc.quantization.target import WeightTarget
 
 pytestmark = needs_compiler
 K = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}  # rows of whole blocks
@@ -214,6 +220,20 @@ def test_shards_are_those_of_the_whole(name: str, kind: str, tmp_path: Path) -> 
         for place, matrix in ((1, o), (2, down)):
             assert torch.equal(torch.cat([rank[layer][place] for rank in ranks], dim=1), matrix)
         assert torch.equal(torch.cat([rank[layer][3] for rank in ranks]), up)
+
+
+def test_a_rank_may_have_no_rows_of_a_matrix(tmp_path: Path) -> None:
+    """Of the vocabulary, where it does not fill the last ranks."""
+    directory, _ = made("llama", tmp_path, lambda _: "Q4_0", {}, **K)
+    loader = WeightLoader(open_checkpoint(directory), torch.bfloat16, torch.device("cpu"))
+    part = Part("model.embed_tokens.weight", (VOCAB_SIZE, 256), (VOCAB_SIZE, VOCAB_SIZE))
+    source = WeightSource(loader, None, parse_stored(read_config(directory)))
+    scheme = source.scheme((part,))
+    assert scheme is not None and scheme.bits == 4
+    empty = QuantizedWeight.empty(0, 256, scheme, torch.bfloat16, torch.device("cpu"))
+    source.into(part, scheme, WeightTarget(empty, 0))
+    loader.run()
+    assert part.name in loader.used()
 
 
 def test_a_file_with_its_tokenizer_is_a_model_directory(tmp_path: Path) -> None:

@@ -156,9 +156,7 @@ class WeightLoader:
     def into(self, part: Part, target: Target) -> None:
         """Plan to copy `part` to `target`. Raises ModelError as `tensor` does."""
         entry = self.find(part)
-        self._used.add(entry.name)
-        if part.local_shape()[0]:
-            self._reads.append(_PartRead(entry.of_stack(part.stack), part, target))
+        self.add(_PartRead(entry.of_stack(part.stack), part, target), [entry.name])
 
     def find(self, part: Part) -> TensorEntry:
         """The stored tensor. Raises ModelError as `tensor` does."""
@@ -169,8 +167,9 @@ class WeightLoader:
         return entry
 
     def add(self, read: Read, names: Iterable[str]) -> None:
-        """Plan another kind of read, which uses the tensors `names`."""
-        self._reads.append(read)
+        """Plan any kind of read, which uses the tensors `names`. A rank may have nothing of them."""
+        if read.nbytes:
+            self._reads.append(read)
         self._used.update(names)
 
     def used(self) -> set[str]:
