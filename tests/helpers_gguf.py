@@ -50,7 +50,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     _settings(writer, config, settings)
     add_tokenizer(writer, source, tokenizer or {})
-    names = gguf.get_tensor_name_map(_architecture(writer.arch), config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture_number(writer.arch), config["num_hidden_layers"])
     stands_for: dict[str, Tensor] = {}
     random = np.random.default_rng(seed)
     tensors = _apart(load_file(source / SINGLE_FILE))
@@ -134,16 +134,17 @@ def add_tokenizer(writer: gguf.GGUFWriter, source: Path, settings: dict[str, Any
         writer.add_chat_template(template)
 
 
-def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str, Any]) -> None:
+def common_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Of most architectures."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
     theta = rope.get("full_attention", rope).get("rope_theta", 10000.0)
-    values: dict[str, Any] = {
+    return {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config.get("intermediate_size") or 1,
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
@@ -151,14 +152,19 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.freq_base": float(theta),
     }
+
+
+def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str, Any]) -> None:
+    values, rope = common_settings(config), config.get("rope_parameters") or {}
     if "sliding_window" in config and config["model_type"] in ("gemma2", "gemma3_text"):
         values["attention.sliding_window"] = config["sliding_window"]
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config["model_type"] == "gemma2":
             values[key] = float(config[key])
     if config["model_type"] == "phi3":
+        share = rope.get("partial_rotary_factor", 1.0)
+        values["rope.dimension_count"] = int(values["attention.key_length"] * share)
         values |= {"attention.key_length": None, "attention.value_length": None}
-        values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         values["attention.sliding_window"] = config["sliding_window"] or 0
         values["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
     if config["model_type"] == "granite":
@@ -303,5 +309,5 @@ def _together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _architecture(name: str) -> gguf.MODEL_ARCH:
+def architecture_number(name: str) -> gguf.MODEL_ARCH:
     return next(number for number, text in gguf.MODEL_ARCH_NAMES.items() if text == name)

@@ -13,7 +13,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.helpers_gguf import add_settings, add_tokenizer, finish, name_in_file, stack_experts, stored_as
+from tests.helpers_gguf import (
+    add_settings,
+    add_tokenizer,
+    architecture_number,
+    common_settings,
+    finish,
+    name_in_file,
+    stack_experts,
+    stored_as,
+)
 from worker_proc.weights import SINGLE_FILE
 
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
@@ -49,19 +58,8 @@ def write_hybrid_gguf(
 
 
 def _settings(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    rope = config["rope_parameters"]
-    values = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("intermediate_size") or 1,
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(rope["rope_theta"]),
-        "rope.dimension_count": int(config["head_dim"] * rope["partial_rotary_factor"]),
+    values = common_settings(config) | {
+        "rope.dimension_count": int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]),
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
@@ -82,7 +80,8 @@ def _settings(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def _as_stored(config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """By their names in the file, float32."""
-    names = gguf.get_tensor_name_map(_architecture(config), config["num_hidden_layers"])
+    number = architecture_number(ARCHITECTURES[config["model_type"]])
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     for name, stored in _apart(config, stack_experts(tensors)).items():
         numbers, last = stored.float(), name.rpartition("linear_attn.")[2]
         if config["model_type"] != "qwen3_next" and "linear_attn" in name:
@@ -125,8 +124,3 @@ def _in_turns(config: dict[str, Any], name: str, numbers: Tensor) -> Tensor:
         first = 2 * keys * config["linear_key_head_dim"]
         return torch.cat((numbers[:first], turned(numbers[first:])))
     return turned(numbers.t()).t() if name == "out_proj.weight" else numbers
-
-
-def _architecture(config: dict[str, Any]) -> gguf.MODEL_ARCH:
-    name = ARCHITECTURES[config["model_type"]]
-    return next(number for number, text in gguf.MODEL_ARCH_NAMES.items() if text == name)

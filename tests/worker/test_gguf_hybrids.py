@@ -79,10 +79,6 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(case: str, level: Level, 
         assert error(all_logits(native, prompt), all_logits(other, prompt)) < 0.03
 
 
-def of_routers(name: str) -> bool:
-    return "ffn_gate_inp" in name
-
-
 def mostly_k(name: str) -> str:
     """As llama.cpp's Q4_K_M: some in 6 bits, so that those of a layer that are one matrix here are not alike."""
     return "Q6_K" if re.search(r"attn_v|attn_qkv|ffn_down|token_embd|^output\.", name) else "Q4_K"
@@ -102,7 +98,7 @@ def test_codes_are_what_they_stand_for(name: str, shape: str, tmp_path: Path) ->
     of_kind, of_projections, of_gates = FILES[name]
     source = make(shape, tmp_path / "source", **(CALM | K))
     files = tmp_path / "codes.gguf", tmp_path / "numbers.gguf"
-    write_hybrid_gguf(source, files[0], lambda name: "F32" if of_routers(name) else of_kind(name), plain=files[1])
+    write_hybrid_gguf(source, files[0], lambda name: "F32" if "ffn_gate_inp" in name else of_kind(name), plain=files[1])
     codes, numbers = (directory_of(file) for file in files)
     assert describe(codes).quantization == "gguf" and describe(codes).dtype == "bfloat16"
     read: list[tuple[int, int]] = []

@@ -52,8 +52,7 @@ class Architecture:
     """One of llama.cpp's architectures. `names` are those of a layer's modules (or tensors) that differ from Llama's,
     `experts` those of its experts, with `{expert}` for their number. `turned` says that the rows of queries and keys
     lie as its rotation of pairs wants them, `norm_offset` what is added to norms, `may_have_biases` that its
-    configuration says whether attention and MLP have biases, `tiled` that value heads of Gated DeltaNets go with key
-    heads by turns."""
+    configuration says whether attention and MLP have biases."""
 
     model_type: str
     class_name: str
@@ -62,7 +61,6 @@ class Architecture:
     turned: bool = False
     norm_offset: float = 0.0
     may_have_biases: bool = False
-    tiled: bool = False
     factors: tuple[str, ...] = SHARED_FACTORS
     more: dict[str, Any] = field(default_factory=dict)  # of config.json
 
@@ -78,7 +76,7 @@ def _experts(base: str, gate: str, up: str, down: str) -> dict[str, str]:
 _MLP_EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 _LLAMA: dict[str, Any] = {"turned": True, "may_have_biases": True}
 _GEMMA: dict[str, Any] = {"norm_offset": 1.0, "names": _OUTPUT_NORMS}
-_QWEN3_5: dict[str, Any] = {"norm_offset": 1.0, "names": _DELTA | _GATES, "tiled": True}
+_QWEN3_5: dict[str, Any] = {"norm_offset": 1.0, "names": _DELTA | _GATES, "more": {"linear_value_heads_tiled": True}}
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", **_LLAMA),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),

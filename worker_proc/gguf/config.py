@@ -10,6 +10,7 @@ from worker_proc.gguf.header import Header
 from worker_proc.gguf.kinds import CODED
 from worker_proc.gguf.rope import Factors, rope_scaling
 from worker_proc.gguf.settings import Settings, layers_of
+from worker_proc.models.family_parts import NATIVE_ON_CPUS, but_each
 
 
 def config_of(header: Header, factors: Factors) -> dict[str, Any]:
@@ -46,8 +47,6 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
     if architecture.may_have_biases:
         config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_up.bias" in shapes}
     config |= _OF_FAMILIES.get(architecture.model_type, _without_window)(settings, config)
-    if architecture.tiled and config["linear_num_value_heads"] > config["linear_num_key_heads"]:
-        config["linear_value_heads_tiled"] = True
     settings.refuse_others()
     if any(tensor.kind in CODED for tensor in header.tensors):
         config["quantization_config"] = {"quant_method": "gguf"}
@@ -69,8 +68,7 @@ def _mlp(architecture: Architecture, settings: Settings) -> dict[str, Any]:
         return {"intermediate_size": settings.whole("feed_forward_length")}
     settings.must_be("expert_weights_norm", True)
     settings.must_be("expert_weights_scale", 1.0, 0.0)
-    if architecture.model_type not in _DELTA:
-        settings.must_be("expert_shared_count", 0)
+    settings.must_be("expert_shared_count", 1 if architecture.model_type in NATIVE_ON_CPUS else 0)
     settings.must_be("expert_gating_func", 1)
     count, each = settings.whole("expert_count"), settings.whole("expert_used_count")
     found = {"num_experts_per_tok": each}
@@ -117,7 +115,7 @@ def _delta(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     settings.must_be("ssm.inner_size", values * size)
     settings.get("rope.dimension_sections")  # three kinds of positions, which are the same in text
     layers, every = config["num_hidden_layers"], settings.whole("full_attention_interval", 4)
-    recurrent = settings.get("attention.recurrent_layers", [bool((layer + 1) % every) for layer in range(layers)])
+    recurrent = settings.get("attention.recurrent_layers", but_each(every, layers))
     if not isinstance(recurrent, list) or len(recurrent) < layers:
         raise ModelError(f"{settings.prefix}attention.recurrent_layers", recurrent, "must say so for each layer")
     found = _without_window(settings, config) | {
@@ -131,7 +129,6 @@ def _delta(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
     if "num_experts" in config:
         found["shared_expert_intermediate_size"] = settings.whole("expert_shared_feed_forward_length")
-        settings.must_be("expert_shared_count", 1)
     return found
 
 
@@ -178,11 +175,10 @@ def _gemma_windows(settings: Settings, config: dict[str, Any], *, every: int, la
     return {"sliding_window": settings.whole("attention.sliding_window"), "query_pre_attn_scalar": scale}
 
 
-_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-_ROTATED_IN_PART = ("phi3", *_DELTA)
+_ROTATED_IN_PART = ("phi3", *NATIVE_ON_CPUS)
 _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "phi3": _phi3,
-    **dict.fromkeys(_DELTA, _delta),
+    **dict.fromkeys(NATIVE_ON_CPUS, _delta),
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

@@ -56,10 +56,10 @@ class GgufModel:
 
     def entries(self) -> Iterator[TensorEntry]:
         """The tensors under their names in Hugging Face's checkpoints. Raises ModelError for one that is unknown."""
-        architecture = architecture_of(self.header)
+        architecture, settings = architecture_of(self.header), Settings(self.header)
         for tensor in self.header.tensors:
             if tensor.name not in architecture.factors:
-                yield from _entries(architecture, self.header, tensor, self.files[tensor.name])
+                yield from _entries(architecture, settings, tensor, self.files[tensor.name])
 
 
 def gguf_files(directory: Path) -> list[Path]:
@@ -86,28 +86,28 @@ def shard_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{which:05}-of-{count:05}.gguf" for which in range(1, count + 1)]
 
 
-def _entries(architecture: Architecture, header: Header, tensor: StoredTensor, file: Path) -> Iterator[TensorEntry]:
+def _entries(architecture: Architecture, settings: Settings, tensor: StoredTensor, file: Path) -> Iterator[TensorEntry]:
     entry = TensorEntry(tensor.name, file, tensor.kind, tensor.shape, tensor.begin, tensor.nbytes)
     if tensor.name in _OUTSIDE:
-        yield entry.renamed(_OUTSIDE[tensor.name], **_undone(architecture, header, entry, tensor.name))
+        yield entry.renamed(_OUTSIDE[tensor.name], **_undone(architecture, settings, entry, tensor.name))
         return
     match = _LAYER.fullmatch(tensor.name)
     if match is None:
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
     base, rest = f"model.layers.{match[1]}.", match[2]
-    if int(match[1]) >= layers_of(Settings(header)):  # guesses further tokens
+    if int(match[1]) >= layers_of(settings):  # guesses further tokens
         return
     experts, known = list(_of_experts(architecture, entry, rest, base)), architecture.layer_names()
     if experts:
         yield from experts
         return
     if rest in known:
-        yield entry.renamed(base + known[rest], **_undone(architecture, header, entry, rest))
+        yield entry.renamed(base + known[rest], **_undone(architecture, settings, entry, rest))
         return
     module, _, kind = rest.partition(".")
     if module not in known or kind not in ("weight", "bias"):
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
-    yield entry.renamed(f"{base}{known[module]}.{kind}", **_undone(architecture, header, entry, module))
+    yield entry.renamed(f"{base}{known[module]}.{kind}", **_undone(architecture, settings, entry, module))
 
 
 def _of_experts(architecture: Architecture, entry: TensorEntry, rest: str, base: str) -> Iterator[TensorEntry]:
@@ -121,10 +121,10 @@ def _of_experts(architecture: Architecture, entry: TensorEntry, rest: str, base:
             yield entry.of_stack((expert, entry.shape[0])).renamed(f"{base}{name}.{several[2]}")
 
 
-def _undone(architecture: Architecture, header: Header, entry: TensorEntry, name: str) -> dict[str, Any]:
+def _undone(architecture: Architecture, settings: Settings, entry: TensorEntry, name: str) -> dict[str, Any]:
     """What is to be changed of an entry so that it is what the checkpoint has."""
     if architecture.turned and name in ("attn_q", "attn_k"):
-        return {"heads": Settings(header).heads(keys=name == "attn_k")}
+        return {"heads": settings.heads(keys=name == "attn_k")}
     if name == "ssm_a":
         return {"logarithm": True}
     if name == "ssm_conv1d" and len(entry.shape) == 2:

@@ -41,7 +41,7 @@ def _parse_qwen3_5(config: Config) -> DecoderSpec:
         key_dim=positive_int(config, "linear_key_head_dim"),
         value_dim=positive_int(config, "linear_value_head_dim"),
         kernel=positive_int(config, "linear_conv_kernel_dim"),
-        tiled=boolean(config, "linear_value_heads_tiled", False),  # of our own configs for GGUF files
+        tiled=boolean(config, "linear_value_heads_tiled", False) and values > keys,  # as we say of GGUF files
     )
     return replace(spec, norm_offset=1.0, gated_attention=True, delta=delta)
 

@@ -32,16 +32,11 @@ class DeltaNet {
   void run() const {
     for_parts(b_.segments, b_.num_segments, b_.k_heads, [&](const int64_t* segment, int64_t key) {
       for (int64_t begin = 0; begin < segment[2]; begin += kPieceTokens)
-        take({segment[0], segment[1] + begin, std::min(kPieceTokens, segment[2] - begin)}, key);
+        take({segment[0], segment[1] + begin, std::min(kPieceTokens, segment[2] - begin), 0}, key);
     });
   }
 
  private:
-  // Some tokens of a segment.
-  struct Piece {
-    int64_t row, token, count;
-  };
-
   // The numbers of a token and of a value head; those of the next token are `stride_` further.
   struct Numbers {
     float *q, *k, *v, *out, *gate;  // the last one: how much of the state is left, how much of the difference is written
