@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +19,7 @@ from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, ScaleForm, Scheme
 
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 300, 640]))
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
+Q4_0 = Scheme(4, 32, scale_form=ScaleForm.FLOAT16)
 Q4_K = Scheme(4, 32, False, scale_form=ScaleForm.FACTORS)
 SCHEMES = [
     Scheme(8),
@@ -30,6 +32,7 @@ SCHEMES = [
     Scheme(4, 128),
     Scheme(4, 32, symmetric=False),
     Scheme(4, 128, symmetric=False),
+    Scheme(4, 96, symmetric=False),
     FP8,
     Scheme(8, 32, floating=True),
     Scheme(8, 128, floating=True),
@@ -167,14 +170,34 @@ def multiplied(scheme: Scheme, x: Tensor) -> Tensor:
 
 
 def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
-    """Sums of FP8's numbers, as those of a bfloat16 matrix, times the scales of their groups."""
-    numbers = replace(rows, scales=torch.ones_like(rows.scales)).dequantize(torch.bfloat16)
+    """Sums of numbers in groups, as those of a bfloat16 matrix, times the scales of their groups: what FP8 is, and in 4
+    bits codes less the middle one, or twice FP4's numbers."""
+    nibbles = rows.scheme.bits == 4
+    numbers, scales = floating_numbers(rows.scheme, rows.codes) if rows.scheme.floating else rows.codes - 8.0, rows.scales
+    if rows.scheme.floating and nibbles:
+        numbers, scales = 2 * numbers, scales / 2
     total = torch.zeros(len(x), len(rows.codes))
     for begin, end, group in segments(rows.scheme, x.shape[1]):
-        matrix = helpers_native.packed(level, numbers[:, begin:end].contiguous())
+        matrix = helpers_native.packed(level, numbers[:, begin:end].to(torch.bfloat16).contiguous())
         sums = matrix.linear(x[:, begin:end].contiguous(), Finish.STORE_FLOAT, torch.empty_like(total))
-        total = total + sums * rows.scales[:, group]
+        if not nibbles:
+            total = total + sums * scales[:, group]
+            continue
+        of_x = x[:, begin:end].double().sum(dim=1, keepdim=True).float()
+        if rows.factors is not None:
+            scale, least = (of[:, group] for of in rows.factors.products())
+            total = fused(-of_x, -least - 8 * scale, fused(sums, scale, total))
+            continue
+        if rows.zeros is not None:
+            sums = fused(-of_x, rows.zeros[:, group] - 8, sums)
+        total = fused(sums, scales[:, group], total)
     return total
+
+
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c, rounded once: in long double, whose 64 bits hold products of float32."""
+    wide = a.numpy().astype(np.longdouble) * b.numpy() + c.numpy()
+    return torch.from_numpy(wide.astype(np.float32))
 
 
 def rounds(level: Level, scheme: Scheme) -> bool:
@@ -182,7 +205,14 @@ def rounds(level: Level, scheme: Scheme) -> bool:
     native = load_library(level)
     if scheme.dynamic and not scheme.by_channel and native.knows(rounded_format(scheme)):
         return False
-    return not (scheme.by_channel or in_integers(level, scheme) or (is_fp8(scheme) and native.scales_sums))
+    return not (scheme.by_channel or in_integers(level, scheme) or native.scales_sums(plain_format(scheme)))
+
+
+def plain_format(scheme: Scheme) -> Format:
+    """That of codes in groups whose activations are not rounded."""
+    if scheme.floating:
+        return Format.FLOAT4 if scheme.bits == 4 else Format.FLOAT8
+    return Format.INT4 if scheme.bits == 4 else Format.INT8
 
 
 def rounded_format(scheme: Scheme) -> Format:

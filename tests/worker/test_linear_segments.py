@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.emulated_avx_vnni import with_avx_vnni, without_avx_vnni
-from tests.helpers_codes import Q4_K, ROWS, SIZES, packed, random, random_rows, rounded_format
+from tests.helpers_codes import Q4_0, Q4_K, ROWS, SIZES, packed, random, random_rows, rounded_format
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish, Format
 from worker_proc.cpu.quantized import QuantizedMatrix
 from worker_proc.quantization.rows import QuantizedRows, floating_numbers
-from worker_proc.quantization.scheme import MXFP4, ScaleForm, Scheme
+from worker_proc.quantization.scheme import MXFP4, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -38,7 +38,7 @@ SCHEMES = [
         (8, None, False, False),
     )
 ] + [
-    Scheme(4, 32, dynamic=True, scale_form=ScaleForm.FLOAT16),
+    replace(Q4_0, dynamic=True),
     replace(Q4_K, dynamic=True),
     replace(MXFP4, dynamic=True),
     Scheme(4, 128, floating=True, dynamic=True),

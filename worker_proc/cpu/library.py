@@ -29,7 +29,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_exact": (_INT, [_INT]),
     "rhizome_knows": (_INT, [_INT]),
     "rhizome_integers": (_INT, []),
-    "rhizome_scales_sums": (_INT, []),
+    "rhizome_scales_sums": (_INT, [_INT]),
     "rhizome_inflate": (None, [_POINTER, _POINTER]),
     "rhizome_quantize": (None, [_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER]),
     "rhizome_pack_codes": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _LONG, _INT]),
@@ -98,10 +98,10 @@ class NativeLibrary:
         `native/linear_quantized.h`)."""
         return bool(self.functions.rhizome_exact(format))
 
-    @property
-    def scales_sums(self) -> bool:
-        """Whether the scales of FP8 in groups multiply sums, instead of weights that are rounded to bfloat16."""
-        return bool(self.functions.rhizome_scales_sums())
+    def scales_sums(self, format: int) -> bool:
+        """Whether the scales of groups of this `Format` multiply sums of floating point numbers, instead of weights that
+        are rounded to bfloat16."""
+        return bool(self.functions.rhizome_scales_sums(format))
 
     def set_threads(self, threads: int) -> int:
         """Use `threads` threads, the caller's included. Returns how many there are. One pool serves the whole

@@ -176,8 +176,10 @@ def _format(native: NativeLibrary, scheme: Scheme) -> Format:
 
 
 def keeps_scales(native: NativeLibrary, scheme: Scheme) -> bool:
-    """Whether scales may be held in any form: where codes are multiplied as bytes, which leaves time for it."""
-    return _format(native, scheme) in (Format.INT4_SEGMENTS, Format.INT8_SEGMENTS)
+    """Whether scales may be held in any form: where they multiply sums, which leaves time for it."""
+    format = _format(native, scheme)
+    in_segments = format in (Format.INT4_SEGMENTS, Format.INT8_SEGMENTS)
+    return in_segments or (format == Format.INT4 and native.scales_sums(format))
 
 
 def _whole_segments(group_size: int | None) -> bool:

@@ -38,20 +38,12 @@ inline __m512 float4_table() {
 }
 #endif
 
-#if defined(__AVX2__)
-// Eight scales, see below.
-inline __m256 eight_scales(const uint8_t* from) {
-  return (__m256)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), 23);
-}
-inline __m256 eight_scales(const float* from) { return _mm256_loadu_ps(from); }
-#endif
-
 // kLanes scales from exponents as float32 has them; the least one is 0.
 inline floats load_scales(const uint8_t* from) {
 #if defined(__AVX512F__)
   return (floats)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 23);
 #elif defined(__AVX2__)
-  return (floats)eight_scales(from);
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), 23);
 #else
   words bits;
   for (int i = 0; i < kLanes; ++i) bits[i] = uint32_t{from[i]} << 23;

@@ -161,6 +161,15 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
   }
 #endif
 #if defined(__AVX512BF16__)
+#if !defined(__AMX_BF16__)
+  if (in_nibbles(weights.format) && weights.zeros != nullptr) {
+    const SummedRows made(x, x_stride, rows, weights);
+    return tasks.run([&](const Range& range, int thread) {
+      const auto take = [&](int64_t panel, int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
+      multiply(weights, made.data(), made.stride(), range, before, take);
+    });
+  }
+#endif
   const bf16* const inputs = x;
   const int64_t stride = x_stride;
 #else

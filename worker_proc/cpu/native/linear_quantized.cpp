@@ -76,7 +76,7 @@ void quantize(const Element* source, int64_t stride, int64_t rows, int64_t input
 
 #if !defined(__AMX_BF16__)
 // Words of codes of 4 bits, as `place_of` has them: of one input in each of some pairs, or of inputs side by side.
-#if defined(RHIZOME_INTEGERS)
+#if defined(RHIZOME_INTEGERS) || defined(__AVX512BF16__)
 using CodeWord = uint16_t;
 #else
 using CodeWord = uint32_t;
@@ -156,10 +156,10 @@ void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotR
     case Format::kInt8Both:
     case Format::kInt8Channel: return run(code_dots_of<Format::kInt8Channel, false>);
     case Format::kInt8: return run(zeros ? code_dots_of<Format::kInt8, true> : code_dots_of<Format::kInt8, false>);
-    case Format::kInt4: return run(zeros ? code_dots_of<Format::kInt4, true> : code_dots_of<Format::kInt4, false>);
     case Format::kFloat8Channel: return run(code_dots_of<Format::kFloat8Channel, false>);
     case Format::kFloat8: return run(code_dots_of<Format::kFloat8, false>);
-    case Format::kFloat4: return run(code_dots_of<Format::kFloat4, false>);
+    case Format::kInt4:
+    case Format::kFloat4:
     case Format::kInt4Segments:
     case Format::kInt8Segments:
     case Format::kFloat4Segments:
@@ -218,11 +218,13 @@ int rhizome_knows(int format) {
 #endif
 }
 
-int rhizome_scales_sums() {
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+int rhizome_scales_sums([[maybe_unused]] int format) {
+#if defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
   return 0;
+#elif defined(__AVX512BF16__)
+  return rhizome::in_nibbles(static_cast<rhizome::Format>(format));
 #else
-  return 1;
+  return rhizome::is_float8(static_cast<rhizome::Format>(format));
 #endif
 }
 

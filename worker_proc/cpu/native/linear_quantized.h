@@ -13,8 +13,9 @@
 //   kFloat4       the same with numbers of FP4 (E2M1), twice as large, and scales half as large, a byte each (float4.h).
 //
 // So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
-// Without dot products of bfloat16, scales of groups multiply sums instead of weights, which are rounded to nothing: sums of
-// integers (linear_integers.h) on x86, FP4's included, of FP8 on all processors.
+// In 4 bits with AVX512's dot products (linear_nibble_dots.h), and everywhere without dot products of bfloat16, scales of groups
+// multiply sums instead of weights, which are rounded to nothing: sums of integers (linear_integers.h) on x86, FP4's included, of
+// FP8 on all processors.
 // Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
 // the micro-kernel: see `place_of`.
 #pragma once
@@ -101,10 +102,9 @@ struct CodePlace {
 
 // For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
 // int4. For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
-// outputs, the two inputs of a pair; elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words of 32 bits
-// then, so that no code need leave its lane: of eight inputs, [tile][4][16 outputs], and with dot products of one input in
-// each of eight pairs, [tile][half of the pairs][half of the outputs][8][2]. In integers (linear_integers.h), int8 lies as for
-// dot products, and int4 in words of 16 bits, of one input in each of four pairs, [tile][4][half of the outputs][8][2].
+// outputs, the two inputs of a pair; elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words then, so that no
+// code need leave its lane: of 32 bits and eight inputs, [tile][4][16 outputs], and with dot products of 16 bits, of one input in
+// each of four pairs, [tile][4][16 outputs][2]. In integers (linear_integers.h), both lie as for dot products.
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
   if (in_quads(format))
     return {output / kTile * kTileElements * 2 + input / 4 * 4 * kTile + output % kTile * 4 + input % 4, 0};
@@ -119,12 +119,9 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
   return {output * 32 + input, 0};
 #else
   if (in_nibbles(format)) {
-#if defined(RHIZOME_INTEGERS)
-    const int64_t pair = input / 2, row = output / kTile * 8 + pair / 4 * 2 + output % kTile / 8;
-    return {row * 32 + (output % 8 * 2 + input % 2) * 2 + pair % 4 / 2, static_cast<int>(pair % 2 * 4)};
-#elif defined(__AVX512BF16__)
-    const int64_t pair = input / 2, row = output / kTile * 4 + pair / 8 * 2 + output % kTile / 8;
-    return {row * 64 + (output % 8 * 2 + input % 2) * 4 + pair % 8 / 2, static_cast<int>(pair % 2 * 4)};
+#if defined(RHIZOME_INTEGERS) || defined(__AVX512BF16__)
+    const int64_t pair = input / 2, row = output / kTile * 4 + pair / 4;
+    return {row * 64 + (output % kTile * 2 + input % 2) * 2 + pair % 4 / 2, static_cast<int>(pair % 2 * 4)};
 #else
     const int64_t row = output / kTile * 4 + input / 8;
     return {row * 64 + output % kTile * 4 + input % 8 / 2, static_cast<int>(input % 2 * 4)};
@@ -218,8 +215,8 @@ RHIZOME_EXPORT int rhizome_exact(int format);
 // Whether products of integer codes are computed in integers.
 RHIZOME_EXPORT int rhizome_integers();
 
-// Whether the scales of groups of FP8 multiply sums.
-RHIZOME_EXPORT int rhizome_scales_sums();
+// Whether the scales of groups multiply sums of floating point numbers.
+RHIZOME_EXPORT int rhizome_scales_sums(int format);
 
 // Puts codes [rows, inputs] (`stride` bytes apart) into the zeroed memory of `weights`, as rhizome_pack does. Codes of 4 bits may
 // be `halved`: [rows, inputs / 2], the first of two in the lower half of a byte.

@@ -1,4 +1,4 @@
-// Quantized weights for AVX512's dot products: codes become bfloat16 in registers, right before they are multiplied.
+// Weights in bytes for AVX512's dot products: codes become bfloat16 in registers, right before they are multiplied.
 //
 // A vector of 16 numbers is what eight outputs have of a pair of inputs. Two such vectors, rounded to bfloat16 by one
 // instruction, are a row of a tile.
@@ -18,7 +18,7 @@ template <Format kFormat, bool kZeros>
 class CodeScales {
  public:
   explicit CodeScales(const PackedMatrix& weights, int64_t panel, int64_t step)
-      : scales_(scales_of<kFormat>(weights) + panel * groups(weights) * kPanel),
+      : scales_(weights.scales + panel * groups(weights) * kPanel),
         zeros_(kZeros ? weights.zeros + panel * groups(weights) * kPanel : nullptr),
         of_group_(std::max(weights.group / 32, 1)), left_(of_group_ - step % of_group_) {
     const int64_t group = step / of_group_ * kPanel;
@@ -41,7 +41,7 @@ class CodeScales {
   void enter() {
     const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     for (int half = 0; half < 4; ++half) {
-      scale_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(eight_scales(scales_ + 8 * half)));
+      scale_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(scales_ + 8 * half)));
       if (kZeros) zero_[half] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(zeros_ + 8 * half)));
     }
   }
@@ -52,7 +52,7 @@ class CodeScales {
     return codes;
   }
 
-  const Scale<kFormat>* scales_;
+  const float* scales_;
   const float* zeros_;
   int64_t of_group_, left_;
   __m512 scale_[4], zero_[4];
@@ -78,39 +78,6 @@ class CodePairs {
   }
 
   const uint8_t* codes_;
-};
-
-// 4 bits: eight pairs in four vectors, four bits of each word at a time.
-template <Format kFormat, bool kZeros>
-  requires(in_nibbles(kFormat))
-class CodePairs<kFormat, kZeros> {
- public:
-  explicit CodePairs(const uint8_t* codes) {
-    for (int half = 0; half < 2; ++half) {
-      left_[half] = _mm512_loadu_si512(codes + 64 * half);
-      right_[half] = _mm512_loadu_si512(codes + kTileElements / 2 + 64 * half);
-    }
-  }
-
-  void next(__m512 (&left)[2], __m512 (&right)[2]) {
-    for (int half = 0; half < 2; ++half) left[half] = number(left_[half]), right[half] = number(right_[half]);
-  }
-
- private:
-  static __m512 number(__m512i& words) {
-    const __m512 found = _mm512_permutexvar_ps(words, numbers());
-    words = _mm512_srli_epi32(words, 4);
-    return found;
-  }
-
-  // What the sixteen codes are.
-  static __m512 numbers() {
-    if constexpr (kFormat == Format::kFloat4) return float4_table();
-    if constexpr (kZeros) return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-  }
-
-  __m512i left_[2], right_[2];
 };
 
 // `steps` blocks of inputs from `block` on; widened weights go to `plain` as well if kKeep.
@@ -159,7 +126,7 @@ struct CodeDots {
   }
 };
 
-// For `count` rows: blocks [block, block + steps) of the panel they are in. `plain` becomes what the codes stand for if
+// For `count` rows of a format that is not `in_nibbles`: blocks [block, block + steps) of the panel they are in. `plain` becomes what the codes stand for if
 // `keep`, which takes at most kDotRows rows.
 void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotRows& rows, int64_t steps, LinesAhead& ahead,
                bf16* plain, bool keep);

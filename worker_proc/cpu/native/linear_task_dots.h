@@ -4,6 +4,7 @@
 #if defined(__AVX512BF16__)
 
 #include "linear_dots.h"
+#include "linear_nibble_dots.h"
 #include "linear_quantized_dots.h"
 #include "linear_task_pieces.h"
 
@@ -18,12 +19,12 @@ class DotPiece {
 
   // `following` is the block with which the thread goes on after this piece.
   DotPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
-      : weights_(weights), block_(piece.panel * blocks(weights.inputs) + piece.step), steps_(piece.now),
+      : weights_(dot_passes(rows) == 1 ? weights : opened(weights, piece.panel, piece.step, piece.now)), piece_(piece),
         only_(dot_passes(rows) == 1), packed_(weights.format != Format::kBFloat16),
-        plain_(packed_ ? room() : weights.data + block_ * 2 * kTileElements),
-        ahead_(!packed_ && found_ahead(rows)
+        plain_(packed_ ? room() : weights_at(weights, piece.panel, piece.step)),
+        ahead_((!packed_ || in_nibbles(weights.format)) && found_ahead(rows)
                    ? LinesAhead()
-                   : piece_ahead(weights, following, steps_, steps_ * kDotTurns * dot_passes(rows))) {}
+                   : piece_ahead(weights, following, piece.now, piece.now * kDotTurns * dot_passes(rows))) {}
 
   // At most kBlockRows rows.
   void multiply(int count, const DotRows& rows) {
@@ -36,14 +37,18 @@ class DotPiece {
 
  private:
   void pass(int count, const DotRows& rows) {
-    if (!packed_) return dots(count, PlainDots{plain_}, rows, steps_, ahead_);
+    const bool kept = !packed_;
     packed_ = false;
+    if (in_nibbles(weights_.format))
+      return nibble_dots({weights_, piece_.panel, piece_.step, piece_.now}, count, rows, ahead_, room(), !only_, kept);
+    if (kept) return dots(count, PlainDots{plain_}, rows, piece_.now, ahead_);
+    const int64_t block = piece_.panel * blocks(weights_.inputs) + piece_.step;
     if (has_codes(weights_.format))
-      code_dots(weights_, block_, count, rows, steps_, ahead_, room(), !only_);
+      code_dots(weights_, block, count, rows, piece_.now, ahead_, room(), !only_);
     else if (only_)
-      dots(count, InflatedDots<false>{weights_, block_, room()}, rows, steps_, ahead_);
+      dots(count, InflatedDots<false>{weights_, block, room()}, rows, piece_.now, ahead_);
     else
-      dots(count, InflatedDots<true>{weights_, block_, room()}, rows, steps_, ahead_);
+      dots(count, InflatedDots<true>{weights_, block, room()}, rows, piece_.now, ahead_);
   }
 
   static bf16* room() {
@@ -51,8 +56,8 @@ class DotPiece {
     return plain;
   }
 
-  const PackedMatrix& weights_;
-  const int64_t block_, steps_;
+  const PackedMatrix weights_;
+  const Piece& piece_;
   const bool only_;
   bool packed_;  // and not plain yet
   const bf16* plain_;

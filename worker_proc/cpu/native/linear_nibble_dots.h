@@ -1,0 +1,243 @@
+// Weights in 4 bits for AVX512's dot products of bfloat16, which holds their numbers exactly: one instruction looks up those of
+// 32 codes (VPERMW), and scales multiply sums, so that no weight is rounded.
+//
+// A segment, up to 256 inputs of a group, is added up by itself; its sums, times their scales, are added to those before with one
+// rounding. What zeros are worth is subtracted before, and the numbers below zero of scale_forms.h after: times the sum of the
+// segment's x.
+#pragma once
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "linear_dots.h"
+#include "linear_quantized.h"
+#include "summed_rows.h"
+
+namespace rhizome {
+
+inline constexpr int64_t kTileNibbles = kTileElements / 2;  // bytes
+
+// The numbers of a tile, pair of inputs by pair, those of int4 less the middle code.
+template <Format kFormat>
+class NibbleNumbers {
+ public:
+  // Of eight inputs: a vector of words has four pairs of 16 outputs.
+  static void of_eight(const uint8_t* codes, int eight, __m512i (&pairs)[4]) {
+    const __m512i table = _mm512_load_si512(kNumbers.data()), words = _mm512_loadu_si512(codes + 64 * eight);
+    pairs[0] = _mm512_permutexvar_epi16(words, table);
+    pairs[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+    pairs[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
+    pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
+  }
+
+ private:
+  // Twice: an index has five bits, of which the highest is not its own.
+  alignas(64) static constexpr auto kNumbers = [] {
+    std::array<uint16_t, 32> numbers{};
+    for (int i = 0; i < 32; ++i) {
+      const auto number = static_cast<float>(is_float4(kFormat) ? kFloat4Numbers[i % 16] : i % 16 - 8);
+      numbers[i] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, number) >> 16);
+    }
+    return numbers;
+  }();
+};
+
+constexpr int kNibbleRowsInTurn = 2;  // as kPlainInTurn
+
+// One block of inputs after the other; what codes are goes to `plain` as well if kKeep.
+template <Format kFormat, bool kKeep>
+class NibbleBlocks {
+ public:
+  static constexpr int kMostRows = kKeep ? kDotRows : kMostDotRows;
+
+  NibbleBlocks(const uint8_t* codes, bf16* plain) : codes_(codes), plain_(plain) {}
+
+  // Adds the products of one more.
+  template <int kRows>
+  __attribute__((always_inline)) void add_to(DotSums<kRows>& sums, const bf16* x, int64_t x_stride, LinesAhead& ahead) {
+    if constexpr (!kKeep && kRows <= kNibbleRowsInTurn) {
+      for (int turn = 0; turn < kDotTurns; ++turn) ahead();
+      add_tile(sums.low, x, x_stride);
+      add_tile(sums.high, x, x_stride);
+      return;
+    }
+    using Numbers = NibbleNumbers<kFormat>;
+#pragma GCC unroll 4
+    for (int eight = 0; eight < kTile / 4; ++eight, x += 8) {
+      for (int turn = 0; turn < kDotTurns / 4; ++turn) ahead();
+      __m512i left[4], right[4];
+      Numbers::of_eight(codes_, eight, left);
+      Numbers::of_eight(codes_ + kTileNibbles, eight, right);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kKeep) {
+          _mm512_store_si512(plain_ + (4 * eight + i) * 32, left[i]);
+          _mm512_store_si512(plain_ + (4 * eight + i) * 32 + kTileElements, right[i]);
+        }
+        sums.add(x + 2 * i, x_stride, left[i], right[i]);
+      }
+    }
+    codes_ += 2 * kTileNibbles;
+    if constexpr (kKeep) plain_ += 2 * kTileElements;
+  }
+
+ private:
+  template <int kRows>
+  __attribute__((always_inline)) void add_tile(__m512 (&sums)[kRows], const bf16* x, int64_t x_stride) {
+#pragma GCC unroll 4
+    for (int eight = 0; eight < kTile / 4; ++eight, x += 8) {
+      __m512i pairs[4];
+      NibbleNumbers<kFormat>::of_eight(codes_, eight, pairs);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) DotSums<kRows>::add_to(sums, x + 2 * i, x_stride, pairs[i]);
+    }
+    codes_ += kTileNibbles;
+  }
+
+  const uint8_t* codes_;
+  bf16* plain_;
+};
+
+// The same of numbers that were kept.
+class PlainBlocks {
+ public:
+  static constexpr int kMostRows = kMostDotRows;
+
+  explicit PlainBlocks(const bf16* plain) : plain_(plain) {}
+
+  template <int kRows>
+  __attribute__((always_inline)) void add_to(DotSums<kRows>& sums, const bf16* x, int64_t x_stride, LinesAhead& ahead) {
+    dot_step(sums, x, x_stride, plain_, ahead);
+    plain_ += 2 * kTileElements;
+  }
+
+ private:
+  const bf16* plain_;
+};
+
+// Where a pass works: blocks [step, step + now) of a panel.
+struct NibblePlace {
+  const PackedMatrix& weights;
+  int64_t panel, step, now;
+};
+
+// What the codes 0 of a matrix stand for: what is as far from the middle code, what zeros say, or numbers below zero.
+enum class CodeZeros { kMiddle, kZeros, kBelow };
+
+// What the sums of a segment are multiplied with, and the sum of its x, as codes less the middle one are multiplied.
+template <Format kFormat, CodeZeros kZeros, ScaleForm kForm>
+class SegmentScales {
+ public:
+  // From a group on.
+  SegmentScales(const PackedMatrix& weights, int64_t panel, int64_t group) {
+    const int64_t all = groups(weights);
+    const auto* const held = reinterpret_cast<const uint8_t*>(weights.scales);
+    if constexpr (kForm == ScaleForm::kFactors) {
+      group_ = group % kFactorGroups;
+      scales_ = held + (panel * ((all + kFactorGroups - 1) / kFactorGroups) + group / kFactorGroups) * kFactorBytes;
+    } else {
+      scales_ = held + (panel * all + group) * kBytes;
+      if constexpr (kZeros != CodeZeros::kMiddle) zeros_ = weights.zeros + (panel * all + group) * kPanel;
+    }
+  }
+
+  GroupScales of(int output) const {
+    constexpr float kMiddle = 8;
+    GroupScales scales{};
+    if constexpr (kForm == ScaleForm::kFactors) {
+      const uint8_t* const small = scales_ + 4 * kPanel + group_ * 2 * kPanel + output;
+      scales.scale = load_float16(scales_ + 2 * output) * load_bytes_as_floats(small);
+      scales.zero = load_float16(scales_ + 2 * (kPanel + output)) * load_bytes_as_floats(small + kPanel);
+      scales.zero = held(scales.zero);
+    } else if constexpr (kForm == ScaleForm::kFloat16) {
+      scales.scale = load_float16(scales_ + 2 * output);
+    } else {
+      scales.scale = load_scales(reinterpret_cast<const Scale<kFormat>*>(scales_) + output);
+      if constexpr (kZeros != CodeZeros::kMiddle) scales.zero = load(zeros_ + output);
+    }
+    if constexpr (kZeros == CodeZeros::kZeros) scales.zero -= kMiddle;
+    if constexpr (kZeros == CodeZeros::kBelow) {
+      floats of_middle = scales.scale * kMiddle;
+      of_middle = held(of_middle);  // compilers would subtract it before it is rounded
+      scales.zero -= of_middle;
+    }
+    return scales;
+  }
+  void next() {
+    if constexpr (kForm == ScaleForm::kFactors) {
+      if (++group_ == kFactorGroups) group_ = 0, scales_ += kFactorBytes;
+      return;
+    }
+    scales_ += kBytes;
+    if constexpr (kZeros != CodeZeros::kMiddle) zeros_ += kPanel;
+  }
+
+  // sum + the products of a segment.
+  static __m512 added(__m512 sum, __m512 products, const GroupScales& scales, [[maybe_unused]] const bf16* of_x) {
+    const auto less = [&](__m512 from) {
+      float x;
+      std::memcpy(&x, of_x, sizeof x);
+      return _mm512_fnmadd_ps(_mm512_set1_ps(x), (__m512)scales.zero, from);
+    };
+    if constexpr (kZeros == CodeZeros::kZeros) products = less(products);
+    sum = _mm512_fmadd_ps(products, (__m512)scales.scale, sum);
+    if constexpr (kZeros == CodeZeros::kBelow) sum = less(sum);
+    return sum;
+  }
+
+ private:
+  static constexpr int64_t kBytes = kPanel * (kForm == ScaleForm::kFloat16 ? 2 : sizeof(Scale<kFormat>));  // of a group
+
+  const uint8_t* scales_;
+  const float* zeros_ = nullptr;
+  int64_t group_ = 0;
+};
+
+template <Format kFormat, CodeZeros kZeros, ScaleForm kForm, class Blocks>
+struct NibbleDots {
+  static constexpr int kMostRows = Blocks::kMostRows;
+  const NibblePlace& place;
+  Blocks blocks;
+
+  template <int kRows>
+  static void run(const NibbleDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
+    LinesAhead ahead = outside;
+    const NibblePlace& place = from.place;
+    Blocks blocks = from.blocks;
+    const Segments segments(place.weights);
+    SegmentScales<kFormat, kZeros, kForm> scales(place.weights, place.panel, segments.group(place.step));
+    const bf16* x = rows.x;
+    const bf16* x_sums = summed_behind(x, place.weights, place.step) + 2 * segments.index(place.step);
+    int64_t of_group = segments.left(place.step), of_segment = kSteps - place.step % kSteps;  // blocks that are left
+    if (!rows.adding) DotSums<kRows>().store(rows.sums, kPanel);
+    for (const bf16* const end = x + 32 * steps; x < end; x_sums += 2) {
+      DotSums<kRows> sums;
+      const int64_t now = std::min({of_group, of_segment, (end - x) / 32});
+      for (const bf16* const stop = x + 32 * now; x < stop; x += 32) blocks.add_to(sums, x, rows.x_stride, ahead);
+      const GroupScales low = scales.of(0), high = scales.of(kTile);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        float* const to = rows.sums + row * kPanel;
+        const bf16* const of_x = x_sums + row * rows.x_stride;
+        _mm512_storeu_ps(to, scales.added(_mm512_loadu_ps(to), sums.low[row], low, of_x));
+        _mm512_storeu_ps(to + kTile, scales.added(_mm512_loadu_ps(to + kTile), sums.high[row], high, of_x));
+      }
+      of_group -= now, of_segment = of_segment > now ? of_segment - now : kSteps;
+      if (of_group == 0) of_group = segments.of_group(), scales.next();
+    }
+    outside = ahead;
+  }
+};
+
+// For `count` rows. What the codes are is read from `plain` if `kept`; else it goes there if `keep`, which takes at most kDotRows
+// rows.
+void nibble_dots(const NibblePlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain, bool keep, bool kept);
+
+}  // namespace rhizome
+
+#endif
