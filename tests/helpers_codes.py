@@ -173,7 +173,8 @@ def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
     """Sums of numbers in groups, as those of a bfloat16 matrix, times the scales of their groups: what FP8 is, and in 4
     bits codes less the middle one, or twice FP4's numbers."""
     nibbles = rows.scheme.bits == 4
-    numbers, scales = floating_numbers(rows.scheme, rows.codes) if rows.scheme.floating else rows.codes - 8.0, rows.scales
+    numbers = floating_numbers(rows.scheme, rows.codes) if rows.scheme.floating else rows.codes - 8.0
+    scales = rows.scales
     if rows.scheme.floating and nibbles:
         numbers, scales = 2 * numbers, scales / 2
     total = torch.zeros(len(x), len(rows.codes))

@@ -99,8 +99,8 @@ class NativeLibrary:
         return bool(self.functions.rhizome_exact(format))
 
     def scales_sums(self, format: int) -> bool:
-        """Whether the scales of groups of this `Format` multiply sums of floating point numbers, instead of weights that
-        are rounded to bfloat16."""
+        """Whether the scales of groups of this `Format` multiply sums of floating point numbers, instead of weights
+        that are rounded to bfloat16."""
         return bool(self.functions.rhizome_scales_sums(format))
 
     def set_threads(self, threads: int) -> int:
