@@ -47,13 +47,14 @@ class NibbleNumbers {
   }();
 };
 
+constexpr int kNibbleRows = 6;  // that are multiplied together where there are many: their totals stay in registers, too
 constexpr int kNibbleRowsInTurn = 2;  // as kPlainInTurn
 
 // One block of inputs after the other; what codes are goes to `plain` as well if kKeep.
 template <Format kFormat, bool kKeep>
 class NibbleBlocks {
  public:
-  static constexpr int kMostRows = kKeep ? kDotRows : kMostDotRows;
+  static constexpr int kMostRows = kKeep ? kNibbleRows : kMostDotRows;
 
   NibbleBlocks(const uint8_t* codes, bf16* plain) : codes_(codes), plain_(plain) {}
 
@@ -106,7 +107,7 @@ class NibbleBlocks {
 // The same of numbers that were kept.
 class PlainBlocks {
  public:
-  static constexpr int kMostRows = kMostDotRows;
+  static constexpr int kMostRows = kNibbleRows;
 
   explicit PlainBlocks(const bf16* plain) : plain_(plain) {}
 
@@ -214,7 +215,8 @@ struct NibbleDots {
     const bf16* x = rows.x;
     const bf16* x_sums = summed_behind(x, place.weights, place.step) + 2 * segments.index(place.step);
     int64_t of_group = segments.left(place.step), of_segment = kSteps - place.step % kSteps;  // blocks that are left
-    if (!rows.adding) DotSums<kRows>().store(rows.sums, kPanel);
+    DotSums<kRows> totals;
+    if (rows.adding) totals.load(rows.sums, kPanel);
     for (const bf16* const end = x + 32 * steps; x < end; x_sums += 2) {
       DotSums<kRows> sums;
       const int64_t now = std::min({of_group, of_segment, (end - x) / 32});
@@ -222,20 +224,23 @@ struct NibbleDots {
       const GroupScales low = scales.of(0), high = scales.of(kTile);
 #pragma GCC unroll 12
       for (int row = 0; row < kRows; ++row) {
-        float* const to = rows.sums + row * kPanel;
         const bf16* const of_x = x_sums + row * rows.x_stride;
-        _mm512_storeu_ps(to, scales.added(_mm512_loadu_ps(to), sums.low[row], low, of_x));
-        _mm512_storeu_ps(to + kTile, scales.added(_mm512_loadu_ps(to + kTile), sums.high[row], high, of_x));
+        totals.low[row] = scales.added(totals.low[row], sums.low[row], low, of_x);
+        totals.high[row] = scales.added(totals.high[row], sums.high[row], high, of_x);
       }
       of_group -= now, of_segment = of_segment > now ? of_segment - now : kSteps;
       if (of_group == 0) of_group = segments.of_group(), scales.next();
     }
+    totals.store(rows.sums, kPanel);
     outside = ahead;
   }
 };
 
-// For `count` rows. What the codes are is read from `plain` if `kept`; else it goes there if `keep`, which takes at most kDotRows
-// rows.
+// That many: zeros take registers, too.
+inline int nibble_rows(const PackedMatrix& weights) { return weights.zeros != nullptr ? kNibbleRows - 1 : kNibbleRows; }
+
+// For `count` rows. What the codes are is read from `plain` if `kept`; else it goes there if `keep`, which takes at most
+// kNibbleRows, as reading them does.
 void nibble_dots(const NibblePlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain, bool keep, bool kept);
 
 }  // namespace rhizome

@@ -20,22 +20,26 @@ class DotPiece {
   // `following` is the block with which the thread goes on after this piece.
   DotPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(dot_passes(rows) == 1 ? weights : opened(weights, piece.panel, piece.step, piece.now)), piece_(piece),
-        only_(dot_passes(rows) == 1), packed_(weights.format != Format::kBFloat16),
+        only_(dot_passes(rows) == 1), at_once_(in_nibbles(weights.format) ? nibble_rows(weights) : kDotRows),
+        packed_(weights.format != Format::kBFloat16),
         plain_(packed_ ? room() : weights_at(weights, piece.panel, piece.step)),
         ahead_((!packed_ || in_nibbles(weights.format)) && found_ahead(rows)
                    ? LinesAhead()
-                   : piece_ahead(weights, following, piece.now, piece.now * kDotTurns * dot_passes(rows))) {}
+                   : piece_ahead(weights, following, piece.now, piece.now * kDotTurns * passes(rows))) {}
 
   // At most kBlockRows rows.
   void multiply(int count, const DotRows& rows) {
-    for (int done = 0, passes = dot_passes(count); done < count; --passes) {
-      const int now = (count - done + passes - 1) / passes;
+    for (int done = 0, left = passes(count); done < count; --left) {
+      const int now = (count - done + left - 1) / left;
       pass(now, {rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding});
       done += now;
     }
   }
 
  private:
+  // How often so many rows go by weights: as evenly as can be. The bits of a row do not depend on it.
+  int passes(int64_t rows) const { return only_ ? 1 : static_cast<int>((rows + at_once_ - 1) / at_once_); }
+
   void pass(int count, const DotRows& rows) {
     const bool kept = !packed_;
     packed_ = false;
@@ -59,6 +63,7 @@ class DotPiece {
   const PackedMatrix weights_;
   const Piece& piece_;
   const bool only_;
+  const int at_once_;
   bool packed_;  // and not plain yet
   const bf16* plain_;
   LinesAhead ahead_;
