@@ -39,7 +39,7 @@ NAMES = {
     "memory": "make_unique shared_ptr unique_ptr",
     "mutex": "lock_guard mutex scoped_lock unique_lock",
     "new": "align_val_t bad_alloc nothrow",
-    "numeric": "accumulate lcm inner_product iota partial_sum reduce",
+    "numeric": "accumulate inner_product iota lcm partial_sum reduce",
     "optional": "nullopt optional",
     "span": "span",
     "string": "string to_string",
