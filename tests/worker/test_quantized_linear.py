@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.emulated_avx_vnni import with_avx_vnni, without_avx_vnni
 from tests.helpers_codes import (
@@ -39,7 +40,7 @@ from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix, keeps_scales
 from worker_proc.errors import ModelError
 from worker_proc.quantization.rows import QuantizedRows, QuantizedWeight, quantize_rows
-from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, Scheme
+from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, ScaleForm, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
@@ -51,31 +52,35 @@ def known(level: Level) -> st.SearchStrategy[Scheme]:
     return st.sampled_from([*SCHEMES, *forms])
 
 
+def promised(level: Level, weights: QuantizedRows, x: Tensor) -> Tensor:
+    """Those of a matrix of the widened weights, those of numbers times scales, or those in integers."""
+    scheme = weights.scheme
+    by_group = x if weights.order is None else x[:, weights.order].contiguous()
+    plain = replace(weights, order=None)
+    if in_integers(level, scheme):
+        return integer_sums(level, plain, by_group)
+    if not scheme.by_channel and not rounds(level, scheme):
+        return scaled_sums(level, plain, by_group)
+    units: Tensor | float = 1.0
+    if scheme.dynamic:
+        by_group, units = (part.float() for part in int8_rows(by_group))
+        by_group = by_group.to(torch.bfloat16)
+    room = torch.empty(len(x), len(weights.codes))
+    want = widened(level, plain).linear(by_group, Finish.STORE_FLOAT, room) * units
+    return want * weights.scales[:, 0] if scheme.by_channel else want
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), rows=ROWS, outputs=SIZES, inputs=SIZES, threads=st.integers(1, 3), seed=st.integers(0, 99))
 def test_sums_are_what_is_promised_to_the_last_bit(
     level: Level, data: st.DataObject, rows: int, outputs: int, inputs: int, threads: int, seed: int
 ) -> None:
-    """Those of a matrix of the widened weights, those of numbers times scales, or those in integers."""
     scheme = data.draw(known(level))
     load_library(level).set_threads(threads)
     weights, x = random_rows(outputs, inputs, scheme, seed), random(rows, inputs, seed=seed + 1)
     matrix = packed(level, weights)
-    by_group = x if weights.order is None else x[:, weights.order].contiguous()
-    plain = replace(weights, order=None)
-    if in_integers(level, scheme):
-        want = integer_sums(level, plain, by_group)
-    elif not scheme.by_channel and not rounds(level, scheme):
-        want = scaled_sums(level, plain, by_group)
-    else:
-        units = 1.0
-        if scheme.dynamic:
-            by_group, units = (part.float() for part in int8_rows(by_group))
-            by_group = by_group.to(torch.bfloat16)
-        want = widened(level, plain).linear(by_group, Finish.STORE_FLOAT, torch.empty(rows, outputs)) * units
-        if scheme.by_channel:
-            want = want * weights.scales[:, 0]
+    want = promised(level, weights, x)
     got = matrix.linear(x, Finish.STORE_FLOAT, torch.full((rows, outputs), torch.nan))
     assert torch.equal(got, want)
     near = F.linear(multiplied(scheme, x), weights.dequantize(torch.float32).double())
@@ -88,6 +93,17 @@ def test_sums_are_what_is_promised_to_the_last_bit(
     wanted = torch.tensor([outputs - 1, 0, outputs // 2])
     assert torch.equal(matrix.unpack(wanted), weights.dequantize(torch.bfloat16)[wanted])
     load_library(level).set_threads(1)
+
+
+@pytest.mark.parametrize("rows", [1, 11, 45])
+@pytest.mark.parametrize("scheme", [Scheme(4, 96), Scheme(4, 96, symmetric=False), Scheme(4), Q4_K], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_sums_of_groups_are_cut_alike_however_inputs_are(level: Level, scheme: Scheme, rows: int) -> None:
+    """Few rows take pieces of 1,024 inputs, more 256, and many inputs come in parts: groups may be cut by either."""
+    scheme = scheme if keeps_scales(load_library(level), scheme) else replace(scheme, scale_form=ScaleForm.FLOAT32)
+    weights, x = random_rows(40, 2080, scheme, 1), random(rows, 2080, seed=2)
+    got = packed(level, weights).linear(x, Finish.STORE_FLOAT, torch.empty(rows, 40))
+    assert torch.equal(got, promised(level, weights, x))
 
 
 @pytest.mark.parametrize("scheme", [MXFP4, Scheme(4, 64)], ids=str)
