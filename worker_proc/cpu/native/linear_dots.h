@@ -169,8 +169,8 @@ inline void dots(int count, const Weights& from, const DotRows& rows, int64_t st
   dots_of(count, from, rows, steps, ahead, std::make_integer_sequence<int, Weights::kMostRows>());
 }
 
-// In how many passes so many rows go by weights: as evenly as can be. The bits of a row do not depend on it.
-inline int dot_passes(int64_t rows) { return rows <= kMostDotRows ? 1 : static_cast<int>((rows + kDotRows - 1) / kDotRows); }
+// Whether so many rows go by weights together, which then are not kept as bfloat16.
+inline bool in_one_pass(int64_t rows) { return rows <= kMostDotRows; }
 
 }  // namespace rhizome
 

@@ -14,13 +14,13 @@ namespace rhizome {
 class DotPiece {
  public:
   static int64_t most_steps(const PackedMatrix& weights, int64_t rows) {
-    return in_nibbles(weights.format) && dot_passes(rows) == 1 ? 4 * kSteps : kSteps;
+    return in_nibbles(weights.format) && in_one_pass(rows) ? 4 * kSteps : kSteps;
   }
 
   // `following` is the block with which the thread goes on after this piece.
   DotPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
-      : weights_(dot_passes(rows) == 1 ? weights : opened(weights, piece.panel, piece.step, piece.now)), piece_(piece),
-        only_(dot_passes(rows) == 1), at_once_(in_nibbles(weights.format) ? nibble_rows(weights) : kDotRows),
+      : weights_(in_one_pass(rows) ? weights : opened(weights, piece.panel, piece.step, piece.now)), piece_(piece),
+        only_(in_one_pass(rows)), at_once_(in_nibbles(weights.format) ? nibble_rows(weights) : kDotRows),
         packed_(weights.format != Format::kBFloat16),
         plain_(packed_ ? room() : weights_at(weights, piece.panel, piece.step)),
         ahead_((!packed_ || in_nibbles(weights.format)) && found_ahead(rows)
