@@ -3,6 +3,8 @@
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -49,17 +51,21 @@ class SummedRows {
   int64_t stride() const { return stride_; }
 
  private:
+  typedef double doubles __attribute__((vector_size(64)));
+
   void sum(const bf16* from, bf16* to) const {
     std::memcpy(to, from, 64 * steps_);
-    float* sums = reinterpret_cast<float*>(to + 32 * steps_);
+    float* out = reinterpret_cast<float*>(to + 32 * steps_);
     for (int64_t step = 0; step < steps_;) {
-      __m512d sum = _mm512_setzero_pd();  // of numbers of like size exact
+      doubles sums = {};  // of numbers of like size exact
       for (const int64_t stop = std::min(steps_, segments_.end(step)); step < stop; ++step)
         for (int i = 0; i < 32; i += 8) {
           const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 32 * step + i)));
-          sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))));
+          sums += __builtin_convertvector(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), doubles);
         }
-      *sums++ = static_cast<float>(_mm512_reduce_add_pd(sum));
+      double sum = 0;
+      for (int i = 0; i < 8; ++i) sum += sums[i];
+      *out++ = static_cast<float>(sum);
     }
   }
 
