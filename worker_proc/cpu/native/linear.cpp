@@ -164,10 +164,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
 #if !defined(__AMX_BF16__)
   if (in_nibbles(weights.format) && weights.zeros != nullptr) {
     const SummedRows made(x, x_stride, rows, weights);
-    return tasks.run([&](const Range& range, int thread) {
-      const auto take = [&](int64_t panel, int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
-      multiply(weights, made.data(), made.stride(), range, before, take);
-    });
+    x = made.data(), x_stride = made.stride();
   }
 #endif
   const bf16* const inputs = x;

@@ -137,12 +137,11 @@ class SegmentScales {
   // From a group on.
   SegmentScales(const PackedMatrix& weights, int64_t panel, int64_t group) {
     const int64_t all = groups(weights);
-    const auto* const held = reinterpret_cast<const uint8_t*>(weights.scales);
     if constexpr (kForm == ScaleForm::kFactors) {
       group_ = group % kFactorGroups;
-      scales_ = held + (panel * ((all + kFactorGroups - 1) / kFactorGroups) + group / kFactorGroups) * kFactorBytes;
+      scales_ = factors_at(weights, panel, all, group);
     } else {
-      scales_ = held + (panel * all + group) * kBytes;
+      scales_ = reinterpret_cast<const uint8_t*>(weights.scales) + (panel * all + group) * kBytes;
       if constexpr (kZeros != CodeZeros::kMiddle) zeros_ = weights.zeros + (panel * all + group) * kPanel;
     }
   }
@@ -151,10 +150,8 @@ class SegmentScales {
     constexpr float kMiddle = 8;
     GroupScales scales{};
     if constexpr (kForm == ScaleForm::kFactors) {
-      const uint8_t* const small = scales_ + 4 * kPanel + group_ * 2 * kPanel + output;
-      scales.scale = load_float16(scales_ + 2 * output) * load_bytes_as_floats(small);
-      scales.zero = load_float16(scales_ + 2 * (kPanel + output)) * load_bytes_as_floats(small + kPanel);
-      scales.zero = held(scales.zero);
+      scales = factors_of(scales_, group_, output);
+      scales.zero = held(scales.zero);  // is rounded
     } else if constexpr (kForm == ScaleForm::kFloat16) {
       scales.scale = load_float16(scales_ + 2 * output);
     } else {

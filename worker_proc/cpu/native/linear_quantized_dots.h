@@ -126,8 +126,8 @@ struct CodeDots {
   }
 };
 
-// For `count` rows of a format that is not `in_nibbles`: blocks [block, block + steps) of the panel they are in. `plain` becomes what the codes stand for if
-// `keep`, which takes at most kDotRows rows.
+// For `count` rows of a format that is not `in_nibbles`: blocks [block, block + steps) of the panel they are in. `plain` becomes
+// what the codes stand for if `keep`, which takes at most kDotRows rows.
 void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotRows& rows, int64_t steps, LinesAhead& ahead,
                bf16* plain, bool keep);
 

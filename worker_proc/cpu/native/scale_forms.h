@@ -70,6 +70,19 @@ inline bool has_below(const PackedMatrix& weights) {
   return weights.scale_form == ScaleForm::kFactors || weights.scale_form == ScaleForm::kLess;
 }
 
+// The factors (kFactors) of a group of a panel, and of those around it.
+inline const uint8_t* factors_at(const PackedMatrix& weights, int64_t panel, int64_t groups, int64_t group) {
+  const int64_t per_panel = (groups + kFactorGroups - 1) / kFactorGroups;
+  return reinterpret_cast<const uint8_t*>(weights.scales) + (panel * per_panel + group / kFactorGroups) * kFactorBytes;
+}
+
+// What they make of a group from `output` on.
+inline GroupScales factors_of(const uint8_t* large, int64_t group, int output) {
+  const uint8_t* const small = large + 4 * kPanel + group % kFactorGroups * 2 * kPanel;
+  const floats scale = load_float16(large + 2 * output) * load_bytes_as_floats(small + output);
+  return {scale, load_float16(large + 2 * (kPanel + output)) * load_bytes_as_floats(small + kPanel + output)};
+}
+
 // Those of a group of a panel from `output` on; no zeros where there are none. `groups` are those of a row.
 inline GroupScales scales_at(const PackedMatrix& weights, int64_t panel, int64_t groups, int64_t group, int output) {
   const int64_t at = (panel * groups + group) * kPanel + output;
@@ -77,11 +90,7 @@ inline GroupScales scales_at(const PackedMatrix& weights, int64_t panel, int64_t
   if (weights.scale_form == ScaleForm::kFloat16) return {load_float16(held + 2 * at), splat(0)};
   if (weights.scale_form != ScaleForm::kFactors)
     return {load(weights.scales + at), weights.zeros != nullptr ? load(weights.zeros + at) : splat(0)};
-  const int64_t per_panel = (groups + kFactorGroups - 1) / kFactorGroups;
-  const uint8_t* const large = held + (panel * per_panel + group / kFactorGroups) * kFactorBytes;
-  const uint8_t* const small = large + 4 * kPanel + group % kFactorGroups * 2 * kPanel;
-  const floats scale = load_float16(large + 2 * output) * load_bytes_as_floats(small + output);
-  return {scale, load_float16(large + 2 * (kPanel + output)) * load_bytes_as_floats(small + kPanel + output)};
+  return factors_of(factors_at(weights, panel, groups, group), group, output);
 }
 
 // The matrix with scales in float32 of blocks [step, step + now) of a panel, at most 4 * kSteps; until the
