@@ -170,27 +170,27 @@ def multiplied(scheme: Scheme, x: Tensor) -> Tensor:
 
 
 def scaled_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
-    """Sums of numbers in groups, as those of a bfloat16 matrix, times the scales of their groups: what FP8 is, and in 4
-    bits codes less the middle one, or twice FP4's numbers."""
-    nibbles = rows.scheme.bits == 4
-    numbers = floating_numbers(rows.scheme, rows.codes) if rows.scheme.floating else rows.codes - 8.0
-    scales = rows.scales
-    if rows.scheme.floating and nibbles:
+    """Sums of numbers in groups, as those of a bfloat16 matrix, times the scales of their groups: FP8's, twice FP4's,
+    and codes less the middle one. Rounded once where those of all formats are scaled (native/linear_number_dots.h)."""
+    scheme, scales, middle = rows.scheme, rows.scales, float(rows.scheme.middle)
+    once = load_library(level).scales_sums(Format.INT8)
+    numbers = floating_numbers(scheme, rows.codes) if scheme.floating else rows.codes - middle
+    if scheme.floating and scheme.bits == 4:
         numbers, scales = 2 * numbers, scales / 2
     total = torch.zeros(len(x), len(rows.codes))
-    for begin, end, group in segments(rows.scheme, x.shape[1]):
+    for begin, end, group in segments(scheme, x.shape[1]):
         matrix = helpers_native.packed(level, numbers[:, begin:end].to(torch.bfloat16).contiguous())
         sums = matrix.linear(x[:, begin:end].contiguous(), Finish.STORE_FLOAT, torch.empty_like(total))
-        if not nibbles:
+        if not once:
             total = total + sums * scales[:, group]
             continue
         of_x = x[:, begin:end].double().sum(dim=1, keepdim=True).float()
         if rows.factors is not None:
             scale, least = (of[:, group] for of in rows.factors.products())
-            total = fused(-of_x, -least - 8 * scale, fused(sums, scale, total))
+            total = fused(-of_x, -least - middle * scale, fused(sums, scale, total))
             continue
         if rows.zeros is not None:
-            sums = fused(-of_x, rows.zeros[:, group] - 8, sums)
+            sums = fused(-of_x, rows.zeros[:, group] - middle, sums)
         total = fused(sums, scales[:, group], total)
     return total
 

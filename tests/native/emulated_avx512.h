@@ -1,7 +1,7 @@
 // What the kernels use of AVX512 in AVX2, with the same bits (but for `rcp14`, which processors compute differently), so that
 // their sets for AVX512 can be tested on processors without it. Included before everything else (`-include`). What the
-// processor would refuse ends the process. RHIZOME_EMULATED_VNNI, RHIZOME_EMULATED_BF16 and RHIZOME_EMULATED_VBMI2: those
-// instructions too.
+// processor would refuse ends the process. RHIZOME_EMULATED_VNNI, RHIZOME_EMULATED_BF16, RHIZOME_EMULATED_VBMI and
+// RHIZOME_EMULATED_VBMI2: those instructions too.
 //
 // Source: the operations of Intel's Intrinsics Guide.
 #pragma once
@@ -25,6 +25,9 @@
 #endif
 #if defined(RHIZOME_EMULATED_BF16)
 #define __AVX512BF16__ 1
+#endif
+#if defined(RHIZOME_EMULATED_VBMI)
+#define __AVX512VBMI__ 1
 #endif
 #if defined(RHIZOME_EMULATED_VBMI2)
 #define __AVX512VBMI2__ 1
@@ -161,6 +164,7 @@ CALLED __mmask64 cmpeq_epi8_mask(__m512i a, __m512i b) {
   for (int i = 0; i < 64; ++i) mask |= static_cast<__mmask64>(same[i] & 1) << i;
   return mask;
 }
+CALLED __mmask64 cmpneq_epi8_mask(__m512i a, __m512i b) { return ~cmpeq_epi8_mask(a, b); }
 
 EMULATED __m512 add_ps(__m512 a, __m512 b) { return by_halves([](__m256 x, __m256 y) { return _mm256_add_ps(x, y); }, a, b); }
 EMULATED __m512 sub_ps(__m512 a, __m512 b) { return by_halves([](__m256 x, __m256 y) { return _mm256_sub_ps(x, y); }, a, b); }
@@ -296,6 +300,10 @@ CALLED __m512i chosen(__m512i a, __m512i index, __m512i b) {
     return place < kCount ? first[place] : second[place - kCount];
   });
 }
+EMULATED __m512i permutex2var_epi8(__m512i a, __m512i index, __m512i b) { return chosen<Bytes>(a, index, b); }
+CALLED __m512i maskz_permutex2var_epi8(__mmask64 mask, __m512i a, __m512i index, __m512i b) {
+  return mask_mov_epi8(__m512i{}, mask, permutex2var_epi8(a, index, b));
+}
 EMULATED __m512i permutex2var_epi16(__m512i a, __m512i index, __m512i b) { return chosen<Halves>(a, index, b); }
 EMULATED __m512i permutex2var_epi32(__m512i a, __m512i index, __m512i b) { return chosen<Words>(a, index, b); }
 EMULATED __m512 permutex2var_ps(__m512 a, __m512i index, __m512 b) {
@@ -324,6 +332,8 @@ CALLED __m512i in_turn(__m512i a, __m512i b, bool second) {
     return i % 2 == 0 ? even[place] : odd[place];
   });
 }
+EMULATED __m512i unpacklo_epi8(__m512i a, __m512i b) { return in_turn<Bytes>(a, b, false); }
+EMULATED __m512i unpackhi_epi8(__m512i a, __m512i b) { return in_turn<Bytes>(a, b, true); }
 EMULATED __m512i unpacklo_epi32(__m512i a, __m512i b) { return in_turn<Words>(a, b, false); }
 EMULATED __m512i unpackhi_epi32(__m512i a, __m512i b) { return in_turn<Words>(a, b, true); }
 EMULATED __m512i unpacklo_epi64(__m512i a, __m512i b) { return in_turn<Longs>(a, b, false); }
@@ -422,6 +432,7 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #undef _mm512_broadcast_i32x4
 #undef _mm512_castps256_ps512
 #undef _mm512_cmpeq_epi8_mask
+#undef _mm512_cmpneq_epi8_mask
 #undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepi8_epi32
 #undef _mm512_cvtepu16_epi32
@@ -468,6 +479,8 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #undef _mm512_mask_load_ps
 #undef _mm512_mask_max_ps
 #undef _mm512_mask_mov_epi8
+#undef _mm512_maskz_permutex2var_epi8
+#undef _mm512_permutex2var_epi8
 #undef _mm512_mask_storeu_epi32
 #undef _mm512_maskz_loadu_epi16
 #undef _mm512_maskz_mov_ps
@@ -512,6 +525,8 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #undef _mm512_stream_si512
 #undef _mm512_sub_ps
 #undef _mm512_ternarylogic_epi64
+#undef _mm512_unpackhi_epi8
+#undef _mm512_unpacklo_epi8
 #undef _mm512_unpackhi_epi32
 #undef _mm512_unpackhi_epi64
 #undef _mm512_unpacklo_epi32
@@ -524,6 +539,7 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #define _mm512_broadcast_i32x4 rhizome_emulated_avx512::broadcast_i32x4
 #define _mm512_castps256_ps512 rhizome_emulated_avx512::castps256_ps512
 #define _mm512_cmpeq_epi8_mask rhizome_emulated_avx512::cmpeq_epi8_mask
+#define _mm512_cmpneq_epi8_mask rhizome_emulated_avx512::cmpneq_epi8_mask
 #define _mm512_cvtepi32_ps rhizome_emulated_avx512::cvtepi32_ps
 #define _mm512_cvtepi8_epi32 rhizome_emulated_avx512::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 rhizome_emulated_avx512::cvtepu16_epi32
@@ -570,6 +586,8 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #define _mm512_mask_load_ps rhizome_emulated_avx512::mask_load_ps
 #define _mm512_mask_max_ps rhizome_emulated_avx512::mask_max_ps
 #define _mm512_mask_mov_epi8 rhizome_emulated_avx512::mask_mov_epi8
+#define _mm512_maskz_permutex2var_epi8 rhizome_emulated_avx512::maskz_permutex2var_epi8
+#define _mm512_permutex2var_epi8 rhizome_emulated_avx512::permutex2var_epi8
 #define _mm512_mask_storeu_epi32 rhizome_emulated_avx512::mask_storeu_epi32
 #define _mm512_maskz_loadu_epi16 rhizome_emulated_avx512::maskz_loadu_epi16
 #define _mm512_maskz_mov_ps rhizome_emulated_avx512::maskz_mov_ps
@@ -614,6 +632,8 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #define _mm512_stream_si512 rhizome_emulated_avx512::stream_si512
 #define _mm512_sub_ps rhizome_emulated_avx512::sub_ps
 #define _mm512_ternarylogic_epi64 rhizome_emulated_avx512::ternarylogic_epi64
+#define _mm512_unpackhi_epi8 rhizome_emulated_avx512::unpackhi_epi8
+#define _mm512_unpacklo_epi8 rhizome_emulated_avx512::unpacklo_epi8
 #define _mm512_unpackhi_epi32 rhizome_emulated_avx512::unpackhi_epi32
 #define _mm512_unpackhi_epi64 rhizome_emulated_avx512::unpackhi_epi64
 #define _mm512_unpacklo_epi32 rhizome_emulated_avx512::unpacklo_epi32

@@ -359,6 +359,8 @@ def test_levels_follow_from_the_features_of_a_cpu() -> None:
     ice_lake = CpuFeatures("x86_64", frozenset((amx | avx2 | {"avx512_vnni"}) - {"avx512_bf16"}))
     assert ice_lake.levels() == ("avx512", "generic") and ice_lake.options("avx512")[-1] == "-mavx512vnni"
     assert "-mavx512vbmi2" in everything.options("avx512bf16") and "-mamx-tile" not in everything.options("avx512bf16")
+    zen_4 = CpuFeatures("x86_64", frozenset(avx512 | avx2 | {"avx512_vnni", "avx512_bf16", "avx512vbmi"}))
+    assert zen_4.options("avx512bf16")[-1] == "-mavx512vbmi" and zen_4.options("avx512")[-1] == "-mavx512vnni"
     assert "-mamx-bf16" in everything.options("amx")
     assert arm.options("generic") == ()
     assert arm.options("armbf16") == ("-march=armv8.2-a+bf16",)

@@ -34,7 +34,7 @@ from tests.helpers_codes import (
 from tests.helpers_native import check_bits_in_any_batch
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
-from worker_proc.cpu.library import load_library
+from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import Finish
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import CodeSizes, NativeQuantizer, QuantizedMatrix, keeps_scales
@@ -44,6 +44,17 @@ from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, ScaleForm, Scheme
 
 pytestmark = needs_compiler
 LEVELS = cpu_features().levels()
+CUT = [
+    Scheme(4, 96),
+    Scheme(4, 96, symmetric=False),
+    Scheme(4),
+    Q4_K,
+    Scheme(8, 96),
+    Scheme(8, 96, symmetric=False),
+    Scheme(8, 96, floating=True),
+    FP8,
+]
+BYTES = [Scheme(8), Scheme(8, 32), Scheme(8, 128, symmetric=False), FP8, Scheme(8, 128, floating=True)]
 
 
 def known(level: Level) -> st.SearchStrategy[Scheme]:
@@ -96,7 +107,7 @@ def test_sums_are_what_is_promised_to_the_last_bit(
 
 
 @pytest.mark.parametrize("rows", [1, 11, 45])
-@pytest.mark.parametrize("scheme", [Scheme(4, 96), Scheme(4, 96, symmetric=False), Scheme(4), Q4_K], ids=str)
+@pytest.mark.parametrize("scheme", CUT, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_sums_of_groups_are_cut_alike_however_inputs_are(level: Level, scheme: Scheme, rows: int) -> None:
     """Few rows take pieces of 1,024 inputs, more 256, and many inputs come in parts: groups may be cut by either."""
@@ -156,6 +167,20 @@ def test_products_without_avx_vnni_are_the_same(scheme: Scheme) -> None:
         want = having.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
         assert torch.equal(got, want) or scheme.dynamic
         torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-20)  # summed up otherwise
+
+
+@pytest.mark.skipif(not cpu_features().flags >= {"avx512_bf16", "avx512vbmi"}, reason="the CPU has one way alone")
+@pytest.mark.parametrize("scheme", BYTES, ids=str)
+def test_products_without_look_ups_of_bytes_are_the_same(scheme: Scheme) -> None:
+    """Processors with dot products of bfloat16 and without AVX512-VBMI (Cooper Lake) convert codes."""
+    features = cpu_features()
+    without = NativeLibrary("avx512bf16", replace(features, flags=features.flags - {"avx512vbmi"}))
+    for outputs, inputs, rows in ((70, 640, 1), (33, 256, 5), (64, 320, 40)):
+        weights, x = random_rows(outputs, inputs, scheme, outputs), random(rows, inputs, seed=rows)
+        lacking, having = packed("avx512bf16", weights, native=without), packed("avx512bf16", weights)
+        want = having.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs))
+        assert torch.equal(lacking.linear(x, Finish.STORE_FLOAT, torch.empty(rows, outputs)), want)
+        assert torch.equal(lacking.memory, having.memory) == (scheme == Scheme(8)), "in another order"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])

@@ -29,6 +29,7 @@ _OPTIONS = {
     "avx512vl": "-mavx512vl",
     "avx512_vnni": "-mavx512vnni",
     "avx512_bf16": "-mavx512bf16",
+    "avx512vbmi": "-mavx512vbmi",
     "avx512_vbmi2": "-mavx512vbmi2",
     "amx_tile": "-mamx-tile",
     "amx_bf16": "-mamx-bf16",

@@ -18,7 +18,7 @@
 
 namespace rhizome {
 
-inline float float8_number(int code) {
+constexpr float float8_number(int code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-17f
                                         : static_cast<float>(8 + mantissa) * static_cast<float>(1 << exponent) * 0x1p-18f;

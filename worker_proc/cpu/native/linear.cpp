@@ -162,7 +162,7 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
 #endif
 #if defined(__AVX512BF16__)
 #if !defined(__AMX_BF16__)
-  if (in_nibbles(weights.format) && weights.zeros != nullptr) {
+  if (as_numbers(weights.format) && weights.zeros != nullptr) {
     const SummedRows made(x, x_stride, rows, weights);
     x = made.data(), x_stride = made.stride();
   }

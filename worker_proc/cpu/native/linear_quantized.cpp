@@ -8,9 +8,7 @@
 
 #if defined(__AMX_BF16__)
 #include "linear_quantized_amx.h"
-#elif defined(__AVX512BF16__)
-#include "linear_quantized_dots.h"
-#else
+#elif !defined(__AVX512BF16__)
 #include "linear_quantized_simd.h"
 #endif
 
@@ -134,40 +132,7 @@ void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t ro
     case Format::kCompressed: return;
   }
 }
-#elif defined(__AVX512BF16__)
-namespace {
-
-template <Format kFormat, bool kZeros>
-void code_dots_of(const PackedMatrix& weights, int64_t block, int count, const DotRows& rows, int64_t steps,
-                  LinesAhead& ahead, bf16* plain, bool keep) {
-  if (keep)
-    dots(count, CodeDots<kFormat, kZeros, true>{weights, block, plain}, rows, steps, ahead);
-  else
-    dots(count, CodeDots<kFormat, kZeros, false>{weights, block, plain}, rows, steps, ahead);
-}
-
-}  // namespace
-
-void code_dots(const PackedMatrix& weights, int64_t block, int count, const DotRows& rows, int64_t steps, LinesAhead& ahead,
-               bf16* plain, bool keep) {
-  const auto run = [&](auto of) { of(weights, block, count, rows, steps, ahead, plain, keep); };
-  const bool zeros = weights.zeros != nullptr;
-  switch (weights.format) {
-    case Format::kInt8Both:
-    case Format::kInt8Channel: return run(code_dots_of<Format::kInt8Channel, false>);
-    case Format::kInt8: return run(zeros ? code_dots_of<Format::kInt8, true> : code_dots_of<Format::kInt8, false>);
-    case Format::kFloat8Channel: return run(code_dots_of<Format::kFloat8Channel, false>);
-    case Format::kFloat8: return run(code_dots_of<Format::kFloat8, false>);
-    case Format::kInt4:
-    case Format::kFloat4:
-    case Format::kInt4Segments:
-    case Format::kInt8Segments:
-    case Format::kFloat4Segments:
-    case Format::kBFloat16:
-    case Format::kCompressed: return;
-  }
-}
-#else
+#elif !defined(__AVX512BF16__)
 namespace {
 
 // Calls take(CodePiece) for what `weights` are.
@@ -222,7 +187,8 @@ int rhizome_scales_sums([[maybe_unused]] int format) {
 #if defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
   return 0;
 #elif defined(__AVX512BF16__)
-  return rhizome::in_nibbles(static_cast<rhizome::Format>(format));
+  const auto of = static_cast<rhizome::Format>(format);
+  return rhizome::as_numbers(of) && !rhizome::by_channel(of);
 #else
   return rhizome::is_float8(static_cast<rhizome::Format>(format));
 #endif

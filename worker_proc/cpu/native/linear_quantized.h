@@ -13,9 +13,9 @@
 //   kFloat4       the same with numbers of FP4 (E2M1), twice as large, and scales half as large, a byte each (float4.h).
 //
 // So the sums are, bit for bit, those of a bfloat16 matrix of the widened weights, and what linear.h promises holds.
-// In 4 bits with AVX512's dot products (linear_nibble_dots.h), and everywhere without dot products of bfloat16, scales of groups
-// multiply sums instead of weights, which are rounded to nothing: sums of integers (linear_integers.h) on x86, FP4's included, of
-// FP8 on all processors.
+// With AVX512's dot products (linear_number_dots.h), and everywhere without dot products of bfloat16, scales of groups multiply sums
+// instead of weights, which are rounded to nothing: sums of integers (linear_integers.h) on x86, FP4's included, of FP8 on all
+// processors.
 // Codes lie in panels of 32 outputs and blocks of 32 inputs, as bfloat16 weights do. Within a block the order is that of
 // the micro-kernel: see `place_of`.
 #pragma once
@@ -46,7 +46,7 @@ namespace rhizome {
 
 inline constexpr int64_t kBlockWeights = 32 * kPanel;
 
-inline bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
+constexpr bool has_codes(Format format) { return format != Format::kBFloat16 && format != Format::kCompressed; }
 constexpr bool is_float4(Format format) { return format == Format::kFloat4 || format == Format::kFloat4Segments; }
 constexpr bool in_nibbles(Format format) {  // 4 bits each
   return format == Format::kInt4 || format == Format::kInt4Segments || is_float4(format);
@@ -94,6 +94,15 @@ inline const Scale<kFormat>* scales_of(const PackedMatrix& weights) {
 
 inline float middle_code(Format format) { return in_nibbles(format) ? 8.0f : 128.0f; }
 
+// Whether codes are multiplied as the numbers of bfloat16 that they are (linear_number_dots.h).
+constexpr bool as_numbers([[maybe_unused]] Format format) {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  return has_codes(format) && !in_quads(format) && !in_segments(format);
+#else
+  return false;
+#endif
+}
+
 // Where the code of an output and input of a block is.
 struct CodePlace {
   int64_t byte;
@@ -101,8 +110,9 @@ struct CodePlace {
 };
 
 // For AMX (linear_quantized_amx.h), the inputs of an output are side by side; four outputs share words of 16 bits in
-// int4. For dot products (linear_quantized_dots.h) int8 is in the order of the bfloat16 layout: tiles, pairs of inputs,
-// outputs, the two inputs of a pair; elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words then, so that no
+// int4. For dot products (linear_number_dots.h) bytes are in the order of the bfloat16 layout: tiles, pairs of inputs,
+// outputs, the two inputs of a pair, or, if they are looked up (code_numbers.h), two pairs of inputs of four outputs share 16 bytes;
+// elsewhere (linear_quantized_simd.h) tiles, inputs, outputs. int4 is in words then, so that no
 // code need leave its lane: of 32 bits and eight inputs, [tile][4][16 outputs], and with dot products of 16 bits, of one input in
 // each of four pairs, [tile][4][16 outputs][2]. In integers (linear_integers.h), both lie as for dot products.
 inline CodePlace place_of(Format format, int64_t output, int64_t input) {
@@ -127,6 +137,12 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
     return {row * 64 + output % kTile * 4 + input % 8 / 2, static_cast<int>(input % 2 * 4)};
 #endif
   }
+#if defined(__AVX512VBMI__)
+  if (as_numbers(format)) {
+    const int64_t in_lane = input % 4 / 2 * 8 + output % 4 * 2 + input % 2;
+    return {output / kTile * kTileElements + input / 4 * 64 + output % kTile / 4 * 16 + in_lane, 0};
+  }
+#endif
   const CodePlace in_pairs{output / kTile * kTileElements + input / 2 * 2 * kTile + output % kTile * 2 + input % 2, 0};
 #if defined(__AVX512BF16__)
   return in_pairs;
@@ -136,13 +152,19 @@ inline CodePlace place_of(Format format, int64_t output, int64_t input) {
 #endif
 }
 
-// A code as it is stored, and the other way round: those of int8 without zeros are signed, but for those in quads, and
-// those in groups on AMX. In integers, those of
-// FP4 begin with the least number (see linear_integers.h).
+// A code as it is stored, and the other way round: those of int8 are signed, but for those in quads, those in groups on AMX and,
+// in groups with zeros, elsewhere than with dot products of bfloat16; where they are looked up (code_numbers.h), a bit that says
+// whether they are below the middle one, or not, and how far from it. In integers, those of FP4 begin with the least number
+// (linear_integers.h).
 inline uint8_t stored([[maybe_unused]] const PackedMatrix& weights, uint8_t code) {
   if (in_quads(weights.format)) return code;
 #if !defined(__AMX_BF16__)
-  if ((int8_by_channel(weights.format) || weights.format == Format::kInt8) && weights.zeros == nullptr) return code ^ 128;
+  if (int8_by_channel(weights.format) || weights.format == Format::kInt8) {
+#if defined(__AVX512VBMI__)
+    if (as_numbers(weights.format)) return code >= 128 ? code : -code & 127;
+#endif
+    if (as_numbers(weights.format) || weights.zeros == nullptr) return code ^ 128;
+  }
 #endif
   if (in_integers(weights.format) && weights.format == Format::kFloat4) return code ^ 15;
   return code;

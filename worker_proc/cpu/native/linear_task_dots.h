@@ -4,8 +4,7 @@
 #if defined(__AVX512BF16__)
 
 #include "linear_dots.h"
-#include "linear_nibble_dots.h"
-#include "linear_quantized_dots.h"
+#include "linear_number_dots.h"
 #include "linear_task_pieces.h"
 
 namespace rhizome {
@@ -14,16 +13,16 @@ namespace rhizome {
 class DotPiece {
  public:
   static int64_t most_steps(const PackedMatrix& weights, int64_t rows) {
-    return in_nibbles(weights.format) && in_one_pass(rows) ? 4 * kSteps : kSteps;
+    return as_numbers(weights.format) && in_one_pass(rows) ? (in_nibbles(weights.format) ? 4 : 2) * kSteps : kSteps;
   }
 
   // `following` is the block with which the thread goes on after this piece.
   DotPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(in_one_pass(rows) ? weights : opened(weights, piece.panel, piece.step, piece.now)), piece_(piece),
-        only_(in_one_pass(rows)), at_once_(in_nibbles(weights.format) ? nibble_rows(weights) : kDotRows),
+        only_(in_one_pass(rows)), at_once_(as_numbers(weights.format) ? number_rows(weights) : kDotRows),
         packed_(weights.format != Format::kBFloat16),
         plain_(packed_ ? room() : weights_at(weights, piece.panel, piece.step)),
-        ahead_((!packed_ || in_nibbles(weights.format)) && found_ahead(rows)
+        ahead_((!packed_ || as_numbers(weights.format)) && found_ahead(rows)
                    ? LinesAhead()
                    : piece_ahead(weights, following, piece.now, piece.now * kDotTurns * passes(rows))) {}
 
@@ -43,13 +42,11 @@ class DotPiece {
   void pass(int count, const DotRows& rows) {
     const bool kept = !packed_;
     packed_ = false;
-    if (in_nibbles(weights_.format))
-      return nibble_dots({weights_, piece_.panel, piece_.step, piece_.now}, count, rows, ahead_, room(), !only_, kept);
+    if (as_numbers(weights_.format))
+      return number_dots({weights_, piece_.panel, piece_.step, piece_.now}, count, rows, ahead_, room(), !only_, kept);
     if (kept) return dots(count, PlainDots{plain_}, rows, piece_.now, ahead_);
     const int64_t block = piece_.panel * blocks(weights_.inputs) + piece_.step;
-    if (has_codes(weights_.format))
-      code_dots(weights_, block, count, rows, piece_.now, ahead_, room(), !only_);
-    else if (only_)
+    if (only_)
       dots(count, InflatedDots<false>{weights_, block, room()}, rows, piece_.now, ahead_);
     else
       dots(count, InflatedDots<true>{weights_, block, room()}, rows, piece_.now, ahead_);

@@ -1,4 +1,4 @@
-// Sums of x over the inputs of segments (linear_nibble_dots.h), which zeros are multiplied with: they lie behind the rows.
+// Sums of x over the inputs of segments (linear_number_dots.h), which zeros are multiplied with: they lie behind the rows.
 #pragma once
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

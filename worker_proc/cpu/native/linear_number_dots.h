@@ -1,9 +1,9 @@
-// Weights in 4 bits for AVX512's dot products of bfloat16, which holds their numbers exactly: one instruction looks up those of
-// 32 codes (VPERMW), and scales multiply sums, so that no weight is rounded.
+// Codes for AVX512's dot products of bfloat16, which holds their numbers exactly (code_numbers.h): they are multiplied as they are,
+// and scales multiply sums, so that no weight is rounded.
 //
-// A segment, up to 256 inputs of a group, is added up by itself; its sums, times their scales, are added to those before with one
-// rounding. What zeros are worth is subtracted before, and the numbers below zero of scale_forms.h after: times the sum of the
-// segment's x.
+// In groups, a segment, up to 256 inputs of a group, is added up by itself; its sums, times their scales, are added to those before
+// with one rounding. What zeros are worth is subtracted before, and the numbers below zero of scale_forms.h after: times the sum of
+// the segment's x. With one scale per output, `scale_sums` (linear_quantized.h) multiplies the sums of all inputs.
 #pragma once
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
@@ -11,69 +11,47 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
+#include "code_numbers.h"
 #include "linear_dots.h"
 #include "linear_quantized.h"
 #include "summed_rows.h"
 
 namespace rhizome {
 
-inline constexpr int64_t kTileNibbles = kTileElements / 2;  // bytes
-
-// The numbers of a tile, pair of inputs by pair, those of int4 less the middle code.
 template <Format kFormat>
-class NibbleNumbers {
- public:
-  // Of eight inputs: a vector of words has four pairs of 16 outputs.
-  static void of_eight(const uint8_t* codes, int eight, __m512i (&pairs)[4]) {
-    const __m512i table = _mm512_load_si512(kNumbers.data()), words = _mm512_loadu_si512(codes + 64 * eight);
-    pairs[0] = _mm512_permutexvar_epi16(words, table);
-    pairs[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
-    pairs[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
-    pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
-  }
+inline constexpr int64_t kTileCodes = code_bytes(kFormat, kTileElements);
 
- private:
-  // Twice: an index has five bits, of which the highest is not its own.
-  alignas(64) static constexpr auto kNumbers = [] {
-    std::array<uint16_t, 32> numbers{};
-    for (int i = 0; i < 32; ++i) {
-      const auto number = static_cast<float>(is_float4(kFormat) ? kFloat4Numbers[i % 16] : i % 16 - 8);
-      numbers[i] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, number) >> 16);
-    }
-    return numbers;
-  }();
-};
+constexpr int kNumberRows = 6;  // that are multiplied together where there are many: their totals stay in registers, too
+constexpr int kNumberRowsInTurn = 2;  // as kPlainInTurn
 
-constexpr int kNibbleRows = 6;  // that are multiplied together where there are many: their totals stay in registers, too
-constexpr int kNibbleRowsInTurn = 2;  // as kPlainInTurn
+constexpr int most_kept(Format format) { return by_channel(format) ? kDotRows : kNumberRows; }
 
 // One block of inputs after the other; what codes are goes to `plain` as well if kKeep.
 template <Format kFormat, bool kKeep>
-class NibbleBlocks {
+class NumberBlocks {
  public:
-  static constexpr int kMostRows = kKeep ? kNibbleRows : kMostDotRows;
+  static constexpr int kMostRows = kKeep ? most_kept(kFormat) : kMostDotRows;
 
-  NibbleBlocks(const uint8_t* codes, bf16* plain) : codes_(codes), plain_(plain) {}
+  NumberBlocks(const uint8_t* codes, bf16* plain) : codes_(codes), plain_(plain) {}
 
   // Adds the products of one more.
   template <int kRows>
   __attribute__((always_inline)) void add_to(DotSums<kRows>& sums, const bf16* x, int64_t x_stride, LinesAhead& ahead) {
-    if constexpr (!kKeep && kRows <= kNibbleRowsInTurn) {
+    if constexpr (!kKeep && kRows <= kNumberRowsInTurn) {
       for (int turn = 0; turn < kDotTurns; ++turn) ahead();
       add_tile(sums.low, x, x_stride);
       add_tile(sums.high, x, x_stride);
       return;
     }
-    using Numbers = NibbleNumbers<kFormat>;
+    using Numbers = CodeNumbers<kFormat>;
 #pragma GCC unroll 4
     for (int eight = 0; eight < kTile / 4; ++eight, x += 8) {
       for (int turn = 0; turn < kDotTurns / 4; ++turn) ahead();
       __m512i left[4], right[4];
       Numbers::of_eight(codes_, eight, left);
-      Numbers::of_eight(codes_ + kTileNibbles, eight, right);
+      Numbers::of_eight(codes_ + kTileCodes<kFormat>, eight, right);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         if constexpr (kKeep) {
@@ -83,7 +61,7 @@ class NibbleBlocks {
         sums.add(x + 2 * i, x_stride, left[i], right[i]);
       }
     }
-    codes_ += 2 * kTileNibbles;
+    codes_ += 2 * kTileCodes<kFormat>;
     if constexpr (kKeep) plain_ += 2 * kTileElements;
   }
 
@@ -93,11 +71,11 @@ class NibbleBlocks {
 #pragma GCC unroll 4
     for (int eight = 0; eight < kTile / 4; ++eight, x += 8) {
       __m512i pairs[4];
-      NibbleNumbers<kFormat>::of_eight(codes_, eight, pairs);
+      CodeNumbers<kFormat>::of_eight(codes_, eight, pairs);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) DotSums<kRows>::add_to(sums, x + 2 * i, x_stride, pairs[i]);
     }
-    codes_ += kTileNibbles;
+    codes_ += kTileCodes<kFormat>;
   }
 
   const uint8_t* codes_;
@@ -105,9 +83,10 @@ class NibbleBlocks {
 };
 
 // The same of numbers that were kept.
+template <int kMost>
 class PlainBlocks {
  public:
-  static constexpr int kMostRows = kNibbleRows;
+  static constexpr int kMostRows = kMost;
 
   explicit PlainBlocks(const bf16* plain) : plain_(plain) {}
 
@@ -122,7 +101,7 @@ class PlainBlocks {
 };
 
 // Where a pass works: blocks [step, step + now) of a panel.
-struct NibblePlace {
+struct NumberPlace {
   const PackedMatrix& weights;
   int64_t panel, step, now;
 };
@@ -147,7 +126,7 @@ class SegmentScales {
   }
 
   GroupScales of(int output) const {
-    constexpr float kMiddle = 8;
+    constexpr float kMiddle = in_nibbles(kFormat) ? 8 : 128;
     GroupScales scales{};
     if constexpr (kForm == ScaleForm::kFactors) {
       scales = factors_of(scales_, group_, output);
@@ -196,16 +175,17 @@ class SegmentScales {
   int64_t group_ = 0;
 };
 
+// In groups.
 template <Format kFormat, CodeZeros kZeros, ScaleForm kForm, class Blocks>
-struct NibbleDots {
+struct NumberDots {
   static constexpr int kMostRows = Blocks::kMostRows;
-  const NibblePlace& place;
+  const NumberPlace& place;
   Blocks blocks;
 
   template <int kRows>
-  static void run(const NibbleDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
+  static void run(const NumberDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
     LinesAhead ahead = outside;
-    const NibblePlace& place = from.place;
+    const NumberPlace& place = from.place;
     Blocks blocks = from.blocks;
     const Segments segments(place.weights);
     SegmentScales<kFormat, kZeros, kForm> scales(place.weights, place.panel, segments.group(place.step));
@@ -233,12 +213,30 @@ struct NibbleDots {
   }
 };
 
-// That many: zeros take registers, too.
-inline int nibble_rows(const PackedMatrix& weights) { return weights.zeros != nullptr ? kNibbleRows - 1 : kNibbleRows; }
+// With one scale per output.
+template <class Blocks>
+struct ChannelDots {
+  static constexpr int kMostRows = Blocks::kMostRows;
+  Blocks blocks;
 
-// For `count` rows. What the codes are is read from `plain` if `kept`; else it goes there if `keep`, which takes at most
-// kNibbleRows, as reading them does.
-void nibble_dots(const NibblePlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain, bool keep, bool kept);
+  template <int kRows>
+  static void run(const ChannelDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
+    LinesAhead ahead = outside;
+    Blocks blocks = from.blocks;
+    DotSums<kRows> sums;
+    if (rows.adding) sums.load(rows.sums, kPanel);
+    for (const bf16 *x = rows.x, *const end = x + 32 * steps; x < end; x += 32) blocks.add_to(sums, x, rows.x_stride, ahead);
+    sums.store(rows.sums, kPanel);
+    outside = ahead;
+  }
+};
+
+// That many are multiplied together where there are many: zeros take registers, too.
+inline int number_rows(const PackedMatrix& weights) { return most_kept(weights.format) - (weights.zeros != nullptr ? 1 : 0); }
+
+// For `count` rows of a format `as_numbers`. What the codes are is read from `plain` if `kept`; else it goes there if `keep`, which
+// takes at most `most_kept` of the format, as reading them does.
+void number_dots(const NumberPlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain, bool keep, bool kept);
 
 }  // namespace rhizome
 
