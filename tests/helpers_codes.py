@@ -20,6 +20,7 @@ from worker_proc.quantization.scheme import FP8, MXFP4, W8A8, ScaleForm, Scheme
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 256, 300, 640]))
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 200]))
 Q4_0 = Scheme(4, 32, scale_form=ScaleForm.FLOAT16)
+Q8_0 = Scheme(8, 32, scale_form=ScaleForm.FLOAT16)
 Q4_K = Scheme(4, 32, False, scale_form=ScaleForm.FACTORS)
 SCHEMES = [
     Scheme(8),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers_codes import Q4_K
 from tests.helpers_gguf import random_blocks
 from worker_proc.errors import ModelError
-from worker_proc.gguf.blocks import codes_of, dequantize, scheme_of
+from worker_proc.gguf.blocks import codes_of, dequantize, keeps_codes, scheme_of
 from worker_proc.gguf.header import Uncounted, read_header
 from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS, NAMES
 from worker_proc.quantization.scheme import MXFP4, ScaleForm
@@ -138,14 +138,15 @@ def test_other_kinds_become_eight_bits_together() -> None:
 
 
 def test_eight_bits_keep_the_codes_of_q8_0() -> None:
-    from worker_proc.quantization.rows import quantize_rows
-
-    numbers = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
-    raw = torch.from_numpy(gguf.quantize(numbers.numpy(), gguf.GGMLQuantizationType.Q8_0))
-    meant = dequantize("Q8_0", raw)
-    scheme = scheme_of(["Q8_0"])
-    assert scheme is not None
-    torch.testing.assert_close(quantize_rows(meant, scheme).dequantize(torch.float32), meant, rtol=1e-6, atol=1e-6)
+    """Any, also where the largest is not 127, and beside other kinds."""
+    raw = torch.from_numpy(random_blocks("Q8_0", (64, 1024), 1.0, RANDOM))
+    for kinds in (["Q8_0", "Q8_0"], ["Q8_0", "Q5_1"]):
+        scheme = scheme_of(kinds)
+        assert scheme is not None and keeps_codes("Q8_0", scheme) and not keeps_codes("Q5_1", scheme)
+        rows = codes_of("Q8_0", raw, scheme)
+        assert torch.equal(rows.dequantize(torch.float32), dequantize("Q8_0", raw))
+    large = scheme_of(["Q6_K"])
+    assert large is not None and not keeps_codes("Q8_0", large)
 
 
 def test_scales_stay_as_they_are_where_no_block_is_cut() -> None:
@@ -156,7 +157,8 @@ def test_scales_stay_as_they_are_where_no_block_is_cut() -> None:
         (["Q4_0"], (0, 1376), ScaleForm.FLOAT16),
         (["Q4_0", "Q4_K"], (), ScaleForm.FLOAT32),
         (["Q4_1"], (), ScaleForm.FLOAT32),
-        (["Q8_0"], (), ScaleForm.FLOAT32),
+        (["Q8_0", "Q8_0"], (0, 1376), ScaleForm.FLOAT16),
+        (["Q8_0", "F16"], (), ScaleForm.FLOAT32),
     ):
         scheme = scheme_of(kinds, cuts)
         assert scheme is not None and scheme.scale_form == form

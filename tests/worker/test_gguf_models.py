@@ -182,6 +182,7 @@ def test_a_scale_that_is_no_number_is_named(kind: str, at: int, raw: bytes, tmp_
     ("name", "forms"),
     [
         ("Q4_0", [ScaleForm.FLOAT16, ScaleForm.FLOAT16]),
+        ("Q8_0", [ScaleForm.FLOAT16, ScaleForm.FLOAT16]),
         ("Q4_K", [ScaleForm.FACTORS, ScaleForm.FACTORS]),
         ("mixed", [ScaleForm.FLOAT32, ScaleForm.FACTORS]),
     ],
@@ -193,13 +194,14 @@ def test_scales_are_held_as_they_are(name: str, forms: list[ScaleForm], level: L
     plain = load_native(directory, None, level)
     rounded = load_native(directory, load_time_scheme("w4a8", None), level)
     library = load_library(level)
-    keep = [library.scales_sums(Format.INT4), library.knows(Format.INT4_SEGMENTS)]
+    held = (Format.INT8, Format.INT8_SEGMENTS) if name == "Q8_0" else (Format.INT4, Format.INT4_SEGMENTS)
+    keep = [library.scales_sums(held[0]), library.knows(held[1])]
     assert keep[0] == (level == "avx512bf16")
     for native, keeps in zip((plain, rounded), keep, strict=True):
         layer = native.weights.layers[0]
         assert [matrix.scheme.scale_form for matrix in (layer.qkv, layer.o)] == (forms if keeps else [0, 0])
         if not keeps:
-            assert layer.o.zeros is None if name == "Q4_0" else bool((layer.o.zeros % 1 != 0).any())
+            assert layer.o.zeros is None if name in ("Q4_0", "Q8_0") else bool((layer.o.zeros % 1 != 0).any())
         assert error(logits(native), logits(torchs)) < 0.05
         prompts = make_prompts(VOCAB_SIZE)
         together = generate(native, prompts, 16, page_size=16)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.emulated_avx_vnni import with_avx_vnni, without_avx_vnni
-from tests.helpers_codes import Q4_0, Q4_K, ROWS, SIZES, packed, random, random_rows, rounded_format
+from tests.helpers_codes import Q4_0, Q4_K, Q8_0, ROWS, SIZES, packed, random, random_rows, rounded_format
 from tests.worker.test_cpu_build import needs_compiler
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
@@ -39,6 +39,7 @@ SCHEMES = [
     )
 ] + [
     replace(Q4_0, dynamic=True),
+    replace(Q8_0, dynamic=True),
     replace(Q4_K, dynamic=True),
     replace(MXFP4, dynamic=True),
     Scheme(4, 128, floating=True, dynamic=True),

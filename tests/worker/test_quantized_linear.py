@@ -14,6 +14,7 @@ from tests.helpers_codes import (
     INTEGERS,
     Q4_0,
     Q4_K,
+    Q8_0,
     ROUNDED,
     ROWS,
     SCHEMES,
@@ -59,7 +60,7 @@ BYTES = [Scheme(8), Scheme(8, 32), Scheme(8, 128, symmetric=False), FP8, Scheme(
 
 def known(level: Level) -> st.SearchStrategy[Scheme]:
     """All schemes, and those whose scales these kernels take in other forms."""
-    forms = [one for one in (Q4_0, Q4_K) if keeps_scales(load_library(level), one)]
+    forms = [one for one in (Q4_0, Q8_0, Q4_K) if keeps_scales(load_library(level), one)]
     return st.sampled_from([*SCHEMES, *forms])
 
 

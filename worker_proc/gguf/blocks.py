@@ -1,7 +1,7 @@
 """Blocks of quantized weights, as GGUF files hold them, become numbers or codes.
 
 The layouts are ggml's (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). Most are read by way of the
-numbers that they stand for, which the package gguf knows for all of them. Those with codes of 4 bits keep their codes.
+numbers that they stand for, which the package gguf knows for all of them. Codes of 4 bits stay, and those of Q8_0.
 """
 
 from collections.abc import Collection
@@ -13,15 +13,15 @@ from worker_proc.gguf.kinds import CODED, EXACT_IN_4_BITS
 from worker_proc.quantization.rows import FACTOR_GROUPS, QuantizedRows, ScaleFactors, powers_of_two, steps_of
 from worker_proc.quantization.scheme import MXFP4, ScaleForm, Scheme
 
-GROUP = 32  # inputs with a scale of their own in all kinds that become codes of 4 bits
+GROUP = 32  # inputs with a scale of their own in all kinds whose codes stay
 _FORMS = {"Q4_0": ScaleForm.FLOAT16, "Q4_K": ScaleForm.FACTORS}
 _LARGE_GROUPS = (128, 64)  # where codes are new ones anyway: fewer scales to read and to multiply with
 
 
 def scheme_of(kinds: list[str], cuts: Collection[int] = ()) -> Scheme | None:
     """How a matrix that is stored in `kinds`, and whose columns are shared out at `cuts`, is held; None: plain. With 8
-    bits, unless all have their codes in 4; in groups of 32 where blocks are of 32, as then the codes of Q8_0 stay.
-    Scales stay as they are where all are of one kind and ranks cut no block."""
+    bits, unless all have their codes in 4; in groups of 32 where blocks are of 32. Scales stay as they are where all
+    are of one kind and ranks cut no block."""
     coded = [CODED[kind] for kind in kinds if kind in CODED]
     if not coded:
         return None
@@ -31,6 +31,8 @@ def scheme_of(kinds: list[str], cuts: Collection[int] = ()) -> Scheme | None:
         whole = len(set(kinds)) == 1 and not any(cut % coded[0].numbers for cut in cuts)
         form = _FORMS.get(kinds[0], ScaleForm.FLOAT32) if whole else ScaleForm.FLOAT32
         return Scheme(4, GROUP, symmetric=all(kind == "Q4_0" for kind in kinds), scale_form=form)
+    if all(kind == "Q8_0" for kind in kinds):
+        return Scheme(8, GROUP, scale_form=ScaleForm.FLOAT16)
     large = _LARGE_GROUPS if all(kind.numbers > max(_LARGE_GROUPS) for kind in coded) else ()
     return Scheme(8, next((size for size in large if not any(cut % size for cut in cuts)), GROUP))
 
@@ -42,12 +44,19 @@ def dequantize(kind: str, raw: Tensor) -> Tensor:
     return torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
+def keeps_codes(kind: str, scheme: Scheme) -> bool:
+    """Whether `codes_of` finds the codes of blocks of this kind in a matrix that is held so."""
+    return scheme.bits == 4 or (kind == "Q8_0" and scheme.group_size == GROUP)
+
+
 def codes_of(kind: str, raw: Tensor, scheme: Scheme) -> QuantizedRows:
-    """Codes of 4 bits `[R, K]` of rows of blocks, uint8 `[R, bytes]`, in groups of 32: the same numbers."""
+    """Codes `[R, K]` of rows of blocks, uint8 `[R, bytes]`, in groups of 32: the same numbers."""
     blocks, factors = raw.view(len(raw), -1, CODED[kind].nbytes), None
     if kind == "MXFP4":
         codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), 2)
         return QuantizedRows(scheme, codes.view(len(raw), -1), powers_of_two(blocks[..., 0]))
+    if kind == "Q8_0":
+        return QuantizedRows(scheme, (blocks[..., 2:] ^ 128).view(len(raw), -1), _halfs(blocks[..., 0:2]))
     if kind == "Q4_K":
         codes, factors = _codes_of_k(blocks)
         scales, least = factors.products()

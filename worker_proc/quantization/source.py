@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from worker_proc.errors import ModelError
+from worker_proc.gguf.blocks import keeps_codes
 from worker_proc.models.loading import Part, WeightLoader, is_zero
 from worker_proc.quantization.rows import quantize_rows
 from worker_proc.quantization.scheme import HEAD_SCHEME, ROUNDED_HEAD, ScaleForm, Scheme
@@ -100,7 +101,7 @@ class WeightSource:
         group."""
         cols = part.cols or (0, part.shape[1])
         scheme.check_columns(part.name, cols, part.shape[1])
-        if self._in_blocks and scheme.bits == 4:
+        if self._in_blocks and keeps_codes(self._load.checkpoint.entry(part.name).dtype, scheme):
             entry = self._load.find(part)
             self._load.add(BlocksRead(entry, part, scheme, target), [entry.name])
             return

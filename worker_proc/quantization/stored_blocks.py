@@ -1,5 +1,5 @@
-"""Reads projections that a GGUF file holds in blocks with codes of 4 bits, keeping the codes. Those of other kinds are
-read as numbers (see `loading`) and become codes of 8 bits like plain ones.
+"""Reads projections that a GGUF file holds in blocks whose codes stay. Those of other kinds are read as numbers (see
+`loading`) and become codes of 8 bits like plain ones.
 """
 
 from collections.abc import Iterator

@@ -43,9 +43,11 @@ void number_dots(const NumberPlace& place, int count, const DotRows& rows, Lines
     case Format::kInt8Both:
     case Format::kInt8Channel: return run(channel_dots<Format::kInt8Channel>);
     case Format::kFloat8Channel: return run(channel_dots<Format::kFloat8Channel>);
-    case Format::kInt8: return run(zeros ? group_dots<Format::kInt8, kZeros> : group_dots<Format::kInt8, kMiddle>);
     case Format::kFloat8: return run(group_dots<Format::kFloat8, kMiddle>);
     case Format::kFloat4: return run(group_dots<Format::kFloat4, kMiddle>);
+    case Format::kInt8:
+      if (weights.scale_form == ScaleForm::kFloat16) return run(group_dots<Format::kInt8, kMiddle, ScaleForm::kFloat16>);
+      return run(zeros ? group_dots<Format::kInt8, kZeros> : group_dots<Format::kInt8, kMiddle>);
     case Format::kInt4: break;
     case Format::kInt4Segments:
     case Format::kInt8Segments:
