@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -98,6 +99,16 @@ def test_every_kind_becomes_numbers(kind: str) -> None:
     numbers = dequantize(kind, torch.from_numpy(raw))
     assert numbers.shape == (3, 2 * block.numbers) and numbers.dtype == torch.float32
     assert len(numbers.unique()) > 4
+
+
+@pytest.mark.parametrize("kind", [*EXACT_IN_4_BITS, "Q6_K", "Q8_0"])
+def test_kinds_that_are_read_here_become_the_numbers_of_the_package(kind: str) -> None:
+    raw = random_blocks(kind, (32, 1024), 1.0, RANDOM)
+    raw[3] = 0
+    want = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    with mock.patch.object(gguf, "dequantize", side_effect=AssertionError):
+        assert torch.equal(dequantize(kind, torch.from_numpy(raw)), torch.from_numpy(want))
+        assert dequantize(kind, torch.from_numpy(raw[:0])).shape == (0, 1024)
 
 
 @pytest.mark.parametrize("kind", EXACT_IN_4_BITS)

@@ -87,9 +87,33 @@ constexpr int kApart = 1;
 constexpr int kOfWord = 2 * sizeof(CodeWord);
 #endif
 
+// How many inputs of an output have their bytes side by side (`place_of`).
+constexpr int bytes_together(Format format) {
+  if (in_quads(format) || format == Format::kInt8Segments) return 4;
+#if defined(__AMX_BF16__)
+  return 32;
+#else
+  return as_numbers(format) || in_integers(format) ? 2 : 1;
+#endif
+}
+
+template <int kTogether>
+void put_bytes(Format format, int output, const uint8_t* from, uint8_t* codes) {
+  for (int input = 0; input < 32; input += kTogether)
+    std::memcpy(codes + place_of(format, output, input).byte, from + input, kTogether);
+}
+
 // Puts the 32 codes of an output into a block, where they are 0.
 void add_codes(Format format, int output, const uint8_t* from, uint8_t* codes) {
-  if (!in_nibbles(format) || in_segments(format)) {
+  if (!in_nibbles(format)) {
+    switch (bytes_together(format)) {
+      case 32: return put_bytes<32>(format, output, from, codes);
+      case 4: return put_bytes<4>(format, output, from, codes);
+      case 2: return put_bytes<2>(format, output, from, codes);
+      default: return put_bytes<1>(format, output, from, codes);
+    }
+  }
+  if (in_segments(format)) {
     for (int input = 0; input < 32; ++input) {
       const CodePlace at = place_of(format, output, input);
       codes[at.byte] |= static_cast<uint8_t>(from[input] << at.shift);
