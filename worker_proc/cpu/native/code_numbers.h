@@ -26,6 +26,7 @@ struct CodeNumbers {
     pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
   }
 
+ private:
   // Twice: an index has five bits, of which the highest is not its own.
   alignas(64) static constexpr auto kNumbers = [] {
     std::array<uint16_t, 32> numbers{};

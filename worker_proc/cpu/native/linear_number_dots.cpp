@@ -17,7 +17,7 @@ void with_blocks(const NumberPlace& place, bf16* plain, bool keep, bool kept, Do
 template <Format kFormat, CodeZeros kZeros, ScaleForm kForm = ScaleForm::kFloat32>
 void group_dots(const NumberPlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain, bool keep, bool kept) {
   const auto run = [&]<class Blocks>(const Blocks& from) {
-    dots(count, NumberDots<kFormat, kZeros, kForm, Blocks>{place, from}, rows, place.now, ahead);
+    dots(count, GroupDots<kFormat, kZeros, kForm, Blocks>{place, from}, rows, place.now, ahead);
   };
   if constexpr (kForm == ScaleForm::kFloat32)  // which others have become where there are several passes
     with_blocks<kFormat>(place, plain, keep, kept, run);

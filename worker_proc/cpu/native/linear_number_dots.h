@@ -177,13 +177,13 @@ class SegmentScales {
 
 // In groups.
 template <Format kFormat, CodeZeros kZeros, ScaleForm kForm, class Blocks>
-struct NumberDots {
+struct GroupDots {
   static constexpr int kMostRows = Blocks::kMostRows;
   const NumberPlace& place;
   Blocks blocks;
 
   template <int kRows>
-  static void run(const NumberDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
+  static void run(const GroupDots& from, const DotRows& rows, int64_t steps, LinesAhead& outside) {
     LinesAhead ahead = outside;
     const NumberPlace& place = from.place;
     Blocks blocks = from.blocks;
