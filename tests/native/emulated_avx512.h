@@ -1,7 +1,7 @@
 // What the kernels use of AVX512 in AVX2, with the same bits (but for `rcp14`, which processors compute differently), so that
 // their sets for AVX512 can be tested on processors without it. Included before everything else (`-include`). What the
-// processor would refuse ends the process. RHIZOME_EMULATED_VNNI, RHIZOME_EMULATED_BF16, RHIZOME_EMULATED_VBMI and
-// RHIZOME_EMULATED_VBMI2: those instructions too.
+// processor would refuse ends the process. RHIZOME_EMULATED_VNNI, RHIZOME_EMULATED_BF16 and RHIZOME_EMULATED_VBMI2: those
+// instructions too.
 //
 // Source: the operations of Intel's Intrinsics Guide.
 #pragma once
@@ -25,9 +25,6 @@
 #endif
 #if defined(RHIZOME_EMULATED_BF16)
 #define __AVX512BF16__ 1
-#endif
-#if defined(RHIZOME_EMULATED_VBMI)
-#define __AVX512VBMI__ 1
 #endif
 #if defined(RHIZOME_EMULATED_VBMI2)
 #define __AVX512VBMI2__ 1
@@ -479,11 +476,10 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #undef _mm512_mask_load_ps
 #undef _mm512_mask_max_ps
 #undef _mm512_mask_mov_epi8
-#undef _mm512_maskz_permutex2var_epi8
-#undef _mm512_permutex2var_epi8
 #undef _mm512_mask_storeu_epi32
 #undef _mm512_maskz_loadu_epi16
 #undef _mm512_maskz_mov_ps
+#undef _mm512_maskz_permutex2var_epi8
 #undef _mm512_max_ps
 #undef _mm512_min_ps
 #undef _mm512_mul_ps
@@ -491,6 +487,7 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #undef _mm512_permute_ps
 #undef _mm512_permutex2var_epi16
 #undef _mm512_permutex2var_epi32
+#undef _mm512_permutex2var_epi8
 #undef _mm512_permutex2var_ps
 #undef _mm512_permutexvar_epi16
 #undef _mm512_permutexvar_ps
@@ -525,12 +522,12 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #undef _mm512_stream_si512
 #undef _mm512_sub_ps
 #undef _mm512_ternarylogic_epi64
-#undef _mm512_unpackhi_epi8
-#undef _mm512_unpacklo_epi8
 #undef _mm512_unpackhi_epi32
 #undef _mm512_unpackhi_epi64
+#undef _mm512_unpackhi_epi8
 #undef _mm512_unpacklo_epi32
 #undef _mm512_unpacklo_epi64
+#undef _mm512_unpacklo_epi8
 #define _mm256_maskz_loadu_epi8 rhizome_emulated_avx512::maskz_loadu_epi8
 #define _mm512_add_epi16 rhizome_emulated_avx512::add_epi16
 #define _mm512_add_epi32 rhizome_emulated_avx512::add_epi32
@@ -586,11 +583,10 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #define _mm512_mask_load_ps rhizome_emulated_avx512::mask_load_ps
 #define _mm512_mask_max_ps rhizome_emulated_avx512::mask_max_ps
 #define _mm512_mask_mov_epi8 rhizome_emulated_avx512::mask_mov_epi8
-#define _mm512_maskz_permutex2var_epi8 rhizome_emulated_avx512::maskz_permutex2var_epi8
-#define _mm512_permutex2var_epi8 rhizome_emulated_avx512::permutex2var_epi8
 #define _mm512_mask_storeu_epi32 rhizome_emulated_avx512::mask_storeu_epi32
 #define _mm512_maskz_loadu_epi16 rhizome_emulated_avx512::maskz_loadu_epi16
 #define _mm512_maskz_mov_ps rhizome_emulated_avx512::maskz_mov_ps
+#define _mm512_maskz_permutex2var_epi8 rhizome_emulated_avx512::maskz_permutex2var_epi8
 #define _mm512_max_ps rhizome_emulated_avx512::max_ps
 #define _mm512_min_ps rhizome_emulated_avx512::min_ps
 #define _mm512_mul_ps rhizome_emulated_avx512::mul_ps
@@ -598,6 +594,7 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #define _mm512_permute_ps rhizome_emulated_avx512::permute_ps
 #define _mm512_permutex2var_epi16 rhizome_emulated_avx512::permutex2var_epi16
 #define _mm512_permutex2var_epi32 rhizome_emulated_avx512::permutex2var_epi32
+#define _mm512_permutex2var_epi8 rhizome_emulated_avx512::permutex2var_epi8
 #define _mm512_permutex2var_ps rhizome_emulated_avx512::permutex2var_ps
 #define _mm512_permutexvar_epi16 rhizome_emulated_avx512::permutexvar_epi16
 #define _mm512_permutexvar_ps rhizome_emulated_avx512::permutexvar_ps
@@ -632,9 +629,9 @@ CALLED __m256 cvtpd_ps(__m512d x) { return each<__m256>([&](int i) { return stat
 #define _mm512_stream_si512 rhizome_emulated_avx512::stream_si512
 #define _mm512_sub_ps rhizome_emulated_avx512::sub_ps
 #define _mm512_ternarylogic_epi64 rhizome_emulated_avx512::ternarylogic_epi64
-#define _mm512_unpackhi_epi8 rhizome_emulated_avx512::unpackhi_epi8
-#define _mm512_unpacklo_epi8 rhizome_emulated_avx512::unpacklo_epi8
 #define _mm512_unpackhi_epi32 rhizome_emulated_avx512::unpackhi_epi32
 #define _mm512_unpackhi_epi64 rhizome_emulated_avx512::unpackhi_epi64
+#define _mm512_unpackhi_epi8 rhizome_emulated_avx512::unpackhi_epi8
 #define _mm512_unpacklo_epi32 rhizome_emulated_avx512::unpacklo_epi32
 #define _mm512_unpacklo_epi64 rhizome_emulated_avx512::unpacklo_epi64
+#define _mm512_unpacklo_epi8 rhizome_emulated_avx512::unpacklo_epi8

@@ -131,6 +131,14 @@ def test_two_codes_of_a_byte_are_packed_as_two(level: Level, scheme: Scheme) -> 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_forms_of_scales_that_no_kernel_takes_are_refused(level: Level) -> None:
+    """Factors are of 4 bits, or of segments."""
+    native, scheme = load_library(level), Scheme(8, 32, False, scale_form=ScaleForm.FACTORS)
+    with pytest.raises(ValueError, match="scales in float32"):
+        QuantizedMatrix(native, HugePages(CodeSizes.of(40, 256, scheme).room()), 40, 256, scheme)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_scales_of_fp4_are_powers_of_two(level: Level) -> None:
     """From the least that counts to the largest; a weight is what it stands for."""
     exponents = torch.arange(-127, 128).float()

@@ -176,10 +176,11 @@ def _format(native: NativeLibrary, scheme: Scheme) -> Format:
 
 
 def keeps_scales(native: NativeLibrary, scheme: Scheme) -> bool:
-    """Whether scales may be held in any form: where they multiply sums, which leaves time for it."""
+    """Whether scales may be held in the form of the scheme: where they multiply sums, which leaves time for it."""
     format = _format(native, scheme)
     in_segments = format in (Format.INT4_SEGMENTS, Format.INT8_SEGMENTS)
-    return in_segments or (format in (Format.INT4, Format.INT8) and native.scales_sums(format))
+    known = format == Format.INT4 or (format == Format.INT8 and scheme.scale_form != ScaleForm.FACTORS)
+    return in_segments or (known and native.scales_sums(format))
 
 
 def _whole_segments(group_size: int | None) -> bool:

@@ -41,7 +41,12 @@ void number_dots(const NumberPlace& place, int count, const DotRows& rows, Lines
   using enum CodeZeros;
   switch (weights.format) {
     case Format::kInt8Both:
-    case Format::kInt8Channel: return run(channel_dots<Format::kInt8Channel>);
+    case Format::kInt8Channel:
+#if defined(RHIZOME_INT8_DOTS)
+      return;  // are bytes there (`in_quads`)
+#else
+      return run(channel_dots<Format::kInt8Channel>);
+#endif
     case Format::kFloat8Channel: return run(channel_dots<Format::kFloat8Channel>);
     case Format::kFloat8: return run(group_dots<Format::kFloat8, kMiddle>);
     case Format::kFloat4: return run(group_dots<Format::kFloat4, kMiddle>);

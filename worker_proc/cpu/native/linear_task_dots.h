@@ -12,6 +12,7 @@ namespace rhizome {
 // One piece, for one pass of rows after the other.
 class DotPiece {
  public:
+  // Codes that one pass takes come in pieces of 16 KiB.
   static int64_t most_steps(const PackedMatrix& weights, int64_t rows) {
     return as_numbers(weights.format) && in_one_pass(rows) ? (in_nibbles(weights.format) ? 4 : 2) * kSteps : kSteps;
   }

@@ -1,4 +1,5 @@
-// Scales that take fewer bits than float32, as GGUF files have them, for products of bytes (linear_task_segments.h). They become
+// Scales that take fewer bits than float32, as GGUF files have them, where they multiply sums: in products of bytes
+// (linear_task_segments.h) and of numbers (linear_number_dots.h). They become
 // float32 in registers where one pass takes all rows, else a few groups at a time, in the L1 cache.
 //
 //   kFloat16  [panels][groups][32], symmetric codes
