@@ -83,7 +83,7 @@ def test_sources_compile_for_avx2_without_fma(flags: tuple[str, ...]) -> None:
     compiler = find_compiler()
     options = [one for one in CpuFeatures("x86_64", frozenset(flags)).options("generic") if knows(compiler, one)]
     command = [*compiler, "-std=c++20", "-O0", "-w", *options, "-c", "-o", os.devnull]
-    done = subprocess.run([*command, str(SOURCES / "linear.cpp")], capture_output=True, text=True)
+    done = subprocess.run([*command, str(SOURCES / "linear_panels.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

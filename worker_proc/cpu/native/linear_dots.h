@@ -26,6 +26,16 @@ struct DotRows {
   bool adding;
 };
 
+// Of rows that are too many for one pass, the least that a first one takes, if they are cut evenly into passes of at most `at_once`.
+constexpr int least_of_first_pass(int at_once) {
+  int least = at_once;
+  for (int rows = kMostDotRows + 1; rows <= kBlockRows; ++rows) {
+    const int passes = (rows + at_once - 1) / at_once, first = (rows + passes - 1) / passes;
+    if (first < least) least = first;
+  }
+  return least;
+}
+
 constexpr int kDotTurns = 8;  // calls of `ahead` per block of inputs
 
 // Up to so many rows take one tile after the other, so that lines are read in the order in which they lie: the processor finds such
@@ -58,7 +68,7 @@ __attribute__((always_inline)) inline void dot_step(DotSums<kRows>& sums, const 
 
 // `steps` blocks of inputs of plain weights.
 struct PlainDots {
-  static constexpr int kMostRows = kMostDotRows;
+  static constexpr int kLeastRows = 1, kMostRows = kMostDotRows;
   const bf16* weights;
 
   template <int kRows>
@@ -84,7 +94,8 @@ struct PlainDots {
 // a block has exceptions and, if kKeep, always.
 template <bool kKeep>
 struct InflatedDots {
-  static constexpr int kMostRows = kKeep ? kDotRows : kMostDotRows;  // they are kept for further passes
+  static constexpr int kLeastRows = kKeep ? least_of_first_pass(kDotRows) : 1;  // they are kept for further passes
+  static constexpr int kMostRows = kKeep ? kDotRows : kMostDotRows;
   const PackedMatrix& weights;
   int64_t block;
   bf16* plain;
@@ -159,14 +170,14 @@ template <class Weights, int... kCounts>
 inline void dots_of(int count, const Weights& from, const DotRows& rows, int64_t steps, LinesAhead& ahead,
                     std::integer_sequence<int, kCounts...>) {
   using Run = void (*)(const Weights&, const DotRows&, int64_t, LinesAhead&);
-  static constexpr Run kRuns[] = {Weights::template run<kCounts + 1>...};
-  kRuns[count - 1](from, rows, steps, ahead);
+  static constexpr Run kRuns[] = {Weights::template run<Weights::kLeastRows + kCounts>...};
+  kRuns[count - Weights::kLeastRows](from, rows, steps, ahead);
 }
 
-// For `count` rows, at most Weights::kMostRows.
+// For `count` rows, Weights::kLeastRows to kMostRows.
 template <class Weights>
 inline void dots(int count, const Weights& from, const DotRows& rows, int64_t steps, LinesAhead& ahead) {
-  dots_of(count, from, rows, steps, ahead, std::make_integer_sequence<int, Weights::kMostRows>());
+  dots_of(count, from, rows, steps, ahead, std::make_integer_sequence<int, Weights::kMostRows - Weights::kLeastRows + 1>());
 }
 
 // Whether so many rows go by weights together, which then are not kept as bfloat16.

@@ -26,14 +26,13 @@ inline constexpr int64_t kTileCodes = code_bytes(kFormat, kTileElements);
 constexpr int kNumberRows = 6;  // that are multiplied together where there are many: their totals stay in registers, too
 constexpr int kNumberRowsInTurn = 2;  // as kPlainInTurn
 
-constexpr int most_kept(Format format) { return by_channel(format) ? kDotRows : kNumberRows; }
+// That many are multiplied together where there are many: zeros take registers, too.
+constexpr int number_rows(Format format, bool zeros) { return by_channel(format) ? kDotRows : zeros ? kNumberRows - 1 : kNumberRows; }
 
 // One block of inputs after the other; what codes are goes to `plain` as well if kKeep.
 template <Format kFormat, bool kKeep>
 class NumberBlocks {
  public:
-  static constexpr int kMostRows = kKeep ? most_kept(kFormat) : kMostDotRows;
-
   NumberBlocks(const uint8_t* codes, bf16* plain) : codes_(codes), plain_(plain) {}
 
   // Adds the products of one more.
@@ -45,27 +44,35 @@ class NumberBlocks {
       add_tile(sums.high, x, x_stride);
       return;
     }
-    using Numbers = CodeNumbers<kFormat>;
+    if constexpr (kRows < kNumberRows) {  // whose few sums wait for each other
 #pragma GCC unroll 4
-    for (int eight = 0; eight < kTile / 4; ++eight, x += 8) {
-      for (int turn = 0; turn < kDotTurns / 4; ++turn) ahead();
-      __m512i left[4], right[4];
-      Numbers::of_eight(codes_, eight, left);
-      Numbers::of_eight(codes_ + kTileCodes<kFormat>, eight, right);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (kKeep) {
-          _mm512_store_si512(plain_ + (4 * eight + i) * 32, left[i]);
-          _mm512_store_si512(plain_ + (4 * eight + i) * 32 + kTileElements, right[i]);
-        }
-        sums.add(x + 2 * i, x_stride, left[i], right[i]);
-      }
+      for (int eight = 0; eight < kTile / 4; ++eight, x += 8) add_eight(eight, sums, x, x_stride, ahead);
+    } else {
+      for (int eight = 0; eight < kTile / 4; ++eight, x += 8) add_eight(eight, sums, x, x_stride, ahead);
     }
     codes_ += 2 * kTileCodes<kFormat>;
     if constexpr (kKeep) plain_ += 2 * kTileElements;
   }
 
  private:
+  // Of eight inputs.
+  template <int kRows>
+  __attribute__((always_inline)) void add_eight(int eight, DotSums<kRows>& sums, const bf16* x, int64_t x_stride, LinesAhead& ahead) {
+    using Numbers = CodeNumbers<kFormat>;
+    for (int turn = 0; turn < kDotTurns / 4; ++turn) ahead();
+    __m512i left[4], right[4];
+    Numbers::of_eight(codes_, eight, left);
+    Numbers::of_eight(codes_ + kTileCodes<kFormat>, eight, right);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kKeep) {
+        _mm512_store_si512(plain_ + (4 * eight + i) * 32, left[i]);
+        _mm512_store_si512(plain_ + (4 * eight + i) * 32 + kTileElements, right[i]);
+      }
+      sums.add(x + 2 * i, x_stride, left[i], right[i]);
+    }
+  }
+
   template <int kRows>
   __attribute__((always_inline)) void add_tile(__m512 (&sums)[kRows], const bf16* x, int64_t x_stride) {
 #pragma GCC unroll 4
@@ -83,11 +90,8 @@ class NumberBlocks {
 };
 
 // The same of numbers that were kept.
-template <int kMost>
 class PlainBlocks {
  public:
-  static constexpr int kMostRows = kMost;
-
   explicit PlainBlocks(const bf16* plain) : plain_(plain) {}
 
   template <int kRows>
@@ -109,12 +113,13 @@ struct NumberPlace {
 // What the codes 0 of a matrix stand for: what is as far from the middle code, what zeros say, or numbers below zero.
 enum class CodeZeros { kMiddle, kZeros, kBelow };
 
-// What the sums of a segment are multiplied with, and the sum of its x, as codes less the middle one are multiplied.
-template <Format kFormat, CodeZeros kZeros, ScaleForm kForm>
+// What the sums of a segment are multiplied with, and the sum of its x, as codes less the middle one are multiplied. Scales are
+// floats, or FP4's bytes.
+template <class Number, CodeZeros kZeros, ScaleForm kForm>
 class SegmentScales {
  public:
   // From a group on.
-  SegmentScales(const PackedMatrix& weights, int64_t panel, int64_t group) {
+  SegmentScales(const PackedMatrix& weights, int64_t panel, int64_t group) : middle_(middle_code(weights.format)) {
     const int64_t all = groups(weights);
     if constexpr (kForm == ScaleForm::kFactors) {
       group_ = group % kFactorGroups;
@@ -126,7 +131,6 @@ class SegmentScales {
   }
 
   GroupScales of(int output) const {
-    constexpr float kMiddle = in_nibbles(kFormat) ? 8 : 128;
     GroupScales scales{};
     if constexpr (kForm == ScaleForm::kFactors) {
       scales = factors_of(scales_, group_, output);
@@ -134,12 +138,12 @@ class SegmentScales {
     } else if constexpr (kForm == ScaleForm::kFloat16) {
       scales.scale = load_float16(scales_ + 2 * output);
     } else {
-      scales.scale = load_scales(reinterpret_cast<const Scale<kFormat>*>(scales_) + output);
+      scales.scale = load_scales(reinterpret_cast<const Number*>(scales_) + output);
       if constexpr (kZeros != CodeZeros::kMiddle) scales.zero = load(zeros_ + output);
     }
-    if constexpr (kZeros == CodeZeros::kZeros) scales.zero -= kMiddle;
+    if constexpr (kZeros == CodeZeros::kZeros) scales.zero -= middle_;
     if constexpr (kZeros == CodeZeros::kBelow) {
-      floats of_middle = scales.scale * kMiddle;
+      floats of_middle = scales.scale * middle_;
       of_middle = held(of_middle);  // compilers would subtract it before it is rounded
       scales.zero -= of_middle;
     }
@@ -168,17 +172,18 @@ class SegmentScales {
   }
 
  private:
-  static constexpr int64_t kBytes = kPanel * (kForm == ScaleForm::kFloat16 ? 2 : sizeof(Scale<kFormat>));  // of a group
+  static constexpr int64_t kBytes = kPanel * (kForm == ScaleForm::kFloat16 ? 2 : sizeof(Number));  // of a group
 
+  const float middle_;
   const uint8_t* scales_;
   const float* zeros_ = nullptr;
   int64_t group_ = 0;
 };
 
-// In groups.
-template <Format kFormat, CodeZeros kZeros, ScaleForm kForm, class Blocks>
+// In groups, kLeast to kMost rows.
+template <class Scales, class Blocks, int kLeast, int kMost>
 struct GroupDots {
-  static constexpr int kMostRows = Blocks::kMostRows;
+  static constexpr int kLeastRows = kLeast, kMostRows = kMost;
   const NumberPlace& place;
   Blocks blocks;
 
@@ -188,7 +193,7 @@ struct GroupDots {
     const NumberPlace& place = from.place;
     Blocks blocks = from.blocks;
     const Segments segments(place.weights);
-    SegmentScales<kFormat, kZeros, kForm> scales(place.weights, place.panel, segments.group(place.step));
+    Scales scales(place.weights, place.panel, segments.group(place.step));
     const bf16* x = rows.x;
     const bf16* x_sums = summed_behind(x, place.weights, place.step) + 2 * segments.index(place.step);
     int64_t of_group = segments.left(place.step), of_segment = kSteps - place.step % kSteps;  // blocks that are left
@@ -214,9 +219,9 @@ struct GroupDots {
 };
 
 // With one scale per output.
-template <class Blocks>
+template <class Blocks, int kLeast, int kMost>
 struct ChannelDots {
-  static constexpr int kMostRows = Blocks::kMostRows;
+  static constexpr int kLeastRows = kLeast, kMostRows = kMost;
   Blocks blocks;
 
   template <int kRows>
@@ -231,12 +236,27 @@ struct ChannelDots {
   }
 };
 
-// That many are multiplied together where there are many: zeros take registers, too.
-inline int number_rows(const PackedMatrix& weights) { return most_kept(weights.format) - (weights.zeros != nullptr ? 1 : 0); }
+// What follows takes `count` rows of a format `as_numbers`. What the codes are goes to `plain`, unless it is null, for the passes that
+// follow a first one; they are of at most `number_rows`.
+void nibble_number_dots(const NumberPlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain);
+void byte_number_dots(const NumberPlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain);
 
-// For `count` rows of a format `as_numbers`. What the codes are is read from `plain` if `kept`; else it goes there if `keep`, which
-// takes at most `most_kept` of the format, as reading them does.
-void number_dots(const NumberPlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain, bool keep, bool kept);
+// The same of what is in `plain`, in groups.
+void kept_number_dots(const NumberPlace& place, int count, const DotRows& rows, LinesAhead& ahead, const bf16* plain);
+
+template <Format kFormat, CodeZeros kZeros, ScaleForm kForm = ScaleForm::kFloat32>
+inline void group_dots(const NumberPlace& place, int count, const DotRows& rows, LinesAhead& ahead, bf16* plain) {
+  using Scales = SegmentScales<Scale<kFormat>, kZeros, kForm>;
+  const uint8_t* const codes = codes_at(place.weights, place.panel, place.step);
+  if constexpr (kForm == ScaleForm::kFloat32)  // which others have become where there are several passes
+    if (plain != nullptr) {
+      constexpr int kMost = number_rows(kFormat, kZeros != CodeZeros::kMiddle), kLeast = least_of_first_pass(kMost);
+      using Blocks = NumberBlocks<kFormat, true>;
+      return dots(count, GroupDots<Scales, Blocks, kLeast, kMost>{place, Blocks(codes, plain)}, rows, place.now, ahead);
+    }
+  using Blocks = NumberBlocks<kFormat, false>;
+  dots(count, GroupDots<Scales, Blocks, 1, kMostDotRows>{place, Blocks(codes, nullptr)}, rows, place.now, ahead);
+}
 
 }  // namespace rhizome
 

@@ -172,7 +172,7 @@ inline void multiply_few(const PackedMatrix& weights, int64_t panel, const Turne
   turn_sums(turned, rows, sums);
 }
 
-// As `multiply` in linear.cpp, for one format.
+// As `multiply_codes`, for one format.
 template <Format kFormat, class Then>
 inline void multiply_format(const PackedMatrix& weights, const TurnedRows& x, int64_t row_begin, int64_t row_end,
                             int64_t panel, Then&& then) {

@@ -1,4 +1,4 @@
-// What linear.cpp sees of the quantized products on AMX tiles (linear_quantized_amx.h).
+// What linear_panels.cpp sees of the quantized products on AMX tiles (linear_quantized_amx.h).
 #pragma once
 
 #include <algorithm>

@@ -20,7 +20,7 @@ class DotPiece {
   // `following` is the block with which the thread goes on after this piece.
   DotPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
       : weights_(in_one_pass(rows) ? weights : opened(weights, piece.panel, piece.step, piece.now)), piece_(piece),
-        only_(in_one_pass(rows)), at_once_(as_numbers(weights.format) ? number_rows(weights) : kDotRows),
+        only_(in_one_pass(rows)), at_once_(as_numbers(weights.format) ? number_rows(weights.format, weights.zeros != nullptr) : kDotRows),
         packed_(weights.format != Format::kBFloat16),
         plain_(packed_ ? room() : weights_at(weights, piece.panel, piece.step)),
         ahead_((!packed_ || as_numbers(weights.format)) && found_ahead(rows)
@@ -41,11 +41,16 @@ class DotPiece {
   int passes(int64_t rows) const { return only_ ? 1 : static_cast<int>((rows + at_once_ - 1) / at_once_); }
 
   void pass(int count, const DotRows& rows) {
-    const bool kept = !packed_;
+    const bool kept = !packed_, numbers = as_numbers(weights_.format);
     packed_ = false;
-    if (as_numbers(weights_.format))
-      return number_dots({weights_, piece_.panel, piece_.step, piece_.now}, count, rows, ahead_, room(), !only_, kept);
-    if (kept) return dots(count, PlainDots{plain_}, rows, piece_.now, ahead_);
+    if (kept && (!numbers || by_channel(weights_.format))) return dots(count, PlainDots{plain_}, rows, piece_.now, ahead_);
+    if (numbers) {
+      const NumberPlace place{weights_, piece_.panel, piece_.step, piece_.now};
+      if (kept) return kept_number_dots(place, count, rows, ahead_, room());
+      bf16* const keep = only_ ? nullptr : room();
+      if (in_nibbles(weights_.format)) return nibble_number_dots(place, count, rows, ahead_, keep);
+      return byte_number_dots(place, count, rows, ahead_, keep);
+    }
     const int64_t block = piece_.panel * blocks(weights_.inputs) + piece_.step;
     if (only_)
       dots(count, InflatedDots<false>{weights_, block, room()}, rows, piece_.now, ahead_);

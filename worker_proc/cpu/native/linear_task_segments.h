@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "linear_panels.h"
 #include "linear_task_pieces.h"
 #include "segment_rows.h"
 #include "segment_sums.h"
@@ -191,10 +192,12 @@ class SegmentPiece {
       const ByteSegments some{rows.x + done * rows.x_stride, rows.x_stride, rows.sums + done * kPanel, rows.adding};
       for (int run = 0; run < kByteRuns; ++run) {
         const SegmentPlace place{weights_, piece_.panel, piece_.step, piece_.now, run * kTile};
-        if (wide_ != nullptr)
-          pass(now, place, some, WideNibbles<kFormat>(wide_ + run * piece_.now * kTileElements));
-        else
-          pass(now, place, some, Codes(codes_ + run * Codes::kTileCodes));
+        if constexpr (Codes::kNibbles)
+          if (wide_ != nullptr) {
+            pass(now, place, some, WideNibbles<kFormat>(wide_ + run * piece_.now * kTileElements));
+            continue;
+          }
+        pass(now, place, some, Codes(codes_ + run * Codes::kTileCodes));
       }
       done += now;
     }
@@ -235,17 +238,8 @@ class SegmentPiece {
   LinesAhead ahead_;
 };
 
-template <class Before, class Then>
-void multiply_segments(const PackedMatrix& weights, const int8_t* x, int64_t x_stride, const Range& range, Before& before, Then& then) {
-  const auto run = [&]<Format kFormat>(std::integral_constant<Format, kFormat>) {
-    multiply_pieces<SegmentPiece<kFormat>, ByteSegments>(weights, x, x_stride, range, before, then);
-  };
-#if defined(RHIZOME_INT8_DOTS)
-  if (weights.format == Format::kInt8Segments) return run(std::integral_constant<Format, Format::kInt8Segments>());
-#endif
-  if (weights.format == Format::kInt4Segments) return run(std::integral_constant<Format, Format::kInt4Segments>());
-  run(std::integral_constant<Format, Format::kFloat4Segments>());
-}
+void multiply_segments(const PackedMatrix& weights, const int8_t* x, int64_t x_stride, const Range& range, BeforePanel before,
+                       PanelSums then);
 
 }  // namespace rhizome
 
