@@ -24,7 +24,7 @@ template <Format kFormat>
 inline constexpr int64_t kTileCodes = code_bytes(kFormat, kTileElements);
 
 constexpr int kNumberRows = 6;  // that are multiplied together where there are many: their totals stay in registers, too
-constexpr int kNumberRowsInTurn = 2;  // as kPlainInTurn
+constexpr int kNumberRowsInTurn = 1;  // as kPlainInTurn
 
 // That many are multiplied together where there are many: zeros take registers, too.
 constexpr int number_rows(Format format, bool zeros) { return by_channel(format) ? kDotRows : zeros ? kNumberRows - 1 : kNumberRows; }
