@@ -24,7 +24,6 @@ template <Format kFormat>
 inline constexpr int64_t kTileCodes = code_bytes(kFormat, kTileElements);
 
 constexpr int kNumberRows = 6;  // that are multiplied together where there are many: their totals stay in registers, too
-constexpr int kNumberRowsInTurn = 1;  // as kPlainInTurn
 
 // That many are multiplied together where there are many: zeros take registers, too.
 constexpr int number_rows(Format format, bool zeros) { return by_channel(format) ? kDotRows : zeros ? kNumberRows - 1 : kNumberRows; }
@@ -38,12 +37,6 @@ class NumberBlocks {
   // Adds the products of one more.
   template <int kRows>
   __attribute__((always_inline)) void add_to(DotSums<kRows>& sums, const bf16* x, int64_t x_stride, LinesAhead& ahead) {
-    if constexpr (!kKeep && kRows <= kNumberRowsInTurn) {
-      for (int turn = 0; turn < kDotTurns; ++turn) ahead();
-      add_tile(sums.low, x, x_stride);
-      add_tile(sums.high, x, x_stride);
-      return;
-    }
     if constexpr (kRows < kNumberRows) {  // whose few sums wait for each other
 #pragma GCC unroll 4
       for (int eight = 0; eight < kTile / 4; ++eight, x += 8) add_eight(eight, sums, x, x_stride, ahead);
@@ -71,18 +64,6 @@ class NumberBlocks {
       }
       sums.add(x + 2 * i, x_stride, left[i], right[i]);
     }
-  }
-
-  template <int kRows>
-  __attribute__((always_inline)) void add_tile(__m512 (&sums)[kRows], const bf16* x, int64_t x_stride) {
-#pragma GCC unroll 4
-    for (int eight = 0; eight < kTile / 4; ++eight, x += 8) {
-      __m512i pairs[4];
-      CodeNumbers<kFormat>::of_eight(codes_, eight, pairs);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) DotSums<kRows>::add_to(sums, x + 2 * i, x_stride, pairs[i]);
-    }
-    codes_ += kTileCodes<kFormat>;
   }
 
   const uint8_t* codes_;

@@ -23,7 +23,7 @@ class DotPiece {
         only_(in_one_pass(rows)), at_once_(as_numbers(weights.format) ? number_rows(weights.format, weights.zeros != nullptr) : kDotRows),
         packed_(weights.format != Format::kBFloat16),
         plain_(packed_ ? room() : weights_at(weights, piece.panel, piece.step)),
-        ahead_((packed_ ? as_numbers(weights.format) && rows <= kNumberRowsInTurn : found_ahead(rows))
+        ahead_(!packed_ && found_ahead(rows)
                    ? LinesAhead()
                    : piece_ahead(weights, following, piece.now, piece.now * kDotTurns * passes(rows))) {}
 
