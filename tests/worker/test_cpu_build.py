@@ -46,11 +46,16 @@ def sources(tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_a_library_is_built_once_and_again_when_anything_changes(sources: Path, tmp_path: Path) -> None:
+def test_a_library_is_built_once_and_again_when_anything_changes(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = tmp_path / "cache"
     first = build("generic", cpu_features(), cache, sources)
+    assert [record.getMessage() for record in caplog.records if "(generic), once" in record.getMessage()]
+    caplog.clear()
     made = first.stat().st_mtime_ns
     assert build("generic", cpu_features(), cache, sources) == first and first.stat().st_mtime_ns == made
+    assert not caplog.records, "nobody waits for a compiler"
     (sources / "tiny.cpp").write_text(TINY.replace("42", "43"))
     assert build("generic", cpu_features(), cache, sources) != first
     other = CpuFeatures("other", frozenset())

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -38,6 +39,8 @@ _TIMEOUT_S = 240.0
 _JOB_BYTES = 5 * 10**8  # what compiling one of the sources takes, and some more
 _DAY_S = 86400.0
 _KEPT_S = 60 * _DAY_S  # libraries that nobody uses
+
+log = logging.getLogger(__name__)
 
 
 class BuildError(RuntimeError):
@@ -74,6 +77,8 @@ def build(
         if again or not target.exists():  # else the directory may be one that can only be read
             with _locked(target.with_suffix(".lock")):
                 if not target.exists() or (again and not _loads(target)):
+                    # who starts a cluster waits for it, and sees nothing else meanwhile
+                    log.warning("compiling the CPU kernels (%s), once: this takes half a minute on two cores", level)
                     _compile([*compiler, *_OPTIONS, *known], sources, target)
                     _tidy(directory)
         return _used(target)
