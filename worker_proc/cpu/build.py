@@ -78,7 +78,7 @@ def build(
             with _locked(target.with_suffix(".lock")):
                 if not target.exists() or (again and not _loads(target)):
                     # who starts a cluster waits for it, and sees nothing else meanwhile
-                    log.warning("compiling the CPU kernels (%s), once: this takes half a minute on two cores", level)
+                    log.warning("compiling the CPU kernels (%s), once: half a minute or more on two cores", level)
                     _compile([*compiler, *_OPTIONS, *known], sources, target)
                     _tidy(directory)
         return _used(target)

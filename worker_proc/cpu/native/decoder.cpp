@@ -162,16 +162,10 @@ void project_heads(const DecoderModel& model, const DecoderStep& step, const Buf
   const Rotation rotation(model, step, buffers, layer);
   if (whole_heads(model.head_dim)) {
     const Stopwatch time(step.op_ns, kQkv);
-    struct Context {
-      const Rotation& rotation;
-      int64_t dim;
-    } context{rotation, model.head_dim};
     linear_heads(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, model.head_dim,
-                 [](void* to, int64_t head, int64_t row, int count, bf16* numbers) {
-                   const Context& context = *static_cast<const Context*>(to);
-                   for (int i = 0; i < count; ++i)
-                     context.rotation.take(head, row + i, numbers + i * context.dim);
-                 }, &context);
+                 [&](int64_t head, int64_t row, int count, bf16* numbers) {
+                   for (int i = 0; i < count; ++i) rotation.take(head, row + i, numbers + i * model.head_dim);
+                 });
     return;
   }
   {

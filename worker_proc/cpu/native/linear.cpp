@@ -150,7 +150,7 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
 }
 
 void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t head_dim,
-                  TakeHead take, void* context) {
+                  TakeHead take) {
   const int64_t unit = head_dim / kPanel;
   for_panels(
       weights, x, x_stride, rows, nothing,
@@ -160,7 +160,7 @@ void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, 
         const int64_t part = panel % unit;
         bf16* const numbers = held + row % kGroupRows * head_dim;
         for (int i = 0; i < count; ++i, sums += kPanel) put_panel<false>(sums, numbers + i * head_dim + part * kPanel);
-        if (part == unit - 1) take(context, panel / unit, row, count, numbers);
+        if (part == unit - 1) take(panel / unit, row, count, numbers);
       },
       unit);
 }
@@ -199,9 +199,9 @@ void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride,
   }
 }
 
-void linear_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, TakePanel take, void* context) {
+void linear_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, TakePanel take) {
   for_panels(weights, x, x_stride, rows, nothing, [&](int64_t panel, int64_t row, int count, const float* sums, int) {
-    take(context, panel, row, count, sums);
+    take(panel, row, count, sums);
   });
 }
 

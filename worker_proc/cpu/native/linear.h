@@ -12,6 +12,7 @@
 
 #include "abi.h"
 #include "bf16.h"
+#include "callback.h"
 
 namespace rhizome {
 
@@ -73,24 +74,24 @@ void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_
 
 // Takes rows [row, row + count) of one head, its `head_dim` numbers of a row side by side, in
 // memory that may be written to.
-using TakeHead = void (*)(void* context, int64_t head, int64_t row, int count, bf16* numbers);
+using TakeHead = Callback<int64_t, int64_t, int, bf16*>;  // head, row, count, numbers
 
 // Whether `linear_heads` works for heads of this size.
 inline bool whole_heads(int64_t head_dim) { return head_dim % kPanel == 0 && head_dim <= kMaxHead; }
 
 // The outputs, as bfloat16, head by head: `take` gets each head of each row once, on any thread, while it is in a cache.
 void linear_heads(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t head_dim,
-                  TakeHead take, void* context);
+                  TakeHead take);
 
 // The smallest index of the largest output of every row, and that output. A row that holds NaN gets some index.
 void linear_argmax(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, int64_t* index,
                    float* best);
 
 // The sums [count, 32] of a panel for rows from `row` on, on any thread: columns behind the last output are 0.
-using TakePanel = void (*)(void* context, int64_t panel, int64_t row, int count, const float* sums);
+using TakePanel = Callback<int64_t, int64_t, int, const float*>;  // panel, row, count, sums
 
 // The outputs, panel by panel: `take` gets each panel for each row once.
-void linear_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, TakePanel take, void* context);
+void linear_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, int64_t rows, TakePanel take);
 
 // A panel of a matrix (kBFloat16 or kCompressed) as a matrix of its own.
 PackedMatrix panel_of(const PackedMatrix& weights, int64_t panel);

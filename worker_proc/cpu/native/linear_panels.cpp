@@ -145,11 +145,8 @@ void for_panels(const PackedMatrix& weights, const bf16* x, int64_t x_stride, in
     return tasks.run([&](const Range& range, int thread) {
       configure_turned_tiles(turned.columns());
       for (int64_t panel = range.panel_begin; panel < range.panel_end; ++panel) {
-        auto take = [&](int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
-        multiply_codes(weights, turned, range.row_begin, range.row_end, panel, &take,
-                       [](void* context, int64_t row, int count, float* sums) {
-                         (*static_cast<decltype(take)*>(context))(row, count, sums);
-                       });
+        const auto take = [&](int64_t row, int count, float* sums) { finish(panel, row, count, sums, thread); };
+        multiply_codes(weights, turned, range.row_begin, range.row_end, panel, take);
       }
     });
   }

@@ -3,24 +3,10 @@
 
 #include <cstdint>
 
+#include "callback.h"
 #include "linear.h"
 
 namespace rhizome {
-
-// Calls a function that outlives it. What takes one is compiled once, for all functions.
-template <class... Args>
-class Callback {
- public:
-  template <class Function>
-  Callback(const Function& function)  // one is made of any function
-      : function_(&function), run_([](const void* called, Args... args) { (*static_cast<const Function*>(called))(args...); }) {}
-
-  void operator()(Args... args) const { run_(function_, args...); }
-
- private:
-  const void* function_;
-  void (*run_)(const void*, Args...);
-};
 
 using BeforePanel = Callback<int64_t, int64_t, int>;  // panel, row, count
 using PanelSums = Callback<int64_t, int64_t, int, float*>;  // and sums [count, 32], which may be written to

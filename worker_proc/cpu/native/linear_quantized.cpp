@@ -138,8 +138,7 @@ void add_codes(Format format, int output, const uint8_t* from, uint8_t* codes) {
 
 #if defined(__AMX_BF16__)
 void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t row_begin, int64_t row_end, int64_t panel,
-                    void* context, TakeSums take) {
-  const auto then = [&](int64_t row, int count, float* sums) { take(context, row, count, sums); };
+                    RowSums then) {
   switch (weights.format) {
     case Format::kInt8: return multiply_format<Format::kInt8>(weights, x, row_begin, row_end, panel, then);
     case Format::kInt4: return multiply_format<Format::kInt4>(weights, x, row_begin, row_end, panel, then);

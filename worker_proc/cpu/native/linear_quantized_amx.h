@@ -173,9 +173,9 @@ inline void multiply_few(const PackedMatrix& weights, int64_t panel, const Turne
 }
 
 // As `multiply_codes`, for one format.
-template <Format kFormat, class Then>
+template <Format kFormat>
 inline void multiply_format(const PackedMatrix& weights, const TurnedRows& x, int64_t row_begin, int64_t row_end,
-                            int64_t panel, Then&& then) {
+                            int64_t panel, RowSums then) {
   alignas(64) static thread_local float sums[kBlockRows * kPanel];
   const int64_t rows = row_end - row_begin, steps = blocks(weights.inputs);
   if (rows <= kBlockRows) {

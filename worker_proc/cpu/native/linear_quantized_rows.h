@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "callback.h"
 #include "linear_amx.h"
 #include "linear_quantized.h"
 #include "parallel.h"
@@ -63,9 +64,9 @@ inline void configure_turned_tiles(int columns) {
   use_tiles(config);
 }
 
-// take(context, row, count, sums [count, 32]) for all rows of a range, in blocks of up to 32. Tiles are configured.
-using TakeSums = void (*)(void* context, int64_t row, int count, float* sums);
+// then(row, count, sums [count, 32]) for all rows of a range, in blocks of up to 32. Tiles are configured.
+using RowSums = Callback<int64_t, int, float*>;
 void multiply_codes(const PackedMatrix& weights, const TurnedRows& x, int64_t row_begin, int64_t row_end, int64_t panel,
-                    void* context, TakeSums take);
+                    RowSums then);
 
 }  // namespace rhizome

@@ -108,12 +108,9 @@ class Look {
       : weights_(weights), screen_(screen), x_(x), stride_(x_stride), rows_(rows), panels_(rhizome::panels(weights.outputs)) {
     static thread_local std::vector<float> memory;
     rounded_ = room_in(memory, rows * panels_);
-    const auto take = [](void* context, int64_t panel, int64_t row, int count, const float* sums) {
-      auto& self = *static_cast<Look*>(context);
-      for (int i = 0; i < count; ++i)
-        self.rounded_[(row + i) * self.panels_ + panel] = largest_rounded(sums + i * kPanel, self.columns(panel));
-    };
-    linear_panels(screen_.codes, x_, stride_, rows_, take, this);
+    linear_panels(screen_.codes, x_, stride_, rows_, [&](int64_t panel, int64_t row, int count, const float* sums) {
+      for (int i = 0; i < count; ++i) rounded_[(row + i) * panels_ + panel] = largest_rounded(sums + i * kPanel, columns(panel));
+    });
   }
 
   int64_t rows() const { return rows_; }
