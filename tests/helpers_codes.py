@@ -148,8 +148,8 @@ def integer_sums(level: Level, rows: QuantizedRows, x: Tensor) -> Tensor:
         assert whole_rows or float(whole.abs().max()) < (2**24 if any_zeros(rows.scheme) else 2**31)
         sums = whole.float()
         if any_zeros(rows.scheme):
-            sums = sums - part.sum(dim=1, keepdim=True).float() * group_zeros
-        total = total + sums * scales[:, group]
+            sums = fused(-part.sum(dim=1, keepdim=True).float(), group_zeros, sums)
+        total = fused(sums, scales[:, group], total)
     total = total * unit.float()
     return total * rows.scales[:, 0] if rows.scheme.by_channel else total
 

@@ -31,6 +31,17 @@ inline floats load(const float* from) { return *reinterpret_cast<const floats*>(
 inline void store(float* to, floats value) { *reinterpret_cast<floats*>(to) = value; }
 inline floats splat(float value) { return floats{} + value; }
 
+// a * b + c, rounded once where AVX2 comes with FMA, and with AVX512.
+inline floats fused_sum(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline floats widen(halves value) {
 #if defined(__AVX512F__)
   return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)value), 16);  // g++ 12 takes five instructions

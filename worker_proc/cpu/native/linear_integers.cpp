@@ -38,9 +38,9 @@ void pass_in(const IntegerPlace& place, int count, const IntegerRows& rows, cons
 }
 
 template <class Codes, int... kPairs>
-int16_t* put_pairs(const Codes& codes, int16_t* out, std::integer_sequence<int, kPairs...>) {
+int16_t* put_pairs(const Codes& codes, shorts less, int16_t* out, std::integer_sequence<int, kPairs...>) {
   shorts* const to = reinterpret_cast<shorts*>(out);
-  ((to[2 * kPairs] = codes.template numbers<kPairs>(0), to[2 * kPairs + 1] = codes.template numbers<kPairs>(1)), ...);
+  ((to[2 * kPairs] = codes.template numbers<kPairs>(0) - less, to[2 * kPairs + 1] = codes.template numbers<kPairs>(1) - less), ...);
   return out + 8 * kPairLanes;
 }
 
@@ -51,11 +51,15 @@ void integer_pass(const IntegerPlace& place, int count, const IntegerRows& rows,
 }
 
 void widen_integers(const IntegerPlace& place, int16_t* out) {
+  const Format format = place.weights.format;
+  const bool middle = in_nibbles(format) && place.weights.zeros == nullptr;
+  const int16_t number = !middle ? 0 : format == Format::kFloat4 ? kMostFloat4 : 8;
+  const shorts less = shorts{} + number;
   for (int tile = 0; tile < 2; tile += kWideTiles)
     with_codes(place, tile, [&](auto codes) {
       for (int64_t step = 0; step < place.now; ++step, codes.next_block())
         for (int four = 0; four < 4; ++four, codes.next_four())
-          out = put_pairs(codes, out, std::make_integer_sequence<int, 4>());
+          out = put_pairs(codes, less, out, std::make_integer_sequence<int, 4>());
     });
 }
 #endif

@@ -117,7 +117,7 @@ inline constexpr int kIntegerTiles = kRows <= 2 ? 2 : kWideTiles;
 // Where a pass works: blocks [step, step + now) of a panel.
 struct IntegerPlace {
   const PackedMatrix& weights;
-  int64_t panel, step, now;
+  int64_t groups, panel, step, now;
 };
 
 enum class CodeKind { kSigned, kUnsigned, kNibbles, kFloat4 };  // of 8 bits without and with zeros, of 4 bits
@@ -147,6 +147,8 @@ class CodesInPassing {
   static constexpr int64_t kTileCodes = kInNibbles ? kTileElements / 2 : kTileElements;
 
  public:
+  static constexpr bool kLess = false;
+
   CodesInPassing(const IntegerPlace& place, int tile)
       : at_(codes_at(place.weights, place.panel, place.step) + tile * kTileCodes) {}
 
@@ -179,9 +181,12 @@ class CodesInPassing {
   const uint8_t* at_;
 };
 
-// Numbers that were widened before, of kWideTiles tiles in the order in which they are used.
+// Numbers that were widened before, of kWideTiles tiles in the order in which they are used; those of 4 bits without zeros are
+// less the middle one.
 class WideCodes {
  public:
+  static constexpr bool kLess = true;
+
   explicit WideCodes(const int16_t* numbers) : at_(numbers) {}
 
   template <int kPair>
@@ -235,82 +240,106 @@ inline void add_products(pairs (&sums)[kRows][kVectors], const int16_t* x, int64
   }
 }
 
-// Adds what finish(row, v, sum) makes of the sums, or stores it.
-template <int kRows, int kVectors, class Finish>
-__attribute__((always_inline)) inline void put_sums(const pairs (&sums)[kRows][kVectors], const IntegerRows& rows, int tile, bool adding, Finish finish) {
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      floats product = finish(row, v, sums[row][v]);
-      product = held(product);  // compilers would add it before it is rounded
-      float* const to = rows.sums + row * kPanel + tile * kTile + v * kLanes;
-      store(to, adding ? load(to) + product : product);
-    }
+// How sums of a group become float32: stored or added as they are, or times scales, less what zeros are worth before.
+enum class SumKind { kFirst, kAsTheyAre, kScaled, kLessMiddle, kLessZeros, kLessWholeZeros };
+
+// `less`: codes without zeros are already less the middle one.
+inline SumKind sum_kind(const PackedMatrix& weights, bool less, bool adding) {
+  if (by_channel(weights.format)) return adding ? SumKind::kAsTheyAre : SumKind::kFirst;
+  if (weights.zeros == nullptr) return less || !in_nibbles(weights.format) ? SumKind::kScaled : SumKind::kLessMiddle;
+  // In small groups, all sums are exact in float32, and zeros may be any numbers.
+  return weights.format == Format::kInt4 && weights.group <= kExactGroup ? SumKind::kLessZeros : SumKind::kLessWholeZeros;
 }
 
-// Sums of blocks [step, end) of a group become float32: less what zeros are worth, times scales. `x_sums` are those of x.
-template <int kRows, int kVectors>
-__attribute__((always_inline)) inline void take_sums(const IntegerPlace& place, int64_t group, int tile, const int32_t* x_sums, int64_t step, int64_t end,
-                      const pairs (&sums)[kRows][kVectors], const IntegerRows& rows, bool adding) {
-  const PackedMatrix& weights = place.weights;
-  const int64_t at = (place.panel * groups(weights) + group) * kPanel + tile * kTile;
-  const auto single = [](pairs whole) { return __builtin_convertvector(whole, floats); };
-  if (by_channel(weights.format))
-    return put_sums(sums, rows, tile, adding, [&](int, int, pairs sum) { return single(sum); });
-  const auto scale = [&](int v) { return load(weights.scales + at + v * kLanes); };
-  const auto of_x = [&](int row) {
-    const int32_t* const of_row = x_sums + row * (rows.x_stride / 2);
-    return of_row[end] - of_row[step];
-  };
-  if (weights.format == Format::kFloat4) {
-    const uint8_t* const exponents = scales_of<Format::kFloat4>(weights) + at;
-    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) {
-      return single(sum - kMostFloat4 * of_x(row)) * load_scales(exponents + v * kLanes);
-    });
+// Puts put(v, sum, sum of x, what was there) in the place of the float32 sums of a panel. of_x(row) are the sums of x.
+template <int kRows, int kVectors, class OfX, class Put>
+__attribute__((always_inline)) inline void put_sums(const pairs (&sums)[kRows][kVectors], OfX of_x, float* to, Put put) {
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    const int32_t x_sum = of_x(row);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      float* const at = to + row * kPanel + v * kLanes;
+      store(at, put(v, sums[row][v], x_sum, load(at)));
+    }
   }
-  if (weights.format != Format::kInt4 && weights.zeros == nullptr)
-    return put_sums(sums, rows, tile, adding, [&](int, int v, pairs sum) { return single(sum) * scale(v); });
-  if (weights.zeros == nullptr)
-    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - 8 * of_x(row)) * scale(v); });
-  const auto zeros = [&](int v) { return load(weights.zeros + at + v * kLanes); };
-  // In small groups, all sums are exact in float32, and zeros may be any numbers.
-  if (weights.format == Format::kInt4 && weights.group <= kExactGroup)
-    return put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) {
-      floats of_zeros = static_cast<float>(of_x(row)) * zeros(v);
-      of_zeros = held(of_zeros);
-      return (single(sum) - of_zeros) * scale(v);
-    });
-  const auto whole = [&](int v) { return __builtin_convertvector(zeros(v), pairs); };
-  put_sums(sums, rows, tile, adding, [&](int row, int v, pairs sum) { return single(sum - of_x(row) * whole(v)) * scale(v); });
+}
+
+// Adds the sums of a group with these scales and zeros, or scale(v).
+template <int kRows, int kVectors, class OfX, class Scale>
+__attribute__((always_inline)) inline void take_sums(SumKind kind, const pairs (&sums)[kRows][kVectors], OfX of_x, Scale scale,
+                                                     const float* zeros, int32_t middle, float* to) {
+  const auto single = [](pairs whole) { return __builtin_convertvector(whole, floats); };
+  switch (kind) {
+    case SumKind::kFirst:
+      return put_sums(sums, of_x, to, [&](int, pairs sum, int32_t, floats) { return single(sum); });
+    case SumKind::kAsTheyAre:
+      return put_sums(sums, of_x, to, [&](int, pairs sum, int32_t, floats old) { return old + single(sum); });
+    case SumKind::kScaled:
+      return put_sums(sums, of_x, to, [&](int v, pairs sum, int32_t, floats old) { return fused_sum(single(sum), scale(v), old); });
+    case SumKind::kLessMiddle:
+      return put_sums(sums, of_x, to, [&](int v, pairs sum, int32_t x_sum, floats old) {
+        return fused_sum(single(sum - middle * x_sum), scale(v), old);
+      });
+    case SumKind::kLessZeros:
+      return put_sums(sums, of_x, to, [&](int v, pairs sum, int32_t x_sum, floats old) {
+        const floats whole = fused_sum(splat(-static_cast<float>(x_sum)), load(zeros + v * kLanes), single(sum));
+        return fused_sum(whole, scale(v), old);
+      });
+    case SumKind::kLessWholeZeros:
+      return put_sums(sums, of_x, to, [&](int v, pairs sum, int32_t x_sum, floats old) {
+        const pairs whole = __builtin_convertvector(load(zeros + v * kLanes), pairs);
+        return fused_sum(single(sum - x_sum * whole), scale(v), old);
+      });
+  }
 }
 
 // kTiles tiles of 16 outputs for kRows rows.
 template <int kRows, int kTiles, class Codes>
 __attribute__((noinline)) void integer_tiles(const IntegerPlace& place, int tile, const IntegerRows& rows, Codes codes,
                                              LinesAhead& outside) {
+  constexpr int kVectors = kTiles * kOfTile;
   LinesAhead ahead = outside;  // in registers
-  const int64_t all = blocks(place.weights.inputs);
-  const int64_t of_group = by_channel(place.weights.format) ? all : place.weights.group / 32;
+  const PackedMatrix& weights = place.weights;
+  const SumKind kind = sum_kind(weights, Codes::kLess, rows.adding);
+  const int64_t all = blocks(weights.inputs), last = place.step + place.now;
+  int64_t x_stride = rows.x_stride;
+  const int64_t of_group = by_channel(weights.format) ? all : weights.group / 32;
   const int16_t* x = rows.x;
   const int32_t* const x_sums = reinterpret_cast<const int32_t*>(x + 32 * (all - place.step));
-  int64_t step = place.step;
-  for (int64_t group = step / of_group; step < place.step + place.now; ++group) {
-    const int64_t first = step, end = std::min(place.step + place.now, (group + 1) * of_group);
-    pairs sums[kRows][kTiles * kOfTile];
+  float* const to = rows.sums + tile * kTile;
+  if (!rows.adding && kind != SumKind::kFirst)
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kVectors; ++v) store(to + row * kPanel + v * kLanes, floats{});
+  int64_t step = place.step, group = step / of_group;
+  int64_t at = (place.panel * place.groups + group) * kPanel + tile * kTile;  // of the group's scales
+  for (; step < last; ++group, at += kPanel) {
+    const int64_t first = step, end = std::min(last, (group + 1) * of_group);
+    pairs sums[kRows][kVectors];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-      for (int v = 0; v < kTiles * kOfTile; ++v) sums[row][v] = pairs{};  // {} would be a loop over bytes
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = pairs{};  // {} would be a loop over bytes
     for (; step < end; ++step, codes.next_block())
       for (int four = 0; four < 4; ++four, x += 8, codes.next_four()) {
         if (four % (4 / kIntegerTurns) == 0) ahead();
-        add_products<0>(sums, x, rows.x_stride, codes);
-        add_products<1>(sums, x, rows.x_stride, codes);
-        add_products<2>(sums, x, rows.x_stride, codes);
-        add_products<3>(sums, x, rows.x_stride, codes);
+        asm("" : "+r"(x_stride));  // compilers would keep all multiples of it at hand, in memory
+        add_products<0>(sums, x, x_stride, codes);
+        add_products<1>(sums, x, x_stride, codes);
+        add_products<2>(sums, x, x_stride, codes);
+        add_products<3>(sums, x, x_stride, codes);
       }
-    take_sums(place, group, tile, x_sums, first, end, sums, rows, rows.adding || first > place.step);
+    const auto of_x = [&](int row) {
+      const int32_t* const of_row = x_sums + row * (x_stride / 2);
+      return of_row[end] - of_row[first];
+    };
+    const float* const zeros = weights.zeros != nullptr ? weights.zeros + at : nullptr;
+    if (weights.format == Format::kFloat4) {
+      const uint8_t* const exponents = scales_of<Format::kFloat4>(weights) + at;
+      take_sums(kind, sums, of_x, [&](int v) { return load_scales(exponents + v * kLanes); }, zeros, kMostFloat4, to);
+    } else {
+      take_sums(kind, sums, of_x, [&](int v) { return load(weights.scales + at + v * kLanes); }, zeros, 8, to);
+    }
   }
   outside = ahead;
 }

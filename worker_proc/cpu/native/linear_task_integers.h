@@ -13,7 +13,7 @@ class IntegerPiece {
  public:
   // `following` is the block with which the thread goes on after this piece.
   IntegerPiece(const PackedMatrix& weights, const Piece& piece, int64_t following, int64_t rows)
-      : place_{weights, piece.panel, piece.step, piece.now},
+      : place_{weights, groups(weights), piece.panel, piece.step, piece.now},
         ahead_(piece_ahead(weights, following, piece.now, piece.now * kIntegerTurns * passes(rows) * integer_runs(static_cast<int>(rows)))) {
     static_assert(kSteps * 32 <= kMostExact);
     if (passes(rows) <= kInPassing) return;

@@ -32,10 +32,8 @@ inline Bytes upper_halves(Bytes bytes) { return lower_halves((Bytes)((words)byte
 inline Bytes all_of(int32_t number) { return (Bytes)(ints{} + number); }
 #if defined(__AVX512F__)
 inline Bytes looked_up(__m128i table, Bytes codes) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes); }
-inline floats fused_sum(floats a, floats b, floats c) { return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else
 inline Bytes looked_up(__m128i table, Bytes codes) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes); }
-inline floats fused_sum(floats a, floats b, floats c) { return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #endif
 
 // Codes of two vectors of outputs, eight inputs after eight, as they lie in memory. FP4's become its numbers, kMostFloat4 more.
