@@ -105,19 +105,24 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
   const int64_t all = blocks(weights.inputs), of_segment = segment_steps(weights), segments = (all + of_segment - 1) / of_segment;
   const int64_t end = place.step + place.now, all_groups = groups(weights);
   const int8_t* x = rows.x;
+  int64_t x_stride = rows.x_stride;
+  float* const to = rows.sums + place.output;
+  if (!rows.adding)
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < 2; ++v) store(to + row * kPanel + v * kLanes, floats{});
   const int8_t* const behind = x + 32 * (all - place.step);  // the numbers of a row
   for (int64_t step = place.step; step < end;) {
     const int64_t segment = step / of_segment, stop = std::min(end, (segment + 1) * of_segment);
     const auto sum_of = [&](int row) {
       int32_t sum;
-      std::memcpy(&sum, behind + row * rows.x_stride + 4 * (segments + segment), sizeof sum);
+      std::memcpy(&sum, behind + row * x_stride + 4 * (segments + segment), sizeof sum);
       return sum;
     };
     const auto first_of = [&](int row) { return all_of(kZeros ? 0 : -Codes::kMiddle * sum_of(row)); };
     Bytes sums[kRows][2];
-    const bool adding = rows.adding || step > place.step;
+    asm("" : "+r"(x_stride));  // compilers would keep all multiples of it at hand, in memory
     const int64_t group = step * 32 / weights.group;
-    sum_segment<kShort>(sums, first_of, stop - step, x, rows.x_stride, codes, ahead);
+    sum_segment<kShort>(sums, first_of, stop - step, x, x_stride, codes, ahead);
     x += 32 * (stop - step), step = stop;
     const bool less = kZeros && has_below(weights);
     GroupScales scales[2];
@@ -131,10 +136,10 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
 #pragma GCC unroll 9
     for (int row = 0; row < kRows; ++row) {
       float unit;
-      std::memcpy(&unit, behind + row * rows.x_stride + 4 * segment, sizeof unit);
+      std::memcpy(&unit, behind + row * x_stride + 4 * segment, sizeof unit);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        float* const to = rows.sums + row * kPanel + place.output + v * kLanes;
+        float* const at = to + row * kPanel + v * kLanes;
         floats sum = __builtin_convertvector((ints)sums[row][v], floats);
         floats scale = scales[v].scale;
         if constexpr (kZeros) {
@@ -144,7 +149,7 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
           }
           sum = fused_sum(scales[v].zero, splat(-static_cast<float>(sum_of(row))), sum);
         }
-        store(to, fused_sum(sum, scale * splat(unit), adding ? load(to) : splat(0)));
+        store(at, fused_sum(sum, scale * splat(unit), load(at)));
       }
     }
   }
