@@ -52,9 +52,8 @@ void integer_pass(const IntegerPlace& place, int count, const IntegerRows& rows,
 
 void widen_integers(const IntegerPlace& place, int16_t* out) {
   const Format format = place.weights.format;
-  const bool middle = in_nibbles(format) && place.weights.zeros == nullptr;
-  const int16_t number = !middle ? 0 : format == Format::kFloat4 ? kMostFloat4 : 8;
-  const shorts less = shorts{} + number;
+  const int16_t middle = in_nibbles(format) && place.weights.zeros == nullptr ? middle_number(format) : 0;
+  const shorts less = shorts{} + middle;
   for (int tile = 0; tile < 2; tile += kWideTiles)
     with_codes(place, tile, [&](auto codes) {
       for (int64_t step = 0; step < place.now; ++step, codes.next_block())

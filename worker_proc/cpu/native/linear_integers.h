@@ -267,8 +267,8 @@ __attribute__((always_inline)) inline void put_sums(const pairs (&sums)[kRows][k
 
 // Adds the sums of a group with these scales and zeros, or scale(v).
 template <int kRows, int kVectors, class OfX, class Scale>
-__attribute__((always_inline)) inline void take_sums(SumKind kind, const pairs (&sums)[kRows][kVectors], OfX of_x, Scale scale,
-                                                     const float* zeros, int32_t middle, float* to) {
+__attribute__((always_inline)) inline void take_sums(SumKind kind, int32_t middle, const pairs (&sums)[kRows][kVectors], OfX of_x, Scale scale,
+                                                     const float* zeros, float* to) {
   const auto single = [](pairs whole) { return __builtin_convertvector(whole, floats); };
   switch (kind) {
     case SumKind::kFirst:
@@ -303,14 +303,13 @@ __attribute__((noinline)) void integer_tiles(const IntegerPlace& place, int tile
   const PackedMatrix& weights = place.weights;
   const SumKind kind = sum_kind(weights, Codes::kLess, rows.adding);
   const int64_t all = blocks(weights.inputs), last = place.step + place.now;
+  const int32_t middle = middle_number(weights.format);
   int64_t x_stride = rows.x_stride;
   const int64_t of_group = by_channel(weights.format) ? all : weights.group / 32;
   const int16_t* x = rows.x;
   const int32_t* const x_sums = reinterpret_cast<const int32_t*>(x + 32 * (all - place.step));
   float* const to = rows.sums + tile * kTile;
-  if (!rows.adding && kind != SumKind::kFirst)
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kVectors; ++v) store(to + row * kPanel + v * kLanes, floats{});
+  if (!rows.adding && kind != SumKind::kFirst) clear_sums<kRows, kVectors>(to);
   int64_t step = place.step, group = step / of_group;
   int64_t at = (place.panel * place.groups + group) * kPanel + tile * kTile;  // of the group's scales
   for (; step < last; ++group, at += kPanel) {
@@ -323,7 +322,7 @@ __attribute__((noinline)) void integer_tiles(const IntegerPlace& place, int tile
     for (; step < end; ++step, codes.next_block())
       for (int four = 0; four < 4; ++four, x += 8, codes.next_four()) {
         if (four % (4 / kIntegerTurns) == 0) ahead();
-        asm("" : "+r"(x_stride));  // compilers would keep all multiples of it at hand, in memory
+        x_stride = held_stride(x_stride);
         add_products<0>(sums, x, x_stride, codes);
         add_products<1>(sums, x, x_stride, codes);
         add_products<2>(sums, x, x_stride, codes);
@@ -336,9 +335,9 @@ __attribute__((noinline)) void integer_tiles(const IntegerPlace& place, int tile
     const float* const zeros = weights.zeros != nullptr ? weights.zeros + at : nullptr;
     if (weights.format == Format::kFloat4) {
       const uint8_t* const exponents = scales_of<Format::kFloat4>(weights) + at;
-      take_sums(kind, sums, of_x, [&](int v) { return load_scales(exponents + v * kLanes); }, zeros, kMostFloat4, to);
+      take_sums(kind, middle, sums, of_x, [&](int v) { return load_scales(exponents + v * kLanes); }, zeros, to);
     } else {
-      take_sums(kind, sums, of_x, [&](int v) { return load(weights.scales + at + v * kLanes); }, zeros, 8, to);
+      take_sums(kind, middle, sums, of_x, [&](int v) { return load(weights.scales + at + v * kLanes); }, zeros, to);
     }
   }
   outside = ahead;

@@ -93,6 +93,8 @@ inline const Scale<kFormat>* scales_of(const PackedMatrix& weights) {
 }
 
 inline float middle_code(Format format) { return in_nibbles(format) ? 8.0f : 128.0f; }
+// The same of codes that are multiplied as integers, FP4's numbers kMostFloat4 more than they are.
+constexpr int middle_number(Format format) { return is_float4(format) ? kMostFloat4 : in_nibbles(format) ? 8 : 128; }
 
 // Whether codes are multiplied as the numbers of bfloat16 that they are (linear_number_dots.h).
 constexpr bool as_numbers([[maybe_unused]] Format format) {

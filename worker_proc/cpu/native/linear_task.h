@@ -104,4 +104,11 @@ inline float* sums_of_thread() {
   return sums;
 }
 
+// kVectors vectors of the sums [kRows, 32] of a panel become 0.
+template <int kRows, int kVectors>
+__attribute__((always_inline)) inline void clear_sums(float* sums) {
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < kVectors; ++v) store(sums + row * kPanel + v * kLanes, floats{});
+}
+
 }  // namespace rhizome

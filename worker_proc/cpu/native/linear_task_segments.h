@@ -41,7 +41,7 @@ template <Format kFormat>
 class CodesOfEight {
  public:
   static constexpr bool kNibbles = in_nibbles(kFormat);
-  static constexpr int kMiddle = is_float4(kFormat) ? kMostFloat4 : kNibbles ? 8 : 128;
+  static constexpr int kMiddle = middle_number(kFormat);
   static constexpr int kMost = is_float4(kFormat) ? 2 * kMostFloat4 : kNibbles ? 15 : 255;
   static constexpr int64_t kTileCodes = kNibbles ? kTileElements / 2 : kTileElements;
   static constexpr int kInTurn = kNibbles ? kNibblesInTurn : kBytesInTurn;
@@ -107,9 +107,7 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
   const int8_t* x = rows.x;
   int64_t x_stride = rows.x_stride;
   float* const to = rows.sums + place.output;
-  if (!rows.adding)
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < 2; ++v) store(to + row * kPanel + v * kLanes, floats{});
+  if (!rows.adding) clear_sums<kRows, 2>(to);
   const int8_t* const behind = x + 32 * (all - place.step);  // the numbers of a row
   for (int64_t step = place.step; step < end;) {
     const int64_t segment = step / of_segment, stop = std::min(end, (segment + 1) * of_segment);
@@ -120,7 +118,7 @@ __attribute__((noinline)) void segment_pass(const SegmentPlace& place, const Byt
     };
     const auto first_of = [&](int row) { return all_of(kZeros ? 0 : -Codes::kMiddle * sum_of(row)); };
     Bytes sums[kRows][2];
-    asm("" : "+r"(x_stride));  // compilers would keep all multiples of it at hand, in memory
+    x_stride = held_stride(x_stride);
     const int64_t group = step * 32 / weights.group;
     sum_segment<kShort>(sums, first_of, stop - step, x, x_stride, codes, ahead);
     x += 32 * (stop - step), step = stop;

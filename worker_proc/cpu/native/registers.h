@@ -1,6 +1,8 @@
 // The vector registers: what fits in them.
 #pragma once
 
+#include <cstdint>
+
 namespace rhizome {
 
 // Vectors of sums that are held at once, beside what is multiplied: 32 registers, or 16. At most: where that is little.
@@ -33,6 +35,12 @@ template <class Vector>
   asm volatile("" : "+v"(x));
 #endif
   return x;
+}
+
+// The distance between rows, of which compilers would otherwise keep all multiples at hand, in memory, for lack of registers.
+[[nodiscard]] inline int64_t held_stride(int64_t stride) {
+  asm("" : "+r"(stride));
+  return stride;
 }
 
 }  // namespace rhizome
