@@ -116,6 +116,7 @@ def floors(model: CpuDecoder, rows: int, new: int, total: int, shared: int, most
             down += product(layer.shared.down, index)
         if layer.delta is not None:
             qkv += most.product(layer.delta.gates, tokens)
+        if not spec.attends(index):
             continue
         reach = total if window is None else window  # a token sees itself and so many before it, less one
         seen = [min(position + 1, reach) for position in range(total - new, total)]
@@ -130,7 +131,7 @@ def floors(model: CpuDecoder, rows: int, new: int, total: int, shared: int, most
         **({"gate_up": up + down} if spec.mixture is not None else {"gate_up": up, "down": down}),
         "head": most.product(model.weights.head, rows),
         "attention": max(read / most.bandwidth, arithmetic / most.operations),
-        "delta_net": 2 * rows * model.kv_spec.bytes_per_state / most.bandwidth,  # read and written
+        "recurrent": 2 * rows * model.kv_spec.bytes_per_state / most.bandwidth,  # read and written
     }
 
 

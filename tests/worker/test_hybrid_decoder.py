@@ -68,6 +68,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixture-odd": ALL | ODD | {"kind": "qwen3_5_moe_text"},
     "next": ALL | {"kind": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 6},
     "next-odd": ALL | ODD | {"kind": "qwen3_next", "norm_topk_prob": False},
+    "convolutions": {"kind": "lfm2"},
+    "convolutions-odd": {
+        "kind": "lfm2", "hidden_size": 80, "block_ff_dim": 50, "block_auto_adjust_ff_dim": False, "conv_bias": True,
+        "num_attention_heads": 5, "num_key_value_heads": 1, "conv_L_cache": 4, "tie_word_embeddings": True,
+        "layer_types": ["conv", _FULL, "conv", _FULL],
+    },
     "attention-at-both-ends": {
         "layer_types": [_FULL, _LINEAR, _FULL], "num_hidden_layers": 3, "head_dim": 64, "attention_bias": True,
         "tie_word_embeddings": True, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3,
@@ -377,4 +383,4 @@ def test_its_steps_are_measured_beside_floors(tmp_path: Path) -> None:
     least = floors(model, *case, Limits(1e9, 1e9, 1e9, 1e-7))
     assert set(least) <= set(OPERATIONS) and min(least.values()) > 0
     took = dict(zip(OPERATIONS, parts, strict=True))
-    assert took["delta_net"] > 0 and took["attention"] > 0 and sum(parts) <= whole
+    assert took["recurrent"] > 0 and took["attention"] > 0 and sum(parts) <= whole

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
+from worker_proc.cpu import delta_net, short_conv
 from worker_proc.cpu.attention import AttentionStep, NativeAttention
-from worker_proc.cpu.decoder_delta import DeltaLayers, Waves
-from worker_proc.cpu.delta_net import knows_sizes
+from worker_proc.cpu.decoder_recurrent import Waves, recurrent_layers
 from worker_proc.cpu.library import NativeLibrary
 from worker_proc.cpu.linear import Finish, MatrixStruct, side_by_side
 from worker_proc.cpu.memory import HugePages
@@ -32,6 +32,7 @@ class _LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down", "router")),
         *((name, c_void_p) for name in ("expert_gate_ups", "expert_downs", "delta")),
         ("gates", MatrixStruct),
+        ("conv", c_void_p),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales", "sinks")),
         ("scale", c_float),
@@ -66,7 +67,7 @@ class _StepStruct(ctypes.Structure):
 
 
 # `Operation` of native/decoder.h
-OPERATIONS: Final = ("embed", "norm", "qkv", "rotate", "attention", "delta_net", "o", "gate_up", "down", "head")
+OPERATIONS: Final = ("embed", "norm", "qkv", "rotate", "attention", "recurrent", "o", "gate_up", "down", "head")
 
 
 _GATES = {
@@ -92,8 +93,9 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     """Whether `CpuDecoder` computes this model: families with RMSNorm, gated MLPs and rotations, in bfloat16."""
     gated = spec.gated_mlp and spec.activation in _GATES
     rotations = {rope.dim for rope in spec.ropes if rope is not None}
-    delta = spec.delta
-    known = delta is None or knows_sizes(delta.key_dim, delta.value_dim, delta.kernel)
+    delta, conv = spec.delta, spec.conv
+    known = delta is None or delta_net.knows_sizes(delta.key_dim, delta.value_dim, delta.kernel)
+    known &= conv is None or short_conv.knows_sizes(spec.hidden_size, conv.kernel)
     return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1 and known
 
 
@@ -176,16 +178,13 @@ class CpuDecoder:
             for experts in (layer.experts for layer in weights.layers)
         ]
         self._attending = [index for index in range(spec.num_layers) if spec.attends(index)]
-        self._delta: DeltaLayers | None = None
-        if spec.delta is not None:
-            self._delta = DeltaLayers(spec.delta, shard, weights.layers, spec.norm_eps)
+        self._recurrent = recurrent_layers(spec, shard, weights.layers)
         self._layers = (_LayerStruct * spec.num_layers)(*map(self._layer_struct, range(spec.num_layers)))
         self._model = self._model_struct()
 
     def _layer_struct(self, index: int) -> _LayerStruct:
         """But for the cache, see `_use_cache`."""
         spec, layer = self.spec, self.weights.layers[index]
-        delta = self._delta.structs.get(index) if self._delta is not None else None
         every = layer.shared or layer  # the MLP that all tokens go through
         return _LayerStruct(
             qkv=layer.qkv.struct,
@@ -195,7 +194,7 @@ class CpuDecoder:
             router=layer.router.struct if layer.router is not None else MatrixStruct(),
             expert_gate_ups=ctypes.addressof(self._experts[index][0]),
             expert_downs=ctypes.addressof(self._experts[index][1]),
-            delta=ctypes.addressof(delta) if delta is not None else None,
+            **(self._recurrent.fields(index) if self._recurrent is not None else {}),
             gates=layer.delta.gates.struct if layer.delta is not None else MatrixStruct(),
             input_norm=layer.input_norm.data_ptr(),
             post_norm=layer.post_norm.data_ptr(),
@@ -215,7 +214,7 @@ class CpuDecoder:
         shared = mixture is not None and mixture.shared > 0
         first, last = shard.shared if shared else shard.channels
         heads = self._heads * (2 if spec.gated_attention else 1)
-        delta = [] if self._delta is None else [self._delta.projected, self._delta.mixed]
+        recurrent = [] if self._recurrent is None else [self._recurrent.projected, self._recurrent.mixed]
         return _ModelStruct(
             layers=ctypes.addressof(self._layers),
             head=head.struct,
@@ -244,8 +243,8 @@ class CpuDecoder:
             vocab_count=head.outputs,
             several=int(self.tp.size > 1),
             gated=int(spec.gated_attention),
-            projected=max([(heads + 2 * self._kv_heads) * dim, *delta[:1]]),
-            mixed=max([self._heads * dim, *delta[1:]]),
+            projected=max([(heads + 2 * self._kv_heads) * dim, *recurrent[:1]]),
+            mixed=max([self._heads * dim, *recurrent[1:]]),
             shared=int(shared),
         )
 
@@ -254,7 +253,7 @@ class CpuDecoder:
         """See `LanguageModel`."""
         dim = self.spec.head_dim
         held = KVSpec.uniform(len(self._attending), self._kv_heads, dim, dim, torch.bfloat16)
-        return held if self._delta is None else replace(held, states=self._delta.states)
+        return held if self._recurrent is None else replace(held, states=self._recurrent.states)
 
     @property
     def vocab_size(self) -> int:
@@ -337,8 +336,8 @@ class CpuDecoder:
             struct.k_pages, struct.v_pages = cache.k[index].data_ptr(), cache.v[index].data_ptr()
             if cache.spec.int8:
                 struct.k_scales, struct.v_scales = cache.k_scales[index].data_ptr(), cache.v_scales[index].data_ptr()
-        if self._delta is not None and cache.states is not None:
-            self._delta.use(cache.states)
+        if self._recurrent is not None and cache.states is not None:
+            self._recurrent.use(cache.states)
 
     def _room(self, tokens: int) -> int:
         """The address of a workspace for a step of `tokens`; it grows to that of the largest step seen."""

@@ -16,13 +16,18 @@ _PARTS = ("conv", "in_proj", "out_proj", "conv_kernel_size")
 _NOT_THIS = ("conv1d", "A_log", "norm")  # of other layers with convolutions
 
 
-class _ConvStruct(ctypes.Structure):
+class ConvStruct(ctypes.Structure):
     """`ConvBatch` of native/short_conv.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("inputs", "weight", "bias", "conv", "segments", "out")),
-        *((name, c_int64) for name in ("num_segments", "channels", "kernel")),
+        *((name, c_int64) for name in ("inputs_stride", "out_stride", "num_segments", "channels", "kernel")),
     )
+
+
+def knows_sizes(channels: int, kernel: int) -> bool:
+    """Whether native code computes such layers."""
+    return channels % 16 == 0 and kernel <= MOST_KERNEL
 
 
 def supports(module: nn.Module) -> bool:
@@ -35,8 +40,7 @@ def supports(module: nn.Module) -> bool:
         and isinstance(conv, nn.Conv1d)
         and conv.weight.dtype == torch.bfloat16
         and conv.groups == conv.in_channels == conv.out_channels
-        and conv.in_channels % 16 == 0
-        and conv.kernel_size[0] <= MOST_KERNEL
+        and knows_sizes(conv.in_channels, conv.kernel_size[0])
     )
 
 
@@ -56,9 +60,10 @@ class ShortConv:
         out = inputs.new_empty(*inputs.shape[:-1], len(self._bias))
         conv = states.tensors[StateKey(self._index, "conv", 0)]
 
-        def struct(segments: int, count: int) -> _ConvStruct:
+        def struct(segments: int, count: int) -> ConvStruct:
             pointers = (x.data_ptr() for x in (inputs, self._weight, self._bias, conv))
-            return _ConvStruct(*pointers, segments, out.data_ptr(), count, *conv.shape[1:])
+            strides = inputs.shape[-1], out.shape[-1]
+            return ConvStruct(*pointers, segments, out.data_ptr(), *strides, count, *conv.shape[1:])
 
         run_natively(self._run, struct, batch, states, self._index)
         made: Tensor = self._layer.out_proj(out)

@@ -16,6 +16,7 @@ from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
 from worker_proc.cpu.screen import HeadScreen, screen_scheme
 from worker_proc.models.decoder_layout import (
+    ConvParts,
     DecoderLayout,
     DeltaParts,
     LayerParts,
@@ -52,6 +53,14 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """What a gated short convolution has beside its projections, in float32."""
+
+    taps: Tensor  # [kernel, channels of the rank]
+    bias: Tensor  # [channels of the rank]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
     input_norm: Tensor  # float32 [hidden], as the other norms
     qkv: PackedMatrix
@@ -67,6 +76,7 @@ class PackedLayer:
     experts: tuple[PackedMlp, ...]  # of a mixture, the first one too
     sinks: Tensor | None  # float32 [query heads of the rank]
     delta: DeltaWeights | None = None  # in place of attention
+    conv: ConvWeights | None = None  # or this
     shared: PackedMlp | None = None  # beside the experts of a mixture
 
 
@@ -186,6 +196,7 @@ class PackedWeightPlan:
             experts=mlps if mixed else (),
             sinks=self.load.tensor(parts.sinks, dtype=torch.float32) if parts.sinks is not None else None,
             delta=self._delta(parts.delta) if parts.delta is not None else None,
+            conv=self._conv(parts.conv) if parts.conv is not None else None,
             shared=self._mlp(parts.shared, compress=False) if parts.shared is not None else None,
         )
 
@@ -195,18 +206,29 @@ class PackedWeightPlan:
         )
 
     def _delta(self, parts: DeltaParts) -> DeltaWeights:
-        conv = self.load.tensor(*parts.conv, dtype=torch.float32)
-        taps = torch.empty(conv.shape[2], conv.shape[0])
         rate = self.load.tensor(parts.rate, dtype=torch.float32)
-        self._after.append(lambda: taps.copy_(conv[:, 0].t()))
         self._after.append(lambda: rate.exp_().neg_())
         return DeltaWeights(
             gates=self._matrix(parts.gates.weight, self.source.as_stored(parts.gates.weight), compress=False),
-            conv=taps,
+            conv=self._taps(parts.conv),
             rate=rate,
             step_bias=self.load.tensor(parts.step_bias, dtype=torch.float32),
             norm=self.load.tensor(parts.norm, dtype=torch.float32),
         )
+
+    def _conv(self, parts: ConvParts) -> ConvWeights:
+        taps = self._taps((parts.taps,))
+        bias = torch.zeros(taps.shape[1])
+        if parts.bias is not None:
+            bias = self.load.tensor(parts.bias, dtype=torch.float32)
+        return ConvWeights(taps, bias)
+
+    def _taps(self, parts: tuple[Part, ...]) -> Tensor:
+        """The weights of a depthwise convolution, float32 `[kernel, channels]`."""
+        stored = self.load.tensor(*parts, dtype=torch.float32)
+        taps = torch.empty(stored.shape[2], stored.shape[0])
+        self._after.append(lambda: taps.copy_(stored[:, 0].t()))
+        return taps
 
     def _norm(self, parts: NormParts) -> Tensor:
         """float32, but with the precision that the configured dtype leaves; what is stored and the model's offset."""

@@ -43,6 +43,19 @@ _DELTA = {  # of layers with a Gated DeltaNet, and of a mixture's expert that al
 _GATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
 # `ssm_in` is what the first files have in place of attn_qkv and attn_gate
 _GATES_TOGETHER = {"ssm_ba": "linear_attn.in_proj_ba", "ssm_in": "linear_attn.in_proj_qkvz"}
+_CONV = {  # of LFM2
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
 SHARED_FACTORS = ("rope_freqs.weight",)  # tensors that belong to the configuration
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -97,6 +110,7 @@ ARCHITECTURES = {
         norm_offset=1.0,
         more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
+    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", names=_CONV, more={"block_auto_adjust_ff_dim": False}),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", names=_STACKED, factors=LONG_FACTORS),
     "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", **_GEMMA),

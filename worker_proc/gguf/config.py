@@ -10,7 +10,7 @@ from worker_proc.gguf.header import Header
 from worker_proc.gguf.kinds import CODED
 from worker_proc.gguf.rope import Factors, rope_scaling
 from worker_proc.gguf.settings import Settings, layers_of
-from worker_proc.models.family_parts import NATIVE_ON_CPUS, but_each
+from worker_proc.models.family_parts import DELTA_NETS, but_each
 
 
 def config_of(header: Header, factors: Factors) -> dict[str, Any]:
@@ -20,16 +20,19 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     if "token_embd.weight" not in shapes:
         raise ModelError("token_embd.weight", None, "the file lacks this tensor")
-    hidden, heads = settings.whole("embedding_length"), settings.heads(keys=False)
+    hidden, heads, layers = settings.whole("embedding_length"), settings.heads(keys=False), layers_of(settings)
     head_dim = settings.whole("attention.key_length", hidden // heads)
     settings.must_be("attention.value_length", head_dim)
     settings.must_be("attention.causal", True)
+    kinds = None
+    if architecture.model_type == "lfm2":
+        kinds = ["full_attention" if attends else "conv" for attends in settings.attending(layers)]
     config = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        "num_hidden_layers": layers_of(settings),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": settings.heads(keys=True),
         "head_dim": head_dim,
@@ -39,6 +42,8 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
         "rope_theta": settings.number("rope.freq_base", 10000.0),
         **architecture.more,
     }
+    if kinds is not None:
+        config["layer_types"] = kinds
     config |= _mlp(architecture, settings)
     if scaling := rope_scaling(settings, factors, head_dim, config["rope_theta"]):
         config["rope_scaling"] = scaling
@@ -68,7 +73,7 @@ def _mlp(architecture: Architecture, settings: Settings) -> dict[str, Any]:
         return {"intermediate_size": settings.whole("feed_forward_length")}
     settings.must_be("expert_weights_norm", True)
     settings.must_be("expert_weights_scale", 1.0, 0.0)
-    settings.must_be("expert_shared_count", 1 if architecture.model_type in NATIVE_ON_CPUS else 0)
+    settings.must_be("expert_shared_count", 1 if architecture.model_type in DELTA_NETS else 0)
     settings.must_be("expert_gating_func", 1)
     count, each = settings.whole("expert_count"), settings.whole("expert_used_count")
     found = {"num_experts_per_tok": each}
@@ -132,6 +137,15 @@ def _delta(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _lfm2(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Gated short convolutions."""
+    return _without_window(settings, config) | {
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": settings.whole("shortconv.l_cache"),
+        "conv_bias": False,
+    }
+
+
 def _granite(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     settings.must_be("rope.scaling.finetuned", True)  # else queries and keys are not rotated
     return _without_window(settings, config) | {
@@ -175,10 +189,11 @@ def _gemma_windows(settings: Settings, config: dict[str, Any], *, every: int, la
     return {"sliding_window": settings.whole("attention.sliding_window"), "query_pre_attn_scalar": scale}
 
 
-_ROTATED_IN_PART = ("phi3", *NATIVE_ON_CPUS)
+_ROTATED_IN_PART = ("phi3", *DELTA_NETS)
 _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "phi3": _phi3,
-    **dict.fromkeys(NATIVE_ON_CPUS, _delta),
+    **dict.fromkeys(DELTA_NETS, _delta),
+    "lfm2": _lfm2,
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

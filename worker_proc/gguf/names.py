@@ -19,6 +19,7 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<which>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _OUTSIDE |= {"output.weight": "lm_head.weight"}
+_OUTSIDE |= {"token_embd_norm.weight": "model.embedding_norm.weight"}  # LFM2's name for the norm before the head
 _EXPERTS = re.compile(r"(ffn_\w+)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"(ffn_\w+)\.(\d+)\.weight")  # a tensor each, in files of early 2024 and before
 
@@ -104,7 +105,7 @@ def _entries(architecture: Architecture, settings: Settings, tensor: StoredTenso
     if rest in known:
         yield entry.renamed(base + known[rest], **_undone(architecture, settings, entry, rest))
         return
-    module, _, kind = rest.partition(".")
+    module, _, kind = rest.rpartition(".")
     if module not in known or kind not in ("weight", "bias"):
         raise ModelError(tensor.name, list(tensor.shape), f"unknown tensor in {file.name}")
     yield entry.renamed(f"{base}{known[module]}.{kind}", **_undone(architecture, settings, entry, module))
@@ -127,7 +128,7 @@ def _undone(architecture: Architecture, settings: Settings, entry: TensorEntry, 
         return {"heads": settings.heads(keys=name == "attn_k")}
     if name == "ssm_a":
         return {"logarithm": True}
-    if name == "ssm_conv1d" and len(entry.shape) == 2:
+    if name in ("ssm_conv1d", "shortconv.conv") and len(entry.shape) == 2:
         return {"shape": (entry.shape[0], 1, entry.shape[1])}
     if name == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
         return {"shape": (1, *entry.shape)}

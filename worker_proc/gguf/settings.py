@@ -49,6 +49,16 @@ class Settings:
         count = self.whole("attention.head_count")
         return self.whole("attention.head_count_kv", count) if keys else count
 
+    def attending(self, layers: int) -> list[bool]:
+        """Which layers have heads of keys, where those without attention have 0 of them; from then on, all have as many
+        as these."""
+        key = "attention.head_count_kv"
+        counts = self.get(key)
+        if not isinstance(counts, list) or len(counts) != layers or not any(counts):
+            raise ModelError(self.prefix + key, counts, "must say so for each layer, and some must have attention")
+        self.values[key] = [count for count in counts if count != 0]
+        return [count != 0 for count in counts]
+
     def refuse_others(self) -> None:
         for key in sorted(set(self.values) - self.used):
             raise ModelError(self.prefix + key, self.values[key], "an unknown setting of this architecture")

@@ -11,9 +11,10 @@ from itertools import chain
 
 from worker_proc.errors import ModelError
 from worker_proc.models.loading import Part, same_data
-from worker_proc.models.spec import DecoderSpec
+from worker_proc.models.spec import ConvSpec, DecoderSpec
 from worker_proc.weights import Checkpoint
 
+CONV_LANES = 16  # channels of a short convolution that ranks divide among them, and kernels take together
 Span = tuple[int, int]
 Block = tuple[str, int, Span]  # of a stored matrix: its name, its rows, and which of them
 
@@ -30,6 +31,7 @@ class Shard:
     vocab: Span  # may end past the vocabulary on the last ranks: padded with zero rows
     delta_keys: Span = (0, 0)  # heads of Gated DeltaNets
     delta_values: Span = (0, 0)
+    conv: Span = (0, 0)  # channels of gated short convolutions
     shared: Span = (0, 0)  # channels of the shared expert
 
     @classmethod
@@ -45,6 +47,8 @@ class Shard:
             divided.append(("linear_num_key_heads", delta.key_heads))
             delta_keys, delta_values = (_span(count // size, rank) for count in (delta.key_heads, delta.value_heads))
         divided.append(("shared_expert_intermediate_size", shared))
+        conv = spec.hidden_size // CONV_LANES if spec.conv is not None else 0
+        divided.append((f"hidden_size / {CONV_LANES}", conv))
         for key, value in divided:
             if value % size:
                 raise ModelError(key, value, f"cannot be split over tp = {size} ranks")
@@ -62,6 +66,7 @@ class Shard:
             vocab=_span(math.ceil(spec.vocab_size / size), rank),
             delta_keys=delta_keys,
             delta_values=delta_values,
+            conv=_scaled(_span(conv // size, rank), CONV_LANES),
             shared=_span(shared // size, rank),
         )
 
@@ -100,9 +105,17 @@ class DeltaParts:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvParts:
+    """What a gated short convolution has beside its projections."""
+
+    taps: Part  # [channels, 1, kernel]
+    bias: Part | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """One layer, see `LayerWeights`. In place of attention's projections, a Gated DeltaNet has those of q, k, v and z,
-    and its output's."""
+    a gated short convolution those of its gates and of what goes in, and both their output's."""
 
     input_norm: NormParts
     qkv: LinearParts
@@ -116,6 +129,7 @@ class LayerParts:
     mlp_norm: NormParts | None
     sinks: Part | None = None  # of attention, one number for each query head
     delta: DeltaParts | None = None
+    conv: ConvParts | None = None
     shared: MlpParts | None = None  # the expert of a mixture that all tokens go through
 
 
@@ -138,7 +152,7 @@ class DecoderLayout:
             self.positions = Part(self.prefix + "wpe.weight", (spec.context_length, spec.hidden_size))
         layer = self._gpt2_layer if gpt2 else self._llama_layer
         self.layers = tuple(layer(index) for index in range(spec.num_layers))
-        self.norm = self._norm(self.prefix + ("ln_f" if gpt2 else "norm"))
+        self.norm = self._norm(self.prefix + {"gpt2": "ln_f", "lfm2": "embedding_norm"}.get(spec.layout, "norm"))
         head, entry = "lm_head.weight", checkpoint.entry
         # A tied checkpoint may still store the head: one that differs is honoured, one that does not is held once.
         tied = spec.tied and (head not in checkpoint.tensors or same_data(entry(head), entry(self.embedding.name)))
@@ -151,31 +165,39 @@ class DecoderLayout:
 
     def _llama_layer(self, index: int) -> LayerParts:
         spec, base = self.spec, f"{self.prefix}layers.{index}."
-        attention, attends = base + "self_attn.", spec.attends(index)
+        lfm2, attention, attends = spec.layout == "lfm2", base + "self_attn.", spec.attends(index)
+        head_norm = "_layernorm.weight" if lfm2 else "_norm.weight"
         q_norm, k_norm = (
-            NormParts(Part(f"{attention}{name}_norm.weight", (spec.head_dim,))) if spec.qk_norm and attends else None
+            NormParts(Part(attention + name + head_norm, (spec.head_dim,))) if spec.qk_norm and attends else None
             for name in ("q", "k")
         )
-        qkv, o, delta = self._attention(attention) if attends else self._delta(base + "linear_attn.")
+        delta = conv = None
+        if attends:
+            qkv, o = self._attention(attention)
+        elif spec.conv is not None:
+            qkv, o, conv = self._conv(base + "conv.", spec.conv)
+        else:
+            qkv, o, delta = self._delta(base + "linear_attn.")
         router, mlps = self._mlps(base)
         before_mlp = "pre_feedforward" if spec.output_norms else "post_attention"
         return LayerParts(
-            input_norm=self._norm(base + "input_layernorm"),
+            input_norm=self._norm(base + ("operator_norm" if lfm2 else "input_layernorm")),
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
             o=o,
             attention_norm=self._norm(base + "post_attention_layernorm") if spec.output_norms else None,
-            post_norm=self._norm(f"{base}{before_mlp}_layernorm"),
+            post_norm=self._norm(base + ("ffn_norm" if lfm2 else f"{before_mlp}_layernorm")),
             router=router,
             mlps=mlps,
             mlp_norm=self._norm(base + "post_feedforward_layernorm") if spec.output_norms else None,
             sinks=Part(attention + "sinks", (spec.num_heads,), self.shard.heads) if spec.sinks else None,
             delta=delta,
+            conv=conv,
             shared=self._shared(base + "mlp.shared_expert."),
         )
 
-    def _attention(self, base: str) -> tuple[LinearParts, LinearParts, None]:
+    def _attention(self, base: str) -> tuple[LinearParts, LinearParts]:
         """The projections into attention and that of what it gives."""
         spec, shard, dim = self.spec, self.shard, self.spec.head_dim
         heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
@@ -189,7 +211,21 @@ class DecoderLayout:
             spans = [_moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
             qkv = [(base + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
         projected = self._columns(qkv, spec.hidden_size, spec.qkv_bias)
-        return projected, self._rows(base + "o_proj", all_heads, heads, spec.o_bias), None
+        output = base + ("out_proj" if spec.layout == "lfm2" else "o_proj")
+        return projected, self._rows(output, all_heads, heads, spec.o_bias)
+
+    def _conv(self, base: str, conv: ConvSpec) -> tuple[LinearParts, LinearParts, ConvParts]:
+        """The projections into a gated short convolution, that of what it gives, and the rest."""
+        hidden, channels = self.spec.hidden_size, self.shard.conv
+        projected = [(base + "in_proj", 3 * hidden, _moved(channels, part * hidden)) for part in range(3)]
+        return (
+            self._columns(projected, hidden, conv.bias),
+            self._rows(base + "out_proj", hidden, channels, conv.bias),
+            ConvParts(
+                taps=Part(base + "conv.weight", (hidden, 1, conv.kernel), channels),
+                bias=Part(base + "conv.bias", (hidden,), channels) if conv.bias else None,
+            ),
+        )
 
     def _shared(self, base: str) -> MlpParts | None:
         mixture = self.spec.mixture
@@ -227,7 +263,7 @@ class DecoderLayout:
 
     def _mlps(self, base: str) -> tuple[LinearParts | None, tuple[MlpParts, ...]]:
         """The router of a mixture and its experts, or the MLP."""
-        mixture, mlp = self.spec.mixture, base + "mlp."
+        mixture, mlp = self.spec.mixture, base + ("feed_forward." if self.spec.layout == "lfm2" else "mlp.")
         channels = self.spec.intermediate_size, self.shard.channels
         if mixture is None:
             return None, (self._mlp(mlp, *channels),)
@@ -278,7 +314,8 @@ class DecoderLayout:
     def _mlp(self, base: str, inner: int, channels: Span) -> MlpParts:
         """One of `inner` channels, of which the rank has `channels`."""
         spec = self.spec
-        gate, up, down = ("w1", "w3", "w2") if spec.layout == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        numbered = spec.layout in ("mixtral", "lfm2")
+        gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
         gate_up = [(base + name, inner, channels) for name in (gate, up)]
         if spec.layout == "phi3":  # stacked, as its q, k and v
             gate_up = [(base + "gate_up_proj", 2 * inner, _moved(channels, start)) for start in (0, inner)]

@@ -14,11 +14,12 @@ from worker_proc.models.config_fields import (
 from worker_proc.models.rope_spec import parse_rope
 from worker_proc.models.spec import DecoderSpec
 
-NATIVE_ON_CPUS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # see hybrid_families
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+NATIVE_ON_CPUS = (*DELTA_NETS, "lfm2")  # see hybrid_families
 _MAY_HAVE_BIAS = (
-    "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *NATIVE_ON_CPUS
+    "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *DELTA_NETS
 )  # fmt: skip
-_MAY_ROTATE_PARTS = ("phi3", *NATIVE_ON_CPUS)
+_MAY_ROTATE_PARTS = ("phi3", *DELTA_NETS)
 _ATTENTION = "full_attention", "sliding_attention"
 _NORM_HEADS = ("qwen3", *NATIVE_ON_CPUS)
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")

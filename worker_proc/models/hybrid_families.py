@@ -4,13 +4,13 @@
 from dataclasses import replace
 
 from worker_proc.errors import ModelError
-from worker_proc.models.config_fields import Config, boolean, divide, positive_int
+from worker_proc.models.config_fields import Config, boolean, divide, positive_float, positive_int
 from worker_proc.models.families import Family, parse_family
 from worker_proc.models.family_parts import but_each, experts, layer_types, parse_llama
 from worker_proc.models.language_part import without_sections
-from worker_proc.models.spec import DecoderSpec, DeltaSpec, MixtureSpec
+from worker_proc.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MixtureSpec
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR, _FULL, _CONV = "linear_attention", "full_attention", "conv"
 
 
 def hybrid_spec(config: Config) -> DecoderSpec | None:
@@ -66,10 +66,41 @@ def _parse_qwen3_next(config: Config) -> DecoderSpec:
 def _linear_layers(config: Config, layers: int) -> tuple[bool, ...]:
     if config.get("layer_types") is None:
         return tuple(but_each(positive_int(config, "full_attention_interval"), layers))
-    kinds = layer_types(config, layers, (_FULL, _LINEAR))
+    return _layers_of_kind(config, layers, _LINEAR)
+
+
+def _layers_of_kind(config: Config, layers: int, kind: str) -> tuple[bool, ...]:
+    """The others have attention, and there are such."""
+    kinds = layer_types(config, layers, (_FULL, kind))
     if _FULL not in kinds:
         raise ModelError("layer_types", kinds, f"some layers must be {_FULL}")
-    return tuple(kind == _LINEAR for kind in kinds)
+    return tuple(each == kind for each in kinds)
+
+
+def _parse_lfm2(config: Config) -> DecoderSpec:
+    """Gated short convolutions, and attention with norms of heads."""
+    channels = positive_int(config, "block_ff_dim" if config.get("block_ff_dim") else "intermediate_size")
+    if boolean(config, "block_auto_adjust_ff_dim", True):
+        channels = int(2 * channels / 3)
+        if config.get("block_ffn_dim_multiplier") is not None:
+            channels = int(positive_float(config, "block_ffn_dim_multiplier", 1.0) * channels)
+            channels += -channels % positive_int(config, "block_multiple_of")
+    tied = boolean(config, "tie_embedding", boolean(config, "tie_word_embeddings", True))
+    same = {"intermediate_size": channels, "rms_norm_eps": config.get("norm_eps"), "tie_word_embeddings": tied}
+    spec = replace(parse_llama({**config, **same}), layout="lfm2")
+    attending = config.get("full_attn_idxs")
+    if config.get("layer_types") is None and attending is not None:  # as older files say it
+        if not isinstance(attending, list):
+            raise ModelError("full_attn_idxs", attending, "must list the layers with attention")
+        kinds = [_FULL if layer in attending else _CONV for layer in range(spec.num_layers)]
+        config = {**config, "layer_types": kinds}
+    elif config.get("layer_types") is None:
+        return spec
+    layers = _layers_of_kind(config, spec.num_layers, _CONV)
+    if not any(layers):
+        return spec
+    kernel = positive_int(config, "conv_L_cache")
+    return replace(spec, conv=ConvSpec(layers, kernel, boolean(config, "conv_bias", False)))
 
 
 _QWEN = {
@@ -83,6 +114,16 @@ _QWEN = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+}
+_LFM2 = {
+    "max_position_embeddings": 128_000,
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "eos_token_id": 2,
 }
 _MIXTURE = _QWEN | {
     "num_key_value_heads": 2,
@@ -98,4 +139,5 @@ HYBRID_FAMILIES = {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM", _parse_qwen3_next, _MIXTURE | {"num_experts": 512, "num_experts_per_tok": 10}
     ),
+    "lfm2": Family("Lfm2ForCausalLM", _parse_lfm2, _LFM2),
 }

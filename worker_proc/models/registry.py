@@ -114,8 +114,8 @@ def has_recurrent_layers(path: str | Path) -> bool:
     config = read_config(directory)
     if is_native(config):
         return False
-    if hybrid_spec(config) is not None:  # which takes no import of transformers
-        return True
+    if (spec := hybrid_spec(config)) is not None:  # which takes no import of transformers
+        return spec.recurrent
     from worker_proc.models import mixers, transformers_backend
 
     return transformers_backend.has_modules(directory, config, mixers.keeps_states)

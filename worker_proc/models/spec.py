@@ -52,10 +52,20 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvSpec:
+    """Gated short convolutions (LFM2, Liquid AI, 2025) in place of the attention of some layers. Channels are as many
+    as hidden states have."""
+
+    layers: tuple[bool, ...]  # which
+    kernel: int  # tokens that they see
+    bias: bool  # of all parts: projections and convolution
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A pre-norm decoder-only transformer."""
 
-    layout: Literal["llama", "phi3", "mixtral", "gpt_oss", "gpt2"]  # tensor names and their storage order
+    layout: Literal["llama", "phi3", "mixtral", "gpt_oss", "gpt2", "lfm2"]  # tensor names and their storage order
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of an expert, where there are several
@@ -89,6 +99,7 @@ class DecoderSpec:
     mixture: MixtureSpec | None = None  # in place of every MLP
     gated_attention: bool = False  # what it gives is multiplied by the sigmoid of gates, projected with the queries
     delta: DeltaSpec | None = None
+    conv: ConvSpec | None = None  # or this one
 
     @property
     def is_plain(self) -> bool:
@@ -98,8 +109,14 @@ class DecoderSpec:
         whole = len(rotation) == 1 and all(rope is not None and rope.dim == self.head_dim for rope in rotation)
         scaled = (self.embedding_scale, self.residual_scale, self.logit_scale) != (1.0, 1.0, 1.0)
         others = (self.softcap, self.logit_softcap, self.norm_offset, self.output_norms, self.mixture, self.sinks)
-        return whole and not scaled and not any(others) and not self.gated_attention and self.delta is None
+        return whole and not scaled and not any(others) and not self.gated_attention and not self.recurrent
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return self.delta is None or not self.delta.layers[layer]
+        mixers = self.delta or self.conv
+        return mixers is None or not mixers.layers[layer]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep states instead of keys and values."""
+        return self.delta is not None or self.conv is not None

@@ -204,15 +204,24 @@ void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& b
   });
 }
 
-// A Gated DeltaNet, of all tokens: each of them changes the states.
-void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
+// Computes a recurrent layer wave by wave, of all tokens: each of them changes the states.
+template <class Batch>
+void recur(const DecoderStep& step, Batch& batch, void (*compute)(const Batch*)) {
+  for (const Wave* wave = step.waves; wave < step.waves + step.num_waves; ++wave) {
+    batch.segments = wave->segments;
+    batch.num_segments = wave->num_segments;
+    compute(&batch);
+    copy_states(batch, wave->copies, wave->num_copies);
+  }
+}
+
+void delta_net(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
   bf16* const gates = buffers.qkv + layer.qkv.outputs;
   {
     const Stopwatch time(step.op_ns, kQkv);
-    linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride, Finish::kStore);
     linear(layer.gates, buffers.normed, buffers.normed_stride, step.tokens, gates, buffers.qkv_stride, Finish::kStore);
   }
-  const Stopwatch time(step.op_ns, kDelta);
+  const Stopwatch time(step.op_ns, kRecur);
   DeltaBatch batch = *layer.delta;
   batch.qkv = buffers.qkv;
   batch.z = buffers.qkv + layer.qkv.outputs - batch.v_heads * batch.v_dim;
@@ -221,12 +230,28 @@ void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& la
   batch.out = buffers.attended;
   batch.qkv_stride = batch.z_stride = batch.b_stride = batch.a_stride = buffers.qkv_stride;
   batch.out_stride = buffers.attended_stride;
-  for (const Wave* wave = step.waves; wave < step.waves + step.num_waves; ++wave) {
-    batch.segments = wave->segments;
-    batch.num_segments = wave->num_segments;
-    rhizome_delta_net(&batch);
-    copy_states(batch, wave->copies, wave->num_copies);
+  recur(step, batch, rhizome_delta_net);
+}
+
+void short_conv(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
+  const Stopwatch time(step.op_ns, kRecur);
+  ConvBatch batch = *layer.conv;
+  batch.inputs = buffers.qkv;
+  batch.out = buffers.attended;
+  batch.inputs_stride = buffers.qkv_stride;
+  batch.out_stride = buffers.attended_stride;
+  recur(step, batch, rhizome_short_conv);
+}
+
+bool attends(const DecoderLayer& layer) { return layer.delta == nullptr && layer.conv == nullptr; }
+
+// What stands in place of attention.
+void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
+  {
+    const Stopwatch time(step.op_ns, kQkv);
+    linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride, Finish::kStore);
   }
+  layer.delta != nullptr ? delta_net(step, buffers, layer) : short_conv(step, buffers, layer);
 }
 
 // Moves the rows of the tokens that the last layer keeps to the front. One after another: they go where others lay.
@@ -237,7 +262,7 @@ void keep_rows(const DecoderModel& model, const LastTokens& last, const Buffers&
   };
   const int64_t width = int64_t{model.heads} * model.head_dim;
   move(buffers.x, buffers.x_stride, model.hidden);
-  if (layer.delta != nullptr) return move(buffers.attended, buffers.attended_stride, layer.o.inputs);
+  if (!attends(layer)) return move(buffers.attended, buffers.attended_stride, layer.o.inputs);
   move(buffers.qkv, buffers.qkv_stride, width);
   if (model.gated) move(buffers.qkv + first_gate(model), buffers.qkv_stride, width);
 }
@@ -249,16 +274,15 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
   const Pending pending = index == 0 ? Pending{model.several != 0, nullptr, 1.0f}
                                      : Pending{apart(model), model.layers[index - 1].mlp_norm, model.residual_scale};
   norm(model, step, buffers, pending, layer.input_norm, step.tokens);
-  const bool attends = layer.delta == nullptr;
-  attends ? project_heads(model, step, buffers, layer) : mix(step, buffers, layer);
+  attends(layer) ? project_heads(model, step, buffers, layer) : mix(step, buffers, layer);
   int64_t tokens = step.tokens;
   if (index + 1 < model.num_layers) {
-    if (attends) attend(model, step, buffers, layer, *step.attention, tokens);
+    if (attends(layer)) attend(model, step, buffers, layer, *step.attention, tokens);
   } else {
     const LastTokens last(step);
     tokens = last.count();
     keep_rows(model, last, buffers, layer);
-    if (attends) attend(model, step, buffers, layer, last.batch(), tokens);
+    if (attends(layer)) attend(model, step, buffers, layer, last.batch(), tokens);
   }
   const Stopwatch time(step.op_ns, kO);
   clear_rows(buffers.attended, layer.o.inputs, buffers.attended_stride, tokens);

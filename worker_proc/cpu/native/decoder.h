@@ -11,6 +11,7 @@
 #include "delta_net.h"
 #include "linear.h"
 #include "screen.h"
+#include "short_conv.h"
 
 namespace rhizome {
 
@@ -26,6 +27,8 @@ struct DecoderLayer {
   // Of a Gated DeltaNet, which stands in place of attention, what is no step's. `qkv` has q, k, v and z then. Or null.
   const DeltaBatch* delta;
   PackedMatrix gates;  // its b and a
+  // The same of a gated short convolution. `qkv` has its two gates and what goes in then.
+  const ConvBatch* conv;
   const float* input_norm;  // [hidden]
   const float* post_norm;
   const float* attention_norm;  // [hidden], of what attention adds to the hidden states, or null
@@ -85,7 +88,7 @@ struct Wave {
 };
 
 // The operations of a step, in the order of `op_ns`. decoder.py names them.
-enum Operation : int32_t { kEmbed, kNorm, kQkv, kRotate, kAttend, kDelta, kO, kGateUp, kDown, kHead, kOperations };
+enum Operation : int32_t { kEmbed, kNorm, kQkv, kRotate, kAttend, kRecur, kO, kGateUp, kDown, kHead, kOperations };
 
 struct DecoderStep {
   const AttentionBatch* attention;

@@ -8,16 +8,20 @@
 
 namespace rhizome {
 
-// `_ConvStruct` of worker_proc/cpu/short_conv.py.
+// `ConvStruct` of worker_proc/cpu/short_conv.py.
 struct ConvBatch {
-  const bf16* inputs;       // [T, 3, channels]: the gate of what goes in, the gate of what comes out, x
+  const bf16* inputs;       // [T, 3 * channels]: the gate of what goes in, the gate of what comes out, x
   const float* weight;      // [kernel, channels]
   const float* bias;        // [channels]
   bf16* conv;               // [rows, channels, kernel]: the last inputs of the convolution
   const int64_t* segments;  // [num_segments, 3]: row of conv, first token, tokens
   bf16* out;                // [T, channels]
+  int64_t inputs_stride, out_stride;  // from token to token
   int64_t num_segments, channels, kernel;
 };
+
+// Copies states: `copies` [count, 2] says from which row of conv to which.
+void copy_states(const ConvBatch& batch, const int64_t* copies, int64_t count);
 
 }  // namespace rhizome
 

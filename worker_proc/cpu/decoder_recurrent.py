@@ -1,17 +1,19 @@
-"""The Gated DeltaNets of the native decoder: what native code is told about them, their states, and a step's waves."""
+"""The recurrent layers of the native decoder: what native code is told about them, their states, and a step's waves."""
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.delta_net import DeltaStruct
+from worker_proc.cpu.short_conv import ConvStruct
 from worker_proc.cpu.weights import PackedLayer
 from worker_proc.models.decoder_layout import Shard
-from worker_proc.models.spec import DeltaSpec
+from worker_proc.models.spec import ConvSpec, DecoderSpec, DeltaSpec
 from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
 from worker_proc.waves import waves
 
@@ -40,14 +42,41 @@ class Waves:
         self.address, self.count = ctypes.addressof(self._structs), len(found)
 
 
-class DeltaLayers:
-    """The layers of one rank that are Gated DeltaNets."""
+class RecurrentLayers:
+    """Those of one rank that stand in place of attention: `structs` by layer, for a field of `DecoderLayer`."""
+
+    field: ClassVar[str]
+
+    def __init__(self, structs: dict[int, Any], projected: int, mixed: int) -> None:
+        """`projected` numbers are made of a token by a layer's first product, `mixed` by the layer."""
+        self.structs = structs
+        self.projected = projected
+        self.mixed = mixed
+
+    def fields(self, layer: int) -> dict[str, int]:
+        """What says in the struct of a layer that it is one of these, if it is."""
+        return {self.field: ctypes.addressof(self.structs[layer])} if layer in self.structs else {}
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What is kept of a sequence."""
+        raise NotImplementedError
+
+    def use(self, states: RecurrentStates) -> None:
+        """From now on."""
+        raise NotImplementedError
+
+
+class DeltaLayers(RecurrentLayers):
+    """Gated DeltaNets."""
+
+    field = "delta"
 
     def __init__(self, spec: DeltaSpec, shard: Shard, layers: Sequence[PackedLayer], norm_eps: float) -> None:
         keys, values = (last - first for first, last in (shard.delta_keys, shard.delta_values))
-        self.channels = 2 * keys * spec.key_dim + values * spec.value_dim
+        self._channels = 2 * keys * spec.key_dim + values * spec.value_dim
         self._spec, self._values = spec, values
-        self.structs = {
+        structs = {
             index: DeltaStruct(
                 conv_weight=layer.delta.conv.data_ptr(),
                 rate=layer.delta.rate.data_ptr(),
@@ -65,22 +94,13 @@ class DeltaLayers:
             for index, layer in enumerate(layers)
             if layer.delta is not None
         }
-
-    @property
-    def projected(self) -> int:
-        """Numbers that a token is projected to: q, k, v, z, b and a."""
-        return self.channels + self.mixed + 2 * self._values
-
-    @property
-    def mixed(self) -> int:
-        """Numbers that such a layer makes of a token."""
-        return self._values * self._spec.value_dim
+        mixed = values * spec.value_dim
+        super().__init__(structs, self._channels + mixed + 2 * values, mixed)  # q, k, v, z, b and a
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """What is kept of a sequence."""
         spec = self._spec
-        conv, state = (self.channels, spec.kernel), (self._values, spec.key_dim, spec.value_dim)
+        conv, state = (self._channels, spec.kernel), (self._values, spec.key_dim, spec.value_dim)
         return tuple(
             kept
             for index in self.structs
@@ -91,10 +111,45 @@ class DeltaLayers:
         )
 
     def use(self, states: RecurrentStates) -> None:
-        """From now on."""
         for index, struct in self.structs.items():
             struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
             struct.state = states.tensors[StateKey(index, "recurrent", 0)].data_ptr()
+
+
+class ConvLayers(RecurrentLayers):
+    """Gated short convolutions."""
+
+    field = "conv"
+
+    def __init__(self, spec: ConvSpec, shard: Shard, layers: Sequence[PackedLayer]) -> None:
+        channels = shard.conv[1] - shard.conv[0]
+        self._kept = channels, spec.kernel
+        structs = {
+            index: ConvStruct(
+                weight=layer.conv.taps.data_ptr(),
+                bias=layer.conv.bias.data_ptr(),
+                channels=channels,
+                kernel=spec.kernel,
+            )
+            for index, layer in enumerate(layers)
+            if layer.conv is not None
+        }
+        super().__init__(structs, 3 * channels, channels)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return tuple(StateSpec(StateKey(index, "conv", 0), self._kept, torch.bfloat16) for index in self.structs)
+
+    def use(self, states: RecurrentStates) -> None:
+        for index, struct in self.structs.items():
+            struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
+
+
+def recurrent_layers(spec: DecoderSpec, shard: Shard, layers: Sequence[PackedLayer]) -> RecurrentLayers | None:
+    """None where there are none."""
+    if spec.delta is not None:
+        return DeltaLayers(spec.delta, shard, layers, spec.norm_eps)
+    return ConvLayers(spec.conv, shard, layers) if spec.conv is not None else None
 
 
 def _numbers(rows: Sequence[tuple[int, ...]]) -> Tensor:
