@@ -42,7 +42,8 @@ _DIGITS = Splits(digits=True)
 SPLITS = {
     "gpt-2": _GPT2, "olmo": _GPT2, "smollm": _DIGITS, "refact": _DIGITS, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     "qwen35": _QWEN35,
-    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "dbrx": _LLAMA3_PLAIN,
+    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "lfm2": _LLAMA3,
+    "dbrx": _LLAMA3_PLAIN,
     "smaug-bpe": _LLAMA3_PLAIN, "tekken": _TEKKEN, "gpt-4o": _GPT4O,
 }  # fmt: skip
 
