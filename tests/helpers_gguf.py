@@ -22,6 +22,7 @@ from worker_proc.weights import SINGLE_FILE
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite"}
 ARCHITECTURES |= {"mixtral": "llama", "phi3": "phi3", "smollm3": "smollm3", "gpt_oss": "gpt-oss"}
+ARCHITECTURES |= {"lfm2": "lfm2"}
 _TURNED = ("llama", "mixtral", "granite", "smollm3")
 _QUANTIZED_HERE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # the package cannot make the others
 _SCALES = {
@@ -58,7 +59,8 @@ def write_gguf(
         stored = name_in_file(names, name)
         to_file, back = _changes(config, name)
         data = to_file(numbers.float().numpy())
-        kind = kind_of(stored) if numbers.dim() > 1 and not name.endswith(".bias") else "F32"
+        small = numbers.dim() == 1 or name.endswith((".bias", "conv.conv.weight"))
+        kind = "F32" if small else kind_of(stored)
         raw, meant = stored_as(data, kind, random)
         writer.add_tensor(stored, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
         means = torch.from_numpy(np.ascontiguousarray(back(meant)))
@@ -149,7 +151,7 @@ def common_settings(config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps" if "rms_norm_eps" in config else "norm_eps"]),
         "rope.freq_base": float(theta),
     }
 
@@ -180,6 +182,14 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
     if config["model_type"] == "qwen3_moe":
         values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if config["model_type"] == "lfm2":
+        heads = config["num_key_value_heads"]
+        values["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in config["layer_types"]]
+        values |= {"shortconv.l_cache": config["conv_L_cache"], "attention.key_length": None}
+        values |= {"attention.value_length": None, "vocab_size": config["vocab_size"]}
+        if config["block_auto_adjust_ff_dim"]:
+            size = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+            values["feed_forward_length"] = -(-size // config["block_multiple_of"]) * config["block_multiple_of"]
     add_settings(writer, values | changes)
 
 
@@ -223,6 +233,8 @@ def _changes(config: dict[str, Any], name: str) -> tuple[Change, Change]:
     """What a converter does to a tensor, and the other way round."""
     if config["model_type"].startswith("gemma") and "norm" in name:
         return (lambda x: x + 1), (lambda x: x - 1)
+    if "conv.conv" in name:
+        return (lambda x: x[:, 0]), (lambda x: x[:, None])
     if config["model_type"] in _TURNED and re.search(r"[qk]_proj", name):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
 

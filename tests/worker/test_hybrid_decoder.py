@@ -156,9 +156,11 @@ def test_tokens_do_not_depend_on_chunks_and_pages(shape: str, level: Level, tmp_
         assert generate(model, PROMPTS, NEW_TOKENS, page_size=page_size, chunk=chunk) == want
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hybrid(KIND, tmp_path_factory.mktemp("model"), layer_types=[_LINEAR, _FULL, _LINEAR, _FULL])
+@pytest.fixture(scope="module", params=[_LINEAR, "conv"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind = KIND if request.param == _LINEAR else "lfm2"
+    path = tmp_path_factory.mktemp("model")
+    return make_hybrid(kind, path, layer_types=[request.param, _FULL, request.param, _FULL])
 
 
 @given(data=st.data())
@@ -201,10 +203,12 @@ def test_bits_do_not_depend_on_batches_cuts_and_saves(checkpoint: Path, data: st
         assert again.states is not None and same_states(cache.states, target, again.states, 0)
 
 
-@pytest.mark.parametrize("ends_with", [_FULL, _LINEAR])
-def test_wanted_logits_have_the_bits_of_all(ends_with: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mixer", "ends_with"), [(KIND, _LINEAR, _FULL), (KIND, _LINEAR, _LINEAR), ("lfm2", "conv", "conv")]
+)
+def test_wanted_logits_have_the_bits_of_all(kind: str, mixer: str, ends_with: str, tmp_path: Path) -> None:
     """The last layer leaves out tokens whose logits are not wanted, but none that its state would miss."""
-    path = make_hybrid(KIND, tmp_path, layer_types=[_LINEAR, _FULL, _LINEAR, ends_with])
+    path = make_hybrid(kind, tmp_path, layer_types=[mixer, _FULL, mixer, ends_with])
     model = load_native(path)
     rows = [Row(prompt, list(range(20 * i, 20 * i + 20))) for i, prompt in enumerate(PROMPTS[2:])]
     batch = make_batch(rows, [len(row.tokens) for row in rows], 8)
@@ -236,7 +240,7 @@ def test_a_scheduler_gets_the_tokens_of_each_request_alone(checkpoint: Path) -> 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32)], ids=str)
-@pytest.mark.parametrize("shape", ["plain", "mixture"])
+@pytest.mark.parametrize("shape", ["plain", "mixture", "convolutions"])
 def test_codes_are_made_of_projections_but_not_of_gates(
     shape: str, scheme: Scheme, level: Level, tmp_path: Path
 ) -> None:
@@ -265,7 +269,7 @@ def dense(matrix: PackedMatrix) -> list[list[float]]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8"])
-@pytest.mark.parametrize("shape", ["plain", "next"])
+@pytest.mark.parametrize("shape", ["plain", "next", "convolutions"])
 def test_stored_codes_are_what_they_stand_for(shape: str, method: str, level: Level, tmp_path: Path) -> None:
     inner = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if shape == "next" else {}
     source = make(shape, tmp_path / "source", **CALM | inner)
@@ -376,8 +380,9 @@ def test_heads_that_the_kernels_do_not_know_are_left_to_transformers(tmp_path: P
     assert isinstance(load(make_hybrid(KIND, tmp_path, linear_key_head_dim=24)), TransformersModel)
 
 
-def test_its_steps_are_measured_beside_floors(tmp_path: Path) -> None:
-    model, case = load_native(make("next", tmp_path)), (3, 1, 40, 0)
+@pytest.mark.parametrize("shape", ["next", "convolutions"])
+def test_its_steps_are_measured_beside_floors(shape: str, tmp_path: Path) -> None:
+    model, case = load_native(make(shape, tmp_path)), (3, 1, 40, 0)
     batch, pages = make_step(*case)
     parts, whole = measure(model, batch, filled_cache(model, pages, 3), 1)
     least = floors(model, *case, Limits(1e9, 1e9, 1e9, 1e-7))
