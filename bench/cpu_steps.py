@@ -98,7 +98,7 @@ def floors(model: CpuDecoder, rows: int, new: int, total: int, shared: int, most
         return most.product(matrix, rows if index == len(layers) - 1 else tokens)
 
     def mlp(matrix: PackedMatrix, index: int) -> float:
-        if spec.mixture is None:
+        if spec.mixture is None or not layers[index].experts:
             return product(matrix, index)
         experts, each = spec.mixture.experts, spec.mixture.each
         count = rows if index == len(layers) - 1 else tokens

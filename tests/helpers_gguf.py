@@ -22,7 +22,7 @@ from worker_proc.weights import SINGLE_FILE
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite"}
 ARCHITECTURES |= {"mixtral": "llama", "phi3": "phi3", "smollm3": "smollm3", "gpt_oss": "gpt-oss"}
-ARCHITECTURES |= {"lfm2": "lfm2"}
+ARCHITECTURES |= {"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}
 _TURNED = ("llama", "mixtral", "granite", "smollm3")
 _QUANTIZED_HERE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # the package cannot make the others
 _SCALES = {
@@ -182,12 +182,16 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
     if config["model_type"] == "qwen3_moe":
         values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]
-    if config["model_type"] == "lfm2":
+    if config["model_type"] == "lfm2_moe":
+        values |= {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
+        values["expert_feed_forward_length"] = config["moe_intermediate_size"]
+        values |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
+    if config["model_type"] in ("lfm2", "lfm2_moe"):
         heads = config["num_key_value_heads"]
         values["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in config["layer_types"]]
         values |= {"shortconv.l_cache": config["conv_L_cache"], "attention.key_length": None}
         values |= {"attention.value_length": None, "vocab_size": config["vocab_size"]}
-        if config["block_auto_adjust_ff_dim"]:
+        if config.get("block_auto_adjust_ff_dim"):
             size = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
             values["feed_forward_length"] = -(-size // config["block_multiple_of"]) * config["block_multiple_of"]
     add_settings(writer, values | changes)
@@ -213,7 +217,11 @@ def name_in_file(names: gguf.TensorNameMap, name: str) -> str:
     if match := _EXPERT.fullmatch(name):
         whole = name_in_file(names, f"{match[1]}.{match[3]}.weight")
         return whole.replace("_exps.", f".{match[2]}.")
+    if name.endswith(".expert_bias"):
+        name += ".bias"
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if stored is None:
+        stored = names.get_name(name.removeprefix("model."), try_suffixes=(".weight",))
     assert stored is not None, name
     return stored
 

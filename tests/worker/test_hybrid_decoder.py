@@ -74,6 +74,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 5, "num_key_value_heads": 1, "conv_L_cache": 4, "tie_word_embeddings": True,
         "layer_types": ["conv", _FULL, "conv", _FULL],
     },
+    "convolutions-mixture": ALL | {"kind": "lfm2_moe"},
+    "convolutions-mixture-odd": {
+        "kind": "lfm2_moe", "hidden_size": 80, "intermediate_size": 50, "moe_intermediate_size": 40, "head_dim": 20,
+        "num_dense_layers": 2, "num_experts_per_tok": 4, "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+        "use_expert_bias": False, "layer_types": ["conv", _FULL, "conv", _FULL],
+    },
     "attention-at-both-ends": {
         "layer_types": [_FULL, _LINEAR, _FULL], "num_hidden_layers": 3, "head_dim": 64, "attention_bias": True,
         "tie_word_embeddings": True, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3,
@@ -240,7 +246,7 @@ def test_a_scheduler_gets_the_tokens_of_each_request_alone(checkpoint: Path) -> 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32)], ids=str)
-@pytest.mark.parametrize("shape", ["plain", "mixture", "convolutions"])
+@pytest.mark.parametrize("shape", ["plain", "mixture", "convolutions", "convolutions-mixture"])
 def test_codes_are_made_of_projections_but_not_of_gates(
     shape: str, scheme: Scheme, level: Level, tmp_path: Path
 ) -> None:
@@ -269,9 +275,10 @@ def dense(matrix: PackedMatrix) -> list[list[float]]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8"])
-@pytest.mark.parametrize("shape", ["plain", "next", "convolutions"])
+@pytest.mark.parametrize("shape", ["plain", "next", "convolutions", "convolutions-mixture"])
 def test_stored_codes_are_what_they_stand_for(shape: str, method: str, level: Level, tmp_path: Path) -> None:
     inner = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if shape == "next" else {}
+    inner |= {"moe_intermediate_size": 64} if shape == "convolutions-mixture" else {}
     source = make(shape, tmp_path / "source", **CALM | inner)
     if method == "fp8":
         codes, plain = store_bytes(source, tmp_path, FP8_BLOCKS, (16, 32), "weight_scale_inv")
@@ -380,7 +387,7 @@ def test_heads_that_the_kernels_do_not_know_are_left_to_transformers(tmp_path: P
     assert isinstance(load(make_hybrid(KIND, tmp_path, linear_key_head_dim=24)), TransformersModel)
 
 
-@pytest.mark.parametrize("shape", ["next", "convolutions"])
+@pytest.mark.parametrize("shape", ["next", "convolutions", "convolutions-mixture"])
 def test_its_steps_are_measured_beside_floors(shape: str, tmp_path: Path) -> None:
     model, case = load_native(make(shape, tmp_path)), (3, 1, 40, 0)
     batch, pages = make_step(*case)

@@ -1,4 +1,4 @@
-"""LFM2: what its configurations and GGUF files say, and what the native decoder makes of them."""
+"""LFM2 and its mixtures: what configurations and GGUF files say, and what the native decoder makes of them."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers_divided import check_native, reports_of
 from tests.helpers_gguf import directory_of, write_gguf
@@ -14,7 +14,7 @@ from tests.helpers_hybrid import hybrid_config, make_hybrid
 from tests.helpers_models import VOCAB_SIZE
 from tests.helpers_paged import generate, make_prompts
 from tests.worker.test_cpu_build import needs_compiler
-from tests.worker.test_hybrid_decoder import CALM, LEVELS, all_logits, error, load, load_native, matrices
+from tests.worker.test_hybrid_decoder import CALM, LEVELS, all_logits, error, load, load_native, matrices, round_weights
 from tests.worker.test_hybrid_serving import COUNT, WAVES, check_serving
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.linear import Format
@@ -25,18 +25,22 @@ from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.hybrid_families import hybrid_spec
 from worker_proc.models.registry import has_recurrent_layers
-from worker_proc.models.spec import ConvSpec
+from worker_proc.models.spec import ConvSpec, MixtureSpec
 from worker_proc.models.transformers_backend import TransformersModel
 
 pytestmark = needs_compiler
 PROMPTS = make_prompts(VOCAB_SIZE)
 _FULL = "full_attention"
-K = {"hidden_size": 256, "head_dim": 64, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False}  # rows of whole blocks
+K = {"hidden_size": 256, "head_dim": 64}  # rows of whole blocks
+K_OF = {
+    "lfm2": K | {"block_ff_dim": 256, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": K | {"intermediate_size": 512, "moe_intermediate_size": 256},
+}
 
 
-def config_of(**changes: Any) -> dict[str, Any]:
+def config_of(kind: str = "lfm2", **changes: Any) -> dict[str, Any]:
     """As transformers writes it."""
-    return hybrid_config("lfm2").to_dict() | {"model_type": "lfm2"} | changes
+    return hybrid_config(kind).to_dict() | {"model_type": kind} | changes
 
 
 def test_a_config_says_which_layers_attend() -> None:
@@ -66,6 +70,41 @@ def test_channels_are_those_of_transformers(given: dict[str, Any]) -> None:
     with torch.device("meta"):
         mlp = Lfm2MLP(AutoConfig.for_model("lfm2", hidden_size=64, **wanted))
     assert spec is not None and spec.intermediate_size == mlp.w1.out_features
+
+
+def test_a_config_says_which_layers_are_mixtures() -> None:
+    spec = hybrid_spec(config_of("lfm2_moe", routed_scaling_factor=2.0, use_expert_bias=False))
+    assert spec is not None and spec.conv is not None and spec.intermediate_size == 48
+    want = MixtureSpec(4, 2, True, sigmoid=True, choice_bias=False, scale=2.0, dense=1, dense_size=96)
+    assert spec.mixture == want
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_dense_layers": 4}, {"num_dense_layers": -1}, {"num_dense_layers": True}, {"num_dense_layers": None},
+        {"num_experts_per_tok": 5}, {"routed_scaling_factor": 0}, {"use_expert_bias": 1}, {"moe_intermediate_size": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_mixtures_are_left_to_transformers(change: dict[str, Any]) -> None:
+    assert hybrid_spec(config_of("lfm2_moe", **change)) is None
+
+
+@pytest.mark.parametrize("renormalizes", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_biases_choose_experts_but_do_not_share(level: Level, renormalizes: bool, tmp_path: Path) -> None:
+    """`make_hybrid` has biases that choose the same two, so that no rounding chooses others."""
+    changes = CALM | {"norm_topk_prob": renormalizes, "routed_scaling_factor": 1.5}
+    path = round_weights(make_hybrid("lfm2_moe", tmp_path, **changes))
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    native = load_native(path, level)
+    for prompt in PROMPTS[:4]:
+        with torch.inference_mode():
+            want = reference(torch.tensor([prompt])).logits[0]
+        assert error(all_logits(native, prompt), want) < 0.03
+    without = make_hybrid("lfm2_moe", tmp_path / "without", use_expert_bias=False, **changes)
+    assert error(all_logits(load_native(round_weights(without), level), PROMPTS[3]), want) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -103,9 +142,10 @@ def test_channels_that_ranks_cannot_share_are_named() -> None:
         Shard.of(spec, 0, 2)
 
 
-def test_a_scheduler_gets_the_tokens_of_each_request_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+def test_a_scheduler_gets_the_tokens_of_each_request_alone(kind: str, tmp_path: Path) -> None:
     """With snapshots, evictions and preemptions; to the last bit, as a token's bits are those of its own context."""
-    model = load_native(make_hybrid("lfm2", tmp_path))
+    model = load_native(make_hybrid(kind, tmp_path))
     check_serving(model, [[generate(model, [prompt], COUNT)[0] for prompt in wave] for wave in WAVES])
 
 
@@ -113,9 +153,9 @@ def test_a_scheduler_gets_the_tokens_of_each_request_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_plain_file_is_the_model_that_it_was_made_of(tied: bool, level: Level, tmp_path: Path) -> None:
-    source = make_hybrid("lfm2", tmp_path / "source", tie_word_embeddings=tied)
+@pytest.mark.parametrize(("kind", "tied"), [("lfm2", False), ("lfm2", True), ("lfm2_moe", True)])
+def test_a_plain_file_is_the_model_that_it_was_made_of(kind: str, tied: bool, level: Level, tmp_path: Path) -> None:
+    source = make_hybrid(kind, tmp_path / "source", tie_word_embeddings=tied)
     file = write_gguf(source, tmp_path / "m.gguf", lambda name: "BF16", plain=tmp_path / "plain")
     directory = directory_of(file)
     assert hybrid_spec(read_config(directory)) == hybrid_spec(read_config(source))
@@ -137,11 +177,16 @@ FORMATS = {  # of what goes into convolutions, and into attention
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", K_OF)
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_are_what_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_codes_are_what_they_stand_for(name: str, kind: str, tmp_path: Path) -> None:
     kind_of, *formats = FORMATS[name]
-    source = make_hybrid("lfm2", tmp_path / "source", **CALM | K)
-    file = write_gguf(source, tmp_path / "m.gguf", kind_of, plain=tmp_path / "plain")
+    source = make_hybrid(kind, tmp_path / "source", **CALM | K_OF[kind])
+
+    def kind_in_file(stored: str) -> str:
+        return "F32" if "ffn_gate_inp" in stored else kind_of(stored)
+
+    file = write_gguf(source, tmp_path / "m.gguf", kind_in_file, plain=tmp_path / "plain")
     directory = directory_of(file)
     assert describe(directory).quantization == "gguf"
     native, want = load_native(directory), load_native(tmp_path / "plain")
@@ -157,11 +202,13 @@ def test_codes_are_what_they_stand_for(name: str, tmp_path: Path) -> None:
 
 def test_ranks_compute_what_one_computes(tmp_path: Path) -> None:
     """Of a file; checkpoints are divided in test_divided_models.py."""
-    source = make_hybrid("lfm2", tmp_path / "source", **CALM | K)
-    directory = directory_of(write_gguf(source, tmp_path / "m.gguf", lambda name: "Q8_0"))
-    ((_, reports),) = reports_of(2, tmp_path, {"lfm2": directory}).values()
-    one = check_native(directory, reports)
-    assert [report["state_bytes"] for report in reports] == [one.kv_spec.bytes_per_state / 2] * 2
+    paths = {}
+    for kind, sizes in K_OF.items():
+        source = make_hybrid(kind, tmp_path / kind, **CALM | sizes)
+        paths[kind] = directory_of(write_gguf(source, tmp_path / f"{kind}.gguf", lambda name: "Q8_0"))
+    for kind, (path, reports) in reports_of(2, tmp_path, paths).items():
+        one = check_native(path, reports)
+        assert [report["state_bytes"] for report in reports] == [one.kv_spec.bytes_per_state / 2] * 2, kind
 
 
 @pytest.mark.parametrize("settings", [{"dtype": torch.float32}, {"level": None}], ids=str)
@@ -182,12 +229,14 @@ def test_elsewhere_a_file_is_refused_by_name(settings: dict[str, Any], tmp_path:
         ({"shortconv.l_cache": None}, "lfm2.shortconv.l_cache = None: must be a whole number"),
         ({"attention.sliding_window": 64}, "lfm2.attention.sliding_window = 64: not supported"),
         ({"expert_count": 4}, "lfm2.expert_count = 4: not supported"),
+        ({"expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1: not supported"),
+        ({"expert_weights_scale": 2.0}, "lfm2moe.expert_weights_scale = 2.0: not supported"),
     ],
 )  # fmt: skip
 def test_a_setting_that_would_change_the_numbers_is_named(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    source = make_hybrid("lfm2", tmp_path / "source")
+    source = make_hybrid("lfm2_moe" if "lfm2moe" in message else "lfm2", tmp_path / "source")
     file = write_gguf(source, tmp_path / "m.gguf", lambda name: "F32", **settings)
     with pytest.raises(GgufError, match=re.escape(message)):
         directory_for(file, tmp_path / "cache")

@@ -32,7 +32,7 @@ class _LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down", "router")),
         *((name, c_void_p) for name in ("expert_gate_ups", "expert_downs", "delta")),
         ("gates", MatrixStruct),
-        ("conv", c_void_p),
+        *((name, c_void_p) for name in ("conv", "choice_bias")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales", "sinks")),
         ("scale", c_float),
@@ -47,11 +47,11 @@ class _ModelStruct(ctypes.Structure):
         ("layers", c_void_p),
         ("head", MatrixStruct),
         *((name, c_void_p) for name in ("screen", "embedding", "norm", "inverse_frequencies", "attention_factors")),
-        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
+        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap", "share_scale")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
         *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
-        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared")),
+        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared", "sigmoid")),
     )
 
 
@@ -130,7 +130,10 @@ class _Work:
         per_token = sum(
             times * matrix.inputs * matrix.outputs
             for layer in weights.layers
-            for matrix, times in ((layer.qkv, 1), (layer.o, 1), (layer.up, each), (layer.down, each))
+            for matrix, times in (
+                *((matrix, 1) for matrix in (layer.qkv, layer.o)),
+                *((matrix, each if layer.experts else 1) for matrix in (layer.up, layer.down)),
+            )
         )
         per_key = 2 * sum(map(spec.attends, range(spec.num_layers))) * heads * spec.head_dim
         return cls(per_token, per_key, weights.head.inputs * weights.head.outputs)
@@ -195,6 +198,7 @@ class CpuDecoder:
             expert_gate_ups=ctypes.addressof(self._experts[index][0]),
             expert_downs=ctypes.addressof(self._experts[index][1]),
             **(self._recurrent.fields(index) if self._recurrent is not None else {}),
+            choice_bias=_pointer(layer.choice_bias),
             gates=layer.delta.gates.struct if layer.delta is not None else MatrixStruct(),
             input_norm=layer.input_norm.data_ptr(),
             post_norm=layer.post_norm.data_ptr(),
@@ -212,7 +216,8 @@ class CpuDecoder:
         spec, shard, head, rotations = self.spec, self.shard, self.weights.head, self._rotations
         mixture, dim = spec.mixture, spec.head_dim
         shared = mixture is not None and mixture.shared > 0
-        first, last = shard.shared if shared else shard.channels
+        dense = mixture is not None and mixture.dense > 0
+        first, last = shard.shared if shared else shard.dense if dense else shard.channels
         heads = self._heads * (2 if spec.gated_attention else 1)
         recurrent = [] if self._recurrent is None else [self._recurrent.projected, self._recurrent.mixed]
         return _ModelStruct(
@@ -227,6 +232,7 @@ class CpuDecoder:
             embedding_scale=embedding_scale(spec, torch.bfloat16),
             residual_scale=spec.residual_scale,
             softcap=spec.softcap or 0.0,
+            share_scale=mixture.scale if mixture is not None else 1.0,
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
             heads=self._heads,
@@ -246,6 +252,7 @@ class CpuDecoder:
             projected=max([(heads + 2 * self._kv_heads) * dim, *recurrent[:1]]),
             mixed=max([self._heads * dim, *recurrent[1:]]),
             shared=int(shared),
+            sigmoid=int(mixture is not None and mixture.sigmoid),
         )
 
     @property

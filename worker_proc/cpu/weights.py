@@ -78,6 +78,7 @@ class PackedLayer:
     delta: DeltaWeights | None = None  # in place of attention
     conv: ConvWeights | None = None  # or this
     shared: PackedMlp | None = None  # beside the experts of a mixture
+    choice_bias: Tensor | None = None  # float32 [experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +195,11 @@ class PackedWeightPlan:
             mlp_norm=self._optional_norm(parts.mlp_norm),
             router=self._linear(parts.router, compress=False, plain=True) if parts.router is not None else None,
             experts=mlps if mixed else (),
-            sinks=self.load.tensor(parts.sinks, dtype=torch.float32) if parts.sinks is not None else None,
+            sinks=self._float32(parts.sinks),
             delta=self._delta(parts.delta) if parts.delta is not None else None,
             conv=self._conv(parts.conv) if parts.conv is not None else None,
             shared=self._mlp(parts.shared, compress=False) if parts.shared is not None else None,
+            choice_bias=self._float32(parts.choice_bias),
         )
 
     def _mlp(self, parts: MlpParts, *, compress: bool) -> PackedMlp:
@@ -217,11 +219,11 @@ class PackedWeightPlan:
         )
 
     def _conv(self, parts: ConvParts) -> ConvWeights:
-        taps = self._taps((parts.taps,))
-        bias = torch.zeros(taps.shape[1])
-        if parts.bias is not None:
-            bias = self.load.tensor(parts.bias, dtype=torch.float32)
-        return ConvWeights(taps, bias)
+        taps, bias = self._taps((parts.taps,)), self._float32(parts.bias)
+        return ConvWeights(taps, torch.zeros(taps.shape[1]) if bias is None else bias)
+
+    def _float32(self, part: Part | None) -> Tensor | None:
+        return self.load.tensor(part, dtype=torch.float32) if part is not None else None
 
     def _taps(self, parts: tuple[Part, ...]) -> Tensor:
         """The weights of a depthwise convolution, float32 `[kernel, channels]`."""

@@ -111,6 +111,13 @@ ARCHITECTURES = {
         more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", names=_CONV, more={"block_auto_adjust_ff_dim": False}),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        names=_CONV | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
+        experts=_experts("feed_forward.experts", "w1", "w3", "w2"),
+        more={"norm_topk_prob": True, "use_expert_bias": True},
+    ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", names=_STACKED, factors=LONG_FACTORS),
     "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", **_GEMMA),

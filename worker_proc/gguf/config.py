@@ -25,7 +25,7 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
     settings.must_be("attention.value_length", head_dim)
     settings.must_be("attention.causal", True)
     kinds = None
-    if architecture.model_type == "lfm2":
+    if architecture.model_type in _WITH_CONVOLUTIONS:
         kinds = ["full_attention" if attends else "conv" for attends in settings.attending(layers)]
     config = {
         "model_type": architecture.model_type,
@@ -74,13 +74,17 @@ def _mlp(architecture: Architecture, settings: Settings) -> dict[str, Any]:
     settings.must_be("expert_weights_norm", True)
     settings.must_be("expert_weights_scale", 1.0, 0.0)
     settings.must_be("expert_shared_count", 1 if architecture.model_type in DELTA_NETS else 0)
-    settings.must_be("expert_gating_func", 1)
+    sigmoid = architecture.model_type == "lfm2_moe"
+    settings.must_be("expert_gating_func", 2 if sigmoid else 1)
     count, each = settings.whole("expert_count"), settings.whole("expert_used_count")
     found = {"num_experts_per_tok": each}
     if architecture.model_type == "mixtral":
         channels = settings.whole("feed_forward_length")
         settings.must_be("expert_feed_forward_length", channels)
         return found | {"num_local_experts": count, "intermediate_size": channels}
+    if sigmoid:
+        found["intermediate_size"] = settings.whole("feed_forward_length")
+        found["num_dense_layers"] = settings.get("leading_dense_block_count", 0)
     settings.get("feed_forward_length")  # of layers without experts, which there are none of
     channels = settings.whole("expert_feed_forward_length")
     if architecture.model_type == "gpt_oss":
@@ -189,11 +193,12 @@ def _gemma_windows(settings: Settings, config: dict[str, Any], *, every: int, la
     return {"sliding_window": settings.whole("attention.sliding_window"), "query_pre_attn_scalar": scale}
 
 
+_WITH_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 _ROTATED_IN_PART = ("phi3", *DELTA_NETS)
 _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "phi3": _phi3,
     **dict.fromkeys(DELTA_NETS, _delta),
-    "lfm2": _lfm2,
+    **dict.fromkeys(_WITH_CONVOLUTIONS, _lfm2),
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

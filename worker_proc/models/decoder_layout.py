@@ -33,11 +33,13 @@ class Shard:
     delta_values: Span = (0, 0)
     conv: Span = (0, 0)  # channels of gated short convolutions
     shared: Span = (0, 0)  # channels of the shared expert
+    dense: Span = (0, 0)  # of MLPs where other layers have mixtures
 
     @classmethod
     def of(cls, spec: DecoderSpec, rank: int, size: int) -> "Shard":
         """Raises ModelError naming what does not divide by `size`."""
-        delta, shared = spec.delta, spec.mixture.shared if spec.mixture is not None else 0
+        delta, mixture = spec.delta, spec.mixture
+        shared, dense = (mixture.shared, mixture.dense_size) if mixture is not None else (0, 0)
         divided = [("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)]
         delta_keys = delta_values = (0, 0)
         if delta is not None and delta.tiled:  # the value heads of a key head lie apart: each rank has all keys
@@ -46,7 +48,7 @@ class Shard:
         elif delta is not None:  # as many value heads go with each key head
             divided.append(("linear_num_key_heads", delta.key_heads))
             delta_keys, delta_values = (_span(count // size, rank) for count in (delta.key_heads, delta.value_heads))
-        divided.append(("shared_expert_intermediate_size", shared))
+        divided += [("shared_expert_intermediate_size", shared), ("intermediate_size", dense)]
         conv = spec.hidden_size // CONV_LANES if spec.conv is not None else 0
         divided.append((f"hidden_size / {CONV_LANES}", conv))
         for key, value in divided:
@@ -68,6 +70,7 @@ class Shard:
             delta_values=delta_values,
             conv=_scaled(_span(conv // size, rank), CONV_LANES),
             shared=_span(shared // size, rank),
+            dense=_span(dense // size, rank),
         )
 
 
@@ -131,6 +134,7 @@ class LayerParts:
     delta: DeltaParts | None = None
     conv: ConvParts | None = None
     shared: MlpParts | None = None  # the expert of a mixture that all tokens go through
+    choice_bias: Part | None = None  # of a mixture's experts, on every rank
 
 
 class DecoderLayout:
@@ -178,7 +182,7 @@ class DecoderLayout:
             qkv, o, conv = self._conv(base + "conv.", spec.conv)
         else:
             qkv, o, delta = self._delta(base + "linear_attn.")
-        router, mlps = self._mlps(base)
+        router, mlps = self._mlps(base, index)
         before_mlp = "pre_feedforward" if spec.output_norms else "post_attention"
         return LayerParts(
             input_norm=self._norm(base + ("operator_norm" if lfm2 else "input_layernorm")),
@@ -195,6 +199,7 @@ class DecoderLayout:
             delta=delta,
             conv=conv,
             shared=self._shared(base + "mlp.shared_expert."),
+            choice_bias=self._choice_bias(base) if router is not None else None,
         )
 
     def _attention(self, base: str) -> tuple[LinearParts, LinearParts]:
@@ -261,12 +266,20 @@ class DecoderLayout:
             ),
         )
 
-    def _mlps(self, base: str) -> tuple[LinearParts | None, tuple[MlpParts, ...]]:
+    def _choice_bias(self, base: str) -> Part | None:
+        mixture = self.spec.mixture
+        if mixture is None or not mixture.choice_bias:
+            return None
+        return Part(base + "feed_forward.expert_bias", (mixture.experts,))
+
+    def _mlps(self, base: str, index: int) -> tuple[LinearParts | None, tuple[MlpParts, ...]]:
         """The router of a mixture and its experts, or the MLP."""
         mixture, mlp = self.spec.mixture, base + ("feed_forward." if self.spec.layout == "lfm2" else "mlp.")
         channels = self.spec.intermediate_size, self.shard.channels
         if mixture is None:
             return None, (self._mlp(mlp, *channels),)
+        if index < mixture.dense:
+            return None, (self._mlp(mlp, mixture.dense_size, self.shard.dense),)
         if self.spec.layout == "mixtral":
             mlp = base + "block_sparse_moe."
         gate = mlp + ("router" if self.spec.layout == "gpt_oss" else "gate")

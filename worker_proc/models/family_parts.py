@@ -15,7 +15,7 @@ from worker_proc.models.rope_spec import parse_rope
 from worker_proc.models.spec import DecoderSpec
 
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-NATIVE_ON_CPUS = (*DELTA_NETS, "lfm2")  # see hybrid_families
+NATIVE_ON_CPUS = (*DELTA_NETS, "lfm2", "lfm2_moe")  # see hybrid_families
 _MAY_HAVE_BIAS = (
     "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *DELTA_NETS
 )  # fmt: skip

@@ -85,6 +85,29 @@ def _parse_lfm2(config: Config) -> DecoderSpec:
         if config.get("block_ffn_dim_multiplier") is not None:
             channels = int(positive_float(config, "block_ffn_dim_multiplier", 1.0) * channels)
             channels += -channels % positive_int(config, "block_multiple_of")
+    return _with_convolutions(config, channels)
+
+
+def _parse_lfm2_moe(config: Config) -> DecoderSpec:
+    """The same with mixtures in all but the first layers."""
+    spec = _with_convolutions(config, positive_int(config, "moe_intermediate_size"))
+    dense = config.get("num_dense_layers")
+    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < spec.num_layers:
+        raise ModelError("num_dense_layers", dense, f"must be fewer than the {spec.num_layers} layers, at least 0")
+    mixture = MixtureSpec(
+        *experts(config),
+        renormalizes=boolean(config, "norm_topk_prob", True),
+        sigmoid=True,
+        choice_bias=boolean(config, "use_expert_bias", True),
+        scale=positive_float(config, "routed_scaling_factor", 1.0),
+        dense=dense,
+        dense_size=positive_int(config, "intermediate_size") if dense else 0,
+    )
+    return replace(spec, mixture=mixture)
+
+
+def _with_convolutions(config: Config, channels: int) -> DecoderSpec:
+    """LFM2 with so many channels in its MLPs or experts."""
     tied = boolean(config, "tie_embedding", boolean(config, "tie_word_embeddings", True))
     same = {"intermediate_size": channels, "rms_norm_eps": config.get("norm_eps"), "tie_word_embeddings": tied}
     spec = replace(parse_llama({**config, **same}), layout="lfm2")
@@ -125,6 +148,13 @@ _LFM2 = {
     "block_ffn_dim_multiplier": 1.0,
     "eos_token_id": 2,
 }
+_LFM2_MOE = _LFM2 | {
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+}
 _MIXTURE = _QWEN | {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 512,
@@ -140,4 +170,5 @@ HYBRID_FAMILIES = {
         "Qwen3NextForCausalLM", _parse_qwen3_next, _MIXTURE | {"num_experts": 512, "num_experts_per_tok": 10}
     ),
     "lfm2": Family("Lfm2ForCausalLM", _parse_lfm2, _LFM2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", _parse_lfm2_moe, _LFM2_MOE),
 }

@@ -20,6 +20,11 @@ class MixtureSpec:
     renormalizes: bool  # shares of the chosen ones add up to 1
     router_bias: bool = False
     shared: int = 0  # channels of an expert that all tokens go through, times the sigmoid of a gate
+    sigmoid: bool = False  # of each output instead
+    choice_bias: bool = False  # what is likely is added to for choosing, but not for shares
+    scale: float = 1.0  # of shares
+    dense: int = 0  # so many layers before the others have an MLP instead
+    dense_size: int = 0  # channels of theirs
 
 
 @dataclass(frozen=True, slots=True)

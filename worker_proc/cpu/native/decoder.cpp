@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "decoder_buffers.h"
@@ -289,29 +290,34 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
   add(model, layer.o, buffers.attended, buffers.attended_stride, tokens, buffers);
 }
 
-// Which experts a token goes through, and with which shares: a softmax over all, of which the largest are taken. They are
-// distinct, as two threads would add to one row; where outputs of the router are not finite, the first ones, with NaN.
-void choose_experts(const DecoderModel& model, const Buffers& buffers, int64_t tokens) {
+// Which experts a token goes through, and with which shares: the likeliest ones by a softmax over all, or by the sigmoid of
+// each. They are distinct, as two threads would add to one row; where outputs of the router are not finite, the first ones,
+// with NaN.
+void choose_experts(const DecoderModel& model, const Buffers& buffers, const float* bias, int64_t tokens) {
   const int64_t experts = model.experts, each = model.experts_each;
   for_rows(tokens, 16 * experts, [&](int64_t token) {
     float* const routes = buffers.routes + token * (experts + model.shared);
     float* const shares = buffers.shares + token * each;
     int64_t* const chosen = buffers.chosen + token * each;
     const float most = *std::max_element(routes, routes + experts);
-    float total = 0.0f, of_chosen = 0.0f;
-    for (int64_t i = 0; i < experts; ++i) total += routes[i] = expf(routes[i] - most);
+    float total = 0.0f, of_chosen = model.sigmoid ? 1e-6f : 0.0f;
+    for (int64_t i = 0; i < experts; ++i)
+      total += routes[i] = model.sigmoid ? 1.0f / (1.0f + expf(-routes[i])) : expf(routes[i] - most);
     if (!std::isfinite(total)) {
       std::iota(chosen, chosen + each, 0);
       std::fill(shares, shares + each, total);
       return;
     }
     for (int64_t j = 0; j < each; ++j) {
-      float* const best = std::max_element(routes, routes + experts);
-      chosen[j] = best - routes;
-      of_chosen += shares[j] = *best;
-      *best = -1.0f;
+      int64_t best = 0;
+      const auto rank = [&](int64_t i) { return bias == nullptr ? routes[i] : routes[i] + bias[i]; };
+      for (int64_t i = 1; i < experts; ++i)
+        if (rank(i) > rank(best)) best = i;
+      chosen[j] = best;
+      of_chosen += shares[j] = routes[best];
+      routes[best] = -std::numeric_limits<float>::infinity();
     }
-    const float scale = 1.0f / (model.renormalizes ? of_chosen : total);
+    const float scale = model.share_scale / (model.renormalizes ? of_chosen : model.sigmoid ? 1.0f : total);
     for (int64_t j = 0; j < each; ++j) shares[j] *= scale;
   });
 }
@@ -321,7 +327,7 @@ void mixture(const DecoderModel& model, const DecoderStep& step, const Buffers& 
   const Stopwatch time(step.op_ns, kGateUp);
   const int64_t stride = model.experts + model.shared;
   linear(layer.router, buffers.normed, buffers.normed_stride, tokens, buffers.routes, stride, Finish::kStoreFloat);
-  choose_experts(model, buffers, tokens);
+  choose_experts(model, buffers, layer.choice_bias, tokens);
   rhizome_experts(layer.expert_gate_ups, layer.expert_downs, model.experts, buffers.normed, buffers.normed_stride, tokens,
                   buffers.chosen, buffers.shares, model.experts_each,
                   model.gate, buffers.partial);
@@ -342,7 +348,7 @@ void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers
   const DecoderLayer& layer = model.layers[index];
   const int64_t tokens = index + 1 < model.num_layers ? step.tokens : LastTokens(step).count();
   norm(model, step, buffers, {apart(model), layer.attention_norm, model.residual_scale}, layer.post_norm, tokens);
-  if (model.experts > 0) return mixture(model, step, buffers, layer, tokens);
+  if (layer.router.outputs > 0) return mixture(model, step, buffers, layer, tokens);
   {
     const Stopwatch time(step.op_ns, kGateUp);
     linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,

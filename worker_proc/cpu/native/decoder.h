@@ -21,7 +21,7 @@ struct DecoderLayer {
   PackedMatrix o;
   PackedMatrix gate_up;  // paired; in a mixture of the shared expert, if there is one
   PackedMatrix down;
-  PackedMatrix router;                  // of a mixture; behind the experts' outputs the gate of the shared one
+  PackedMatrix router;                  // of a mixture (else of no outputs); behind the experts' the gate of the shared one
   const PackedMatrix* expert_gate_ups;  // [experts]
   const PackedMatrix* expert_downs;
   // Of a Gated DeltaNet, which stands in place of attention, what is no step's. `qkv` has q, k, v and z then. Or null.
@@ -29,6 +29,7 @@ struct DecoderLayer {
   PackedMatrix gates;  // its b and a
   // The same of a gated short convolution. `qkv` has its two gates and what goes in then.
   const ConvBatch* conv;
+  const float* choice_bias;  // [experts] of a mixture: what choosing adds to what is likely; or null
   const float* input_norm;  // [hidden]
   const float* post_norm;
   const float* attention_norm;  // [hidden], of what attention adds to the hidden states, or null
@@ -58,6 +59,7 @@ struct DecoderModel {
   float embedding_scale;
   float residual_scale;       // multiplies what attention and MLP add to the hidden states
   float softcap;              // of attention scores, 0: none
+  float share_scale;          // of what a mixture's experts give
   int32_t num_layers;
   int32_t hidden;
   int32_t heads;              // of the rank
@@ -66,7 +68,7 @@ struct DecoderModel {
   int32_t ropes;
   int32_t rotated;            // the first numbers of a head, which are rotated: even
   int32_t gate;               // of the MLP: the Finish that makes gates and ups one
-  int32_t inner;              // channels of the MLP, or of the shared expert
+  int32_t inner;              // channels of the MLP (where some layers have one), or of the shared expert
   int32_t experts;            // 0: no mixture
   int32_t experts_each;       // that a token goes through
   int32_t renormalizes;       // 1: their shares add up to 1
@@ -77,6 +79,7 @@ struct DecoderModel {
   int32_t projected;          // most numbers that `qkv` and `gates` of a layer make of a token
   int32_t mixed;              // most that its `o` takes
   int32_t shared;             // 1: all tokens go through one more expert, as far as its gate lets them
+  int32_t sigmoid;            // 1: an expert is as likely as the sigmoid of its output; 0: a softmax over all
 };
 
 // What recurrent layers compute together, before states are copied.
