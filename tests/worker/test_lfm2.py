@@ -34,7 +34,7 @@ _FULL = "full_attention"
 K = {"hidden_size": 256, "head_dim": 64}  # rows of whole blocks
 K_OF = {
     "lfm2": K | {"block_ff_dim": 256, "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": K | {"intermediate_size": 512, "moe_intermediate_size": 256},
+    "lfm2_moe": K | {"intermediate_size": 512, "moe_intermediate_size": 256, "tie_word_embeddings": True},
 }
 
 
@@ -204,7 +204,7 @@ def test_ranks_compute_what_one_computes(tmp_path: Path) -> None:
     """Of a file; checkpoints are divided in test_divided_models.py."""
     paths = {}
     for kind, sizes in K_OF.items():
-        source = make_hybrid(kind, tmp_path / kind, **CALM | sizes)
+        source = make_hybrid(kind, tmp_path / f"source-{kind}", **CALM | sizes)
         paths[kind] = directory_of(write_gguf(source, tmp_path / f"{kind}.gguf", lambda name: "Q8_0"))
     for kind, (path, reports) in reports_of(2, tmp_path, paths).items():
         one = check_native(path, reports)
@@ -236,7 +236,8 @@ def test_elsewhere_a_file_is_refused_by_name(settings: dict[str, Any], tmp_path:
 def test_a_setting_that_would_change_the_numbers_is_named(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    source = make_hybrid("lfm2_moe" if "lfm2moe" in message else "lfm2", tmp_path / "source")
+    kind = "lfm2_moe" if "lfm2moe" in message else "lfm2"
+    source = make_hybrid(kind, tmp_path / "source", tie_word_embeddings=True)
     file = write_gguf(source, tmp_path / "m.gguf", lambda name: "F32", **settings)
     with pytest.raises(GgufError, match=re.escape(message)):
         directory_for(file, tmp_path / "cache")
