@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <numeric>
 
 #include "decoder_buffers.h"
@@ -309,13 +308,15 @@ void choose_experts(const DecoderModel& model, const Buffers& buffers, const flo
       return;
     }
     for (int64_t j = 0; j < each; ++j) {
-      int64_t best = 0;
-      const auto rank = [&](int64_t i) { return bias == nullptr ? routes[i] : routes[i] + bias[i]; };
-      for (int64_t i = 1; i < experts; ++i)
-        if (rank(i) > rank(best)) best = i;
+      int64_t best = -1;
+      float best_rank = 0.0f;
+      for (int64_t i = 0; i < experts; ++i) {
+        const float rank = bias == nullptr ? routes[i] : routes[i] + bias[i];
+        if (routes[i] >= 0.0f && (best < 0 || rank > best_rank)) best = i, best_rank = rank;
+      }
       chosen[j] = best;
       of_chosen += shares[j] = routes[best];
-      routes[best] = -std::numeric_limits<float>::infinity();
+      routes[best] = -1.0f;  // taken
     }
     const float scale = model.share_scale / (model.renormalizes ? of_chosen : model.sigmoid ? 1.0f : total);
     for (int64_t j = 0; j < each; ++j) shares[j] *= scale;
