@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers_divided import check_native, reports_of
@@ -27,6 +28,7 @@ from worker_proc.models.hybrid_families import hybrid_spec
 from worker_proc.models.registry import has_recurrent_layers
 from worker_proc.models.spec import ConvSpec, MixtureSpec
 from worker_proc.models.transformers_backend import TransformersModel
+from worker_proc.weights import SINGLE_FILE
 
 pytestmark = needs_compiler
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -105,6 +107,16 @@ def test_biases_choose_experts_but_do_not_share(level: Level, renormalizes: bool
         assert error(all_logits(native, prompt), want) < 0.03
     without = make_hybrid("lfm2_moe", tmp_path / "without", use_expert_bias=False, **changes)
     assert error(all_logits(load_native(round_weights(without), level), PROMPTS[3]), want) > 0.1
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("-inf")])
+def test_a_bias_that_is_not_finite_is_refused(bias: float, tmp_path: Path) -> None:
+    path = make_hybrid("lfm2_moe", tmp_path)
+    tensors = load_file(path / SINGLE_FILE)
+    tensors["model.layers.2.feed_forward.expert_bias"][1] = bias
+    save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"layers\.2\.feed_forward\.expert_bias = {bias}: must be finite"):
+        load_native(path)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from worker_proc.cpu.matrices import MatrixForm
 from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
 from worker_proc.cpu.screen import HeadScreen, screen_scheme
+from worker_proc.errors import ModelError
 from worker_proc.models.decoder_layout import (
     ConvParts,
     DecoderLayout,
@@ -199,7 +200,7 @@ class PackedWeightPlan:
             delta=self._delta(parts.delta) if parts.delta is not None else None,
             conv=self._conv(parts.conv) if parts.conv is not None else None,
             shared=self._mlp(parts.shared, compress=False) if parts.shared is not None else None,
-            choice_bias=self._float32(parts.choice_bias),
+            choice_bias=self._choice_bias(parts.choice_bias),
         )
 
     def _mlp(self, parts: MlpParts, *, compress: bool) -> PackedMlp:
@@ -221,6 +222,13 @@ class PackedWeightPlan:
     def _conv(self, parts: ConvParts) -> ConvWeights:
         taps, bias = self._taps((parts.taps,)), self._float32(parts.bias)
         return ConvWeights(taps, torch.zeros(taps.shape[1]) if bias is None else bias)
+
+    def _choice_bias(self, part: Part | None) -> Tensor | None:
+        """Finite: experts that are chosen must differ."""
+        bias = self._float32(part)
+        if part is not None and bias is not None:
+            self._after.append(partial(_refuse_others, part.name, bias))
+        return bias
 
     def _float32(self, part: Part | None) -> Tensor | None:
         return self.load.tensor(part, dtype=torch.float32) if part is not None else None
@@ -274,6 +282,13 @@ class PackedWeightPlan:
             if not paired:
                 output += part.local_shape()[0]
         return matrix
+
+
+def _refuse_others(name: str, numbers: Tensor) -> None:
+    """Raises ModelError where one of them is not finite."""
+    others = numbers[~numbers.isfinite()]
+    if len(others):
+        raise ModelError(name, others[0].item(), "must be finite")
 
 
 def compresses(native: NativeLibrary, compression: str, plain_bytes: int) -> bool:

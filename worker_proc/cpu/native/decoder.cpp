@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "decoder_buffers.h"
@@ -293,6 +294,7 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
 // each. They are distinct, as two threads would add to one row; where outputs of the router are not finite, the first ones,
 // with NaN.
 void choose_experts(const DecoderModel& model, const Buffers& buffers, const float* bias, int64_t tokens) {
+  constexpr float taken = -std::numeric_limits<float>::infinity();  // biases are finite
   const int64_t experts = model.experts, each = model.experts_each;
   for_rows(tokens, 16 * experts, [&](int64_t token) {
     float* const routes = buffers.routes + token * (experts + model.shared);
@@ -308,15 +310,15 @@ void choose_experts(const DecoderModel& model, const Buffers& buffers, const flo
       return;
     }
     for (int64_t j = 0; j < each; ++j) {
-      int64_t best = -1;
-      float best_rank = 0.0f;
+      int64_t best = 0;
+      float most_likely = taken;
       for (int64_t i = 0; i < experts; ++i) {
-        const float rank = bias == nullptr ? routes[i] : routes[i] + bias[i];
-        if (routes[i] >= 0.0f && (best < 0 || rank > best_rank)) best = i, best_rank = rank;
+        const float likely = bias == nullptr ? routes[i] : routes[i] + bias[i];
+        if (likely > most_likely) best = i, most_likely = likely;
       }
       chosen[j] = best;
       of_chosen += shares[j] = routes[best];
-      routes[best] = -1.0f;  // taken
+      routes[best] = taken;
     }
     const float scale = model.share_scale / (model.renormalizes ? of_chosen : model.sigmoid ? 1.0f : total);
     for (int64_t j = 0; j < each; ++j) shares[j] *= scale;
