@@ -22,8 +22,8 @@ from worker_proc.weights import SINGLE_FILE
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite"}
 ARCHITECTURES |= {"mixtral": "llama", "phi3": "phi3", "smollm3": "smollm3", "gpt_oss": "gpt-oss"}
-ARCHITECTURES |= {"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}
-_TURNED = ("llama", "mixtral", "granite", "smollm3")
+ARCHITECTURES |= {"lfm2": "lfm2", "lfm2_moe": "lfm2moe", "ministral3": "mistral3"}
+_TURNED = ("llama", "mixtral", "granite", "smollm3", "ministral3")
 _QUANTIZED_HERE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # the package cannot make the others
 _SCALES = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
@@ -182,6 +182,11 @@ def _settings(writer: gguf.GGUFWriter, config: dict[str, Any], changes: dict[str
     if config["model_type"] == "qwen3_moe":
         values |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if config["model_type"] == "ministral3" and rope["rope_type"] == "yarn":
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        values["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+        values["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     if config["model_type"] == "lfm2_moe":
         values |= {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]

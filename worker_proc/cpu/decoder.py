@@ -47,11 +47,12 @@ class _ModelStruct(ctypes.Structure):
         ("layers", c_void_p),
         ("head", MatrixStruct),
         *((name, c_void_p) for name in ("screen", "embedding", "norm", "inverse_frequencies", "attention_factors")),
-        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap", "share_scale")),
+        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
+        *((name, c_float) for name in ("share_scale", "query_beta")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
         *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
-        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared", "sigmoid")),
+        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared", "sigmoid", "query_period")),
     )
 
 
@@ -75,6 +76,7 @@ _GATES = {
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), Finish.GELU_MUL),  # the tanh form
     CLAMPED_SWIGLU: Finish.CLAMPED_MUL,
 }
+_MOST_TEMPERED = 256  # numbers of a head: kMostTempered of native/decoder.cpp
 _STAGE = [ctypes.POINTER(_ModelStruct), ctypes.POINTER(_StepStruct)]
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_decoder_workspace": (c_int64, [ctypes.POINTER(_ModelStruct), c_int64]),
@@ -96,6 +98,8 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     delta, conv = spec.delta, spec.conv
     known = delta is None or delta_net.knows_sizes(delta.key_dim, delta.value_dim, delta.kernel)
     known &= conv is None or short_conv.knows_sizes(spec.hidden_size, conv.kernel)
+    tempered = [rope for rope in spec.ropes if rope is not None and rope.query_beta]
+    known &= not tempered or (len({*spec.ropes}) == 1 and tempered[0].dim == spec.head_dim <= _MOST_TEMPERED)
     return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1 and known
 
 
@@ -214,6 +218,7 @@ class CpuDecoder:
 
     def _model_struct(self) -> _ModelStruct:
         spec, shard, head, rotations = self.spec, self.shard, self.weights.head, self._rotations
+        rope = rotations.ropes[0]  # the only one where queries are scaled
         mixture, dim = spec.mixture, spec.head_dim
         shared = mixture is not None and mixture.shared > 0
         dense = mixture is not None and mixture.dense > 0
@@ -233,6 +238,8 @@ class CpuDecoder:
             residual_scale=spec.residual_scale,
             softcap=spec.softcap or 0.0,
             share_scale=mixture.scale if mixture is not None else 1.0,
+            query_beta=rope.query_beta if rope is not None else 0.0,
+            query_period=rope.original_context if rope is not None else 0,
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
             heads=self._heads,

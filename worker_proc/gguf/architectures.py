@@ -118,6 +118,7 @@ ARCHITECTURES = {
         experts=_experts("feed_forward.experts", "w1", "w3", "w2"),
         more={"norm_topk_prob": True, "use_expert_bias": True},
     ),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", turned=True),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", names=_STACKED, factors=LONG_FACTORS),
     "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", **_GEMMA),

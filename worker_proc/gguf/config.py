@@ -150,6 +150,20 @@ def _lfm2(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _ministral3(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Queries are scaled by their positions, with yarn, which leaves cos and sin as they are; without (Mistral Small 3)
+    it is a Llama."""
+    found, rope = _without_window(settings, config), {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    if settings.get("attention.temperature_scale", 0.0) == 0.0:
+        return found | {"rope_parameters": rope}
+    beta, scaling = settings.number("attention.temperature_scale"), config.get("rope_scaling")
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise ModelError(settings.prefix + "rope.scaling.type", scaling, "must be yarn")
+    settings.must_be("rope.scaling.yarn_log_multiplier", 1.0)
+    more = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta}
+    return found | {"rope_scaling": scaling | more}
+
+
 def _granite(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     settings.must_be("rope.scaling.finetuned", True)  # else queries and keys are not rotated
     return _without_window(settings, config) | {
@@ -199,6 +213,7 @@ _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = 
     "phi3": _phi3,
     **dict.fromkeys(DELTA_NETS, _delta),
     **dict.fromkeys(_WITH_CONVOLUTIONS, _lfm2),
+    "ministral3": _ministral3,
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

@@ -15,13 +15,13 @@ from worker_proc.models.rope_spec import parse_rope
 from worker_proc.models.spec import DecoderSpec
 
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-NATIVE_ON_CPUS = (*DELTA_NETS, "lfm2", "lfm2_moe")  # see hybrid_families
+NATIVE_ON_CPUS = (*DELTA_NETS, "lfm2", "lfm2_moe", "ministral3")  # see hybrid_families
 _MAY_HAVE_BIAS = (
     "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *DELTA_NETS
 )  # fmt: skip
 _MAY_ROTATE_PARTS = ("phi3", *DELTA_NETS)
 _ATTENTION = "full_attention", "sliding_attention"
-_NORM_HEADS = ("qwen3", *NATIVE_ON_CPUS)
+_NORM_HEADS = ("qwen3", *DELTA_NETS, "lfm2", "lfm2_moe")
 _MAY_HAVE_MLP_BIAS = ("llama", "granite", "smollm3")
 
 
@@ -35,7 +35,8 @@ def parse_llama(config: Config) -> DecoderSpec:
     kv_heads = optional_int(config, "num_key_value_heads") or heads
     divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
     context = positive_int(config, "max_position_embeddings")
-    rope = parse_rope(config, head_dim, context, partial=model_type in _MAY_ROTATE_PARTS)
+    partial, tempered = model_type in _MAY_ROTATE_PARTS, model_type == "ministral3"
+    rope = parse_rope(config, head_dim, context, partial=partial, tempered=tempered)
     bias = model_type in _MAY_HAVE_BIAS and boolean(config, "attention_bias", False)
     return DecoderSpec(
         layout="llama",

@@ -1,12 +1,13 @@
-"""Model families with recurrent layers that the native decoder computes on CPUs, where its kernels know them. Elsewhere
-(on GPUs, in float32) they run through transformers. Needs no torch."""
+"""Model families that the native decoder computes on CPUs, where its kernels know them: those with recurrent layers,
+and Ministral 3, which scales queries by their positions. Elsewhere (on GPUs, in float32) they run through transformers.
+Needs no torch."""
 
 from dataclasses import replace
 
 from worker_proc.errors import ModelError
 from worker_proc.models.config_fields import Config, boolean, divide, positive_float, positive_int
 from worker_proc.models.families import Family, parse_family
-from worker_proc.models.family_parts import but_each, experts, layer_types, parse_llama
+from worker_proc.models.family_parts import but_each, experts, layer_types, parse_llama, windows_of
 from worker_proc.models.language_part import without_sections
 from worker_proc.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MixtureSpec
 
@@ -126,6 +127,29 @@ def _with_convolutions(config: Config, channels: int) -> DecoderSpec:
     return replace(spec, conv=ConvSpec(layers, kernel, boolean(config, "conv_bias", False)))
 
 
+def _parse_ministral3(config: Config) -> DecoderSpec:
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        config = {**config, "rope_parameters": _MINISTRAL3_ROPE}
+    spec = parse_llama(config)
+    return replace(spec, windows=windows_of(config, [True] * spec.num_layers, fixed=True))
+
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_MINISTRAL3 = {
+    "max_position_embeddings": 262144,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
 _QWEN = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 4,
@@ -170,5 +194,6 @@ HYBRID_FAMILIES = {
         "Qwen3NextForCausalLM", _parse_qwen3_next, _MIXTURE | {"num_experts": 512, "num_experts_per_tok": 10}
     ),
     "lfm2": Family("Lfm2ForCausalLM", _parse_lfm2, _LFM2),
+    "ministral3": Family("Ministral3ForCausalLM", _parse_ministral3, _MINISTRAL3),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", _parse_lfm2_moe, _LFM2_MOE),
 }

@@ -9,6 +9,7 @@ from typing import Any
 from worker_proc.errors import ModelError
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_QUERY_BETA = "llama_4_scaling_beta"
 _KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
@@ -35,12 +36,15 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
+    query_beta: float = 0.0  # yarn: queries are multiplied by 1 + this * log(1 + position // original_context)
     max_positions: int | None = None  # beyond this many positions the frequencies would depend on the length
 
 
-def parse_rope(config: Mapping[str, Any], head_dim: int, context: int, *, partial: bool = False) -> RopeSpec:
-    """`partial` says that the model knows rotations of the first part of a head. Raises ModelError naming a key that is
-    unknown, missing or impossible."""
+def parse_rope(
+    config: Mapping[str, Any], head_dim: int, context: int, *, partial: bool = False, tempered: bool = False
+) -> RopeSpec:
+    """`partial` says that the model knows rotations of the first part of a head, `tempered` that with yarn it scales
+    queries by their positions. Raises ModelError naming a key that is unknown, missing or impossible."""
     # transformers lets rope_scaling win when both are given, and keeps rope_theta inside rope_parameters
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(field) or {}
@@ -51,6 +55,9 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, context: int, *, partia
         raise ModelError(f"{field}.rope_type", kind, f"not one of {', '.join(_KEYS)}")
     scaled_from_original = kind in ("yarn", "llama3", "longrope")
     allowed = _COMMON | _KEYS[kind] | ({"original_max_position_embeddings"} if scaled_from_original else set())
+    tempered = tempered and kind == "yarn"
+    if tempered:
+        allowed |= {_QUERY_BETA, "max_position_embeddings"}
     for key in given:
         # a leftover of another kind that is null changes nothing
         if key not in allowed and given[key] is not None:
@@ -68,6 +75,8 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, context: int, *, partia
     theta = _number(given, "rope_theta", config.get("rope_theta") or 10000.0, field)
     original = _original_context(config, given, context, field) if scaled_from_original else context
     spec = RopeSpec(kind=kind, dim=dim, theta=theta, original_context=original)
+    if tempered and given.get(_QUERY_BETA) not in (None, 0):
+        spec = replace(spec, query_beta=_number(given, _QUERY_BETA, None, field))
     return _with_kind(spec, given, context, field)
 
 

@@ -90,6 +90,8 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
     linear(weights, x, x_stride, tokens, buffers.x, buffers.x_stride, Finish::kAdd);
 }
 
+constexpr int64_t kMostTempered = 256;  // numbers of a head whose queries are scaled
+
 // What becomes of the heads of a token: queries are normed, rotated and kept, keys and values go to their pages, gates stay.
 class Rotation {
  public:
@@ -104,7 +106,7 @@ class Rotation {
   void take(int64_t head, int64_t token, bf16* numbers) const {
     const int64_t dim = model_.head_dim;
     bf16* const own = buffers_.qkv + token * buffers_.qkv_stride + head * dim;
-    if (head < model_.heads) return turn(numbers, layer_.q_norm, token, past_, own);
+    if (head < model_.heads) return turn(numbers, layer_.q_norm, token, past_, own, query_scale(token));
     if (head >= model_.heads + 2 * model_.kv_heads) {
       if (numbers != own) memcpy(own, numbers, dim * sizeof(bf16));
       return;
@@ -133,11 +135,22 @@ class Rotation {
  private:
   static bool aligned(const void* memory) { return reinterpret_cast<uintptr_t>(memory) % 64 == 0; }
 
-  void turn(const bf16* numbers, const float* norm, int64_t token, bool past, bf16* to) const {
+  float query_scale(int64_t token) const {
+    if (model_.query_beta == 0.0f) return 1.0f;
+    const int64_t periods = step_.positions[token] / model_.query_period;
+    return 1.0f + model_.query_beta * std::log1p(static_cast<float>(periods));
+  }
+
+  void turn(const bf16* numbers, const float* norm, int64_t token, bool past, bf16* to, float scale = 1.0f) const {
     const int64_t dim = model_.head_dim, half = model_.rotated / 2;
     const int64_t row = (layer_.rope * step_.tokens + token) * half;
-    const float* const cos = buffers_.cos + row;
-    const float* const sin = buffers_.sin + row;
+    const float* cos = buffers_.cos + row;
+    const float* sin = buffers_.sin + row;
+    alignas(64) float scaled[kMostTempered];
+    if (scale != 1.0f) {  // whole heads are rotated then
+      for (int64_t i = 0; i < half; ++i) scaled[i] = scale * cos[i], scaled[half + i] = scale * sin[i];
+      cos = scaled, sin = scaled + half;
+    }
     if (past)
       norm_and_rotate_lines<128, true>(numbers, norm, model_.norm_eps, cos, sin, to);
     else if (whole_ && dim == 128)

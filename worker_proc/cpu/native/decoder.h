@@ -60,6 +60,7 @@ struct DecoderModel {
   float residual_scale;       // multiplies what attention and MLP add to the hidden states
   float softcap;              // of attention scores, 0: none
   float share_scale;          // of what a mixture's experts give
+  float query_beta;           // queries are multiplied by 1 + this * log(1 + position / query_period), rounded down
   int32_t num_layers;
   int32_t hidden;
   int32_t heads;              // of the rank
@@ -80,6 +81,7 @@ struct DecoderModel {
   int32_t mixed;              // most that its `o` takes
   int32_t shared;             // 1: all tokens go through one more expert, as far as its gate lets them
   int32_t sigmoid;            // 1: an expert is as likely as the sigmoid of its output; 0: a softmax over all
+  int32_t query_period;
 };
 
 // What recurrent layers compute together, before states are copied.
