@@ -15,6 +15,7 @@ from tests.helpers_hybrid import hybrid_config, make_hybrid
 from tests.helpers_models import VOCAB_SIZE
 from tests.helpers_paged import generate, make_prompts
 from tests.worker.test_cpu_build import needs_compiler
+from tests.worker.test_gguf_hybrids import mostly_k
 from tests.worker.test_hybrid_decoder import CALM, LEVELS, all_logits, error, load, load_native, matrices, round_weights
 from tests.worker.test_hybrid_serving import COUNT, WAVES, check_serving
 from worker_proc.cpu.features import Level
@@ -175,11 +176,6 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(kind: str, tied: bool, le
     for prompt in PROMPTS[:3]:
         got, want = (all_logits(load_native(path, level), prompt) for path in (directory, tmp_path / "plain"))
         assert torch.equal(got, want)
-
-
-def mostly_k(name: str) -> str:
-    """As llama.cpp's Q4_K_M."""
-    return "Q6_K" if re.search(r"attn_v|ffn_down|token_embd|^output\.", name) else "Q4_K"
 
 
 FORMATS = {  # of what goes into convolutions, and into attention

@@ -26,7 +26,6 @@ from worker_proc.models.describe import describe, read_config
 from worker_proc.models.hybrid_families import hybrid_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import has_recurrent_layers, keys_hold_positions
-from worker_proc.models.transformers_backend import TransformersModel
 
 pytestmark = needs_compiler
 PROMPTS = make_prompts(VOCAB_SIZE)  # of up to 90 tokens
@@ -69,7 +68,7 @@ def all_logits(model: LanguageModel, prompt: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 320])
 def test_queries_are_scaled_by_their_positions(head_dim: int, level: Level, tmp_path: Path) -> None:
     sizes = {"head_dim": head_dim, "initializer_range": 0.1}
     path = round_weights(make(tmp_path / "model", **sizes))
@@ -116,10 +115,6 @@ def test_a_config_without_rotations_means_those_of_its_class() -> None:
 )  # fmt: skip
 def test_others_are_left_to_transformers(change: dict[str, Any]) -> None:
     assert hybrid_spec(config_of(**change)) is None
-
-
-def test_heads_that_the_kernels_do_not_know_are_left_to_transformers(tmp_path: Path) -> None:
-    assert isinstance(load(make(tmp_path, head_dim=320)), TransformersModel)
 
 
 @pytest.mark.parametrize("level", LEVELS)

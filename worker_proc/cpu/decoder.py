@@ -36,7 +36,7 @@ class _LayerStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales", "sinks")),
         ("scale", c_float),
-        *((name, c_int32) for name in ("window", "rope", "reserved")),
+        *((name, c_int32) for name in ("window", "rope", "query_rope")),
     )
 
 
@@ -47,12 +47,12 @@ class _ModelStruct(ctypes.Structure):
         ("layers", c_void_p),
         ("head", MatrixStruct),
         *((name, c_void_p) for name in ("screen", "embedding", "norm", "inverse_frequencies", "attention_factors")),
-        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap")),
-        *((name, c_float) for name in ("share_scale", "query_beta")),
+        *((name, c_void_p) for name in ("betas", "periods")),
+        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "softcap", "share_scale")),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
         *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
-        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared", "sigmoid", "query_period")),
+        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared", "sigmoid")),
     )
 
 
@@ -76,7 +76,6 @@ _GATES = {
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), Finish.GELU_MUL),  # the tanh form
     CLAMPED_SWIGLU: Finish.CLAMPED_MUL,
 }
-_MOST_TEMPERED = 256  # numbers of a head: kMostTempered of native/decoder.cpp
 _STAGE = [ctypes.POINTER(_ModelStruct), ctypes.POINTER(_StepStruct)]
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rhizome_decoder_workspace": (c_int64, [ctypes.POINTER(_ModelStruct), c_int64]),
@@ -98,26 +97,35 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     delta, conv = spec.delta, spec.conv
     known = delta is None or delta_net.knows_sizes(delta.key_dim, delta.value_dim, delta.kernel)
     known &= conv is None or short_conv.knows_sizes(spec.hidden_size, conv.kernel)
-    tempered = [rope for rope in spec.ropes if rope is not None and rope.query_beta]
-    known &= not tempered or (len({*spec.ropes}) == 1 and tempered[0].dim == spec.head_dim <= _MOST_TEMPERED)
+    known &= all(rope is None or not rope.query_beta or rope.dim == spec.head_dim for rope in spec.ropes)
     return dtype == torch.bfloat16 and spec.norm == "rms" and gated and len(rotations) == 1 and known
 
 
 @dataclass(frozen=True, slots=True)
 class _Rotations:
-    """The rotations that layers of a model have, each once."""
+    """The rotations of queries and keys that layers of a model have, each once."""
 
     ropes: tuple[RopeSpec | None, ...]
     frequencies: Tensor  # float32 [ropes, half of the rotated numbers of a head]; layers without a rotation turn by 0
     factors: Tensor  # float32 [ropes]
+    betas: Tensor  # float32 [ropes]: of scales by position
+    periods: Tensor  # int64 [ropes]
 
     @classmethod
     def of(cls, spec: DecoderSpec) -> "_Rotations":
-        ropes = tuple(dict.fromkeys(spec.ropes))
+        ropes = tuple(dict.fromkeys((*spec.ropes, *map(_of_keys, spec.ropes))))
         (rotated,) = {rope.dim for rope in ropes if rope is not None}
         none = torch.zeros(rotated // 2)
         frequencies = torch.stack([none if rope is None else inverse_frequencies(rope) for rope in ropes])
-        return cls(ropes, frequencies, torch.tensor([1.0 if rope is None else rope.attention_factor for rope in ropes]))
+        factors = torch.tensor([1.0 if rope is None else rope.attention_factor for rope in ropes])
+        betas = torch.tensor([0.0 if rope is None else rope.query_beta for rope in ropes])
+        periods = torch.tensor([1 if rope is None else rope.original_context for rope in ropes])
+        return cls(ropes, frequencies, factors, betas, periods)
+
+
+def _of_keys(rope: RopeSpec | None) -> RopeSpec | None:
+    """They are not scaled by their positions."""
+    return None if rope is None else replace(rope, query_beta=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +142,8 @@ class _Work:
         per_token = sum(
             times * matrix.inputs * matrix.outputs
             for layer in weights.layers
-            for matrix, times in (
-                *((matrix, 1) for matrix in (layer.qkv, layer.o)),
-                *((matrix, each if layer.experts else 1) for matrix in (layer.up, layer.down)),
-            )
+            for mlps in (each if layer.experts else 1,)
+            for matrix, times in ((layer.qkv, 1), (layer.o, 1), (layer.up, mlps), (layer.down, mlps))
         )
         per_key = 2 * sum(map(spec.attends, range(spec.num_layers))) * heads * spec.head_dim
         return cls(per_token, per_key, weights.head.inputs * weights.head.outputs)
@@ -213,12 +219,12 @@ class CpuDecoder:
             sinks=_pointer(layer.sinks),
             scale=spec.scales[index],
             window=spec.windows[index] or 0,
-            rope=self._rotations.ropes.index(spec.ropes[index]),
+            rope=self._rotations.ropes.index(_of_keys(spec.ropes[index])),
+            query_rope=self._rotations.ropes.index(spec.ropes[index]),
         )
 
     def _model_struct(self) -> _ModelStruct:
         spec, shard, head, rotations = self.spec, self.shard, self.weights.head, self._rotations
-        rope = rotations.ropes[0]  # the only one where queries are scaled
         mixture, dim = spec.mixture, spec.head_dim
         shared = mixture is not None and mixture.shared > 0
         dense = mixture is not None and mixture.dense > 0
@@ -233,13 +239,13 @@ class CpuDecoder:
             norm=self._norm.data_ptr(),
             inverse_frequencies=rotations.frequencies.data_ptr(),
             attention_factors=rotations.factors.data_ptr(),
+            betas=rotations.betas.data_ptr(),
+            periods=rotations.periods.data_ptr(),
             norm_eps=spec.norm_eps,
             embedding_scale=embedding_scale(spec, torch.bfloat16),
             residual_scale=spec.residual_scale,
             softcap=spec.softcap or 0.0,
             share_scale=mixture.scale if mixture is not None else 1.0,
-            query_beta=rope.query_beta if rope is not None else 0.0,
-            query_period=rope.original_context if rope is not None else 0,
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
             heads=self._heads,

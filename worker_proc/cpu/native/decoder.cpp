@@ -17,6 +17,12 @@
 namespace rhizome {
 namespace {
 
+// By what a rotation scales queries at a position (Llama 4, Ministral 3).
+float temperature(const DecoderModel& model, int rope, int64_t position) {
+  const int64_t periods = model.betas[rope] == 0.0f ? 0 : position / model.periods[rope];
+  return 1.0f + model.betas[rope] * std::log1p(static_cast<float>(periods));
+}
+
 void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
   const Stopwatch time(step.op_ns, kEmbed);
   const int64_t hidden = model.hidden, half = model.rotated / 2;
@@ -38,10 +44,11 @@ void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& bu
     const float position = static_cast<float>(step.positions[token]);
     for (int rope = 0; rope < model.ropes; ++rope) {
       const int64_t row = (rope * step.tokens + token) * half;
+      const float factor = model.attention_factors[rope] * temperature(model, rope, step.positions[token]);
       for (int64_t i = 0; i < half; ++i) {
         const float angle = position * model.inverse_frequencies[rope * half + i];
-        buffers.cos[row + i] = cosf(angle) * model.attention_factors[rope];
-        buffers.sin[row + i] = sinf(angle) * model.attention_factors[rope];
+        buffers.cos[row + i] = cosf(angle) * factor;
+        buffers.sin[row + i] = sinf(angle) * factor;
       }
     }
   });
@@ -90,8 +97,6 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
     linear(weights, x, x_stride, tokens, buffers.x, buffers.x_stride, Finish::kAdd);
 }
 
-constexpr int64_t kMostTempered = 256;  // numbers of a head whose queries are scaled
-
 // What becomes of the heads of a token: queries are normed, rotated and kept, keys and values go to their pages, gates stay.
 class Rotation {
  public:
@@ -106,7 +111,7 @@ class Rotation {
   void take(int64_t head, int64_t token, bf16* numbers) const {
     const int64_t dim = model_.head_dim;
     bf16* const own = buffers_.qkv + token * buffers_.qkv_stride + head * dim;
-    if (head < model_.heads) return turn(numbers, layer_.q_norm, token, past_, own, query_scale(token));
+    if (head < model_.heads) return turn(numbers, layer_.query_rope, layer_.q_norm, token, past_, own);
     if (head >= model_.heads + 2 * model_.kv_heads) {
       if (numbers != own) memcpy(own, numbers, dim * sizeof(bf16));
       return;
@@ -119,12 +124,12 @@ class Rotation {
                               : page * pages_.v_page_stride + offset * pages_.v_token_stride + head * pages_.v_head_stride;
     void* const memory = is_key ? layer_.k_pages : layer_.v_pages;
     if (pages_.kv_int8) {
-      if (is_key) turn(numbers, layer_.k_norm, token, false, numbers);
+      if (is_key) turn(numbers, layer_.rope, layer_.k_norm, token, false, numbers);
       float* const scales = is_key ? layer_.k_scales : layer_.v_scales;
       scales[(page * model_.kv_heads + head) * pages_.page_size + offset] =
           quantize_head(numbers, dim, static_cast<int8_t*>(memory) + at);
     } else if (is_key) {
-      turn(numbers, layer_.k_norm, token, past_, static_cast<bf16*>(memory) + at);
+      turn(numbers, layer_.rope, layer_.k_norm, token, past_, static_cast<bf16*>(memory) + at);
     } else if (past_) {
       copy_lines<true>(numbers, dim, static_cast<bf16*>(memory) + at);
     } else {
@@ -135,22 +140,11 @@ class Rotation {
  private:
   static bool aligned(const void* memory) { return reinterpret_cast<uintptr_t>(memory) % 64 == 0; }
 
-  float query_scale(int64_t token) const {
-    if (model_.query_beta == 0.0f) return 1.0f;
-    const int64_t periods = step_.positions[token] / model_.query_period;
-    return 1.0f + model_.query_beta * std::log1p(static_cast<float>(periods));
-  }
-
-  void turn(const bf16* numbers, const float* norm, int64_t token, bool past, bf16* to, float scale = 1.0f) const {
+  void turn(const bf16* numbers, int64_t rope, const float* norm, int64_t token, bool past, bf16* to) const {
     const int64_t dim = model_.head_dim, half = model_.rotated / 2;
-    const int64_t row = (layer_.rope * step_.tokens + token) * half;
-    const float* cos = buffers_.cos + row;
-    const float* sin = buffers_.sin + row;
-    alignas(64) float scaled[kMostTempered];
-    if (scale != 1.0f) {  // whole heads are rotated then
-      for (int64_t i = 0; i < half; ++i) scaled[i] = scale * cos[i], scaled[half + i] = scale * sin[i];
-      cos = scaled, sin = scaled + half;
-    }
+    const int64_t row = (rope * step_.tokens + token) * half;
+    const float* const cos = buffers_.cos + row;
+    const float* const sin = buffers_.sin + row;
     if (past)
       norm_and_rotate_lines<128, true>(numbers, norm, model_.norm_eps, cos, sin, to);
     else if (whole_ && dim == 128)

@@ -43,8 +43,8 @@ struct DecoderLayer {
   const float* sinks;  // [heads], see attention.h, or null
   float scale;
   int32_t window;  // 0: none
-  int32_t rope;    // which of the model's rotations
-  int32_t reserved;
+  int32_t rope;    // which of the model's rotations is that of keys
+  int32_t query_rope;
 };
 
 struct DecoderModel {
@@ -55,12 +55,13 @@ struct DecoderModel {
   const float* norm;          // [hidden]
   const float* inverse_frequencies;  // [ropes, rotated / 2]
   const float* attention_factors;    // [ropes]: multiply cos and sin
+  const float* betas;         // [ropes]: 1 + this * log(1 + position / period), rounded down, multiplies them, too
+  const int64_t* periods;     // [ropes]
   float norm_eps;
   float embedding_scale;
   float residual_scale;       // multiplies what attention and MLP add to the hidden states
   float softcap;              // of attention scores, 0: none
   float share_scale;          // of what a mixture's experts give
-  float query_beta;           // queries are multiplied by 1 + this * log(1 + position / query_period), rounded down
   int32_t num_layers;
   int32_t hidden;
   int32_t heads;              // of the rank
@@ -81,7 +82,6 @@ struct DecoderModel {
   int32_t mixed;              // most that its `o` takes
   int32_t shared;             // 1: all tokens go through one more expert, as far as its gate lets them
   int32_t sigmoid;            // 1: an expert is as likely as the sigmoid of its output; 0: a softmax over all
-  int32_t query_period;
 };
 
 // What recurrent layers compute together, before states are copied.
