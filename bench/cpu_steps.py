@@ -20,7 +20,8 @@ from bench.limits import Limits, limits
 from common.config import QUANTIZATIONS, WEIGHT_COMPRESSIONS
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
+from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.decoder_structs import OPERATIONS
 from worker_proc.cpu.features import LEVELS, Level, cpu_features
 from worker_proc.cpu.library import NativeLibrary, load_library
 from worker_proc.cpu.linear import PackedMatrix

@@ -45,6 +45,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 12},
     "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "sliding_window": 12, "hidden_size_per_layer_input": 8,
                     "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 0},
+    "gemma4_unified_text": {"head_dim": 16, "global_head_dim": 32, "sliding_window": 12, "num_kv_shared_layers": 0,
+                            "use_bidirectional_attention": None},
     "glm": {"head_dim": 16, "attention_bias": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**_EXPERTS, "head_dim": 16, "use_qk_norm": True},

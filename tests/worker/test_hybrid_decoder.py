@@ -26,7 +26,8 @@ from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_hybrid_serving import COUNT, WAVES, check_serving
 from worker_proc.attention.cpu import CpuAttention
 from worker_proc.attention.reference import ReferenceAttention
-from worker_proc.cpu.decoder import OPERATIONS, CpuDecoder
+from worker_proc.cpu.decoder import CpuDecoder
+from worker_proc.cpu.decoder_structs import OPERATIONS
 from worker_proc.cpu.features import Level, cpu_features
 from worker_proc.cpu.library import load_library
 from worker_proc.cpu.linear import Format, PackedMatrix

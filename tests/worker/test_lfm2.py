@@ -23,10 +23,10 @@ from worker_proc.cpu.linear import Format
 from worker_proc.errors import ModelError
 from worker_proc.gguf.directory import GgufError, directory_for
 from worker_proc.gguf.splits import SPLITS
-from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.hybrid_families import hybrid_spec
 from worker_proc.models.registry import has_recurrent_layers
+from worker_proc.models.shard import Shard
 from worker_proc.models.spec import ConvSpec, MixtureSpec
 from worker_proc.models.transformers_backend import TransformersModel
 from worker_proc.weights import SINGLE_FILE

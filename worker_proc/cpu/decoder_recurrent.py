@@ -12,7 +12,7 @@ from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.delta_net import DeltaStruct
 from worker_proc.cpu.short_conv import ConvStruct
 from worker_proc.cpu.weights import PackedLayer
-from worker_proc.models.decoder_layout import Shard
+from worker_proc.models.shard import Shard
 from worker_proc.models.spec import ConvSpec, DecoderSpec, DeltaSpec
 from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
 from worker_proc.waves import waves

@@ -16,17 +16,21 @@ from worker_proc.cpu.memory import HugePages
 from worker_proc.cpu.quantized import PackedCodesTarget, QuantizedMatrix
 from worker_proc.cpu.screen import HeadScreen, screen_scheme
 from worker_proc.errors import ModelError
-from worker_proc.models.decoder_layout import (
+from worker_proc.models.decoder_layout import DecoderLayout
+from worker_proc.models.layout_parts import (
+    BesideParts,
     ConvParts,
-    DecoderLayout,
     DeltaParts,
+    InputParts,
     LayerParts,
     LinearParts,
     MlpParts,
     NormParts,
-    Shard,
+    TokenInputParts,
 )
 from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.models.row_reader import RowReader
+from worker_proc.models.shard import Shard
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.scheme import Scheme
 from worker_proc.quantization.source import WeightSource
@@ -62,6 +66,35 @@ class ConvWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class InputWeights:
+    """What a layer has for the inputs of a token itself."""
+
+    gate: PackedMatrix
+    output: PackedMatrix
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BesideWeights:
+    """What a mixture beside an MLP has beside its router and experts, in float32."""
+
+    router_norm: Tensor  # [hidden], as the other norms
+    experts_norm: Tensor
+    mlp_norm: Tensor
+    made_norm: Tensor
+    expert_scales: Tensor  # [experts]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """Of which the inputs of all layers are made."""
+
+    table: RowReader  # [tokens, layers * inputs]
+    projection: PackedMatrix
+    norm: Tensor  # float32 [inputs]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
     input_norm: Tensor  # float32 [hidden], as the other norms
     qkv: PackedMatrix
@@ -80,6 +113,9 @@ class PackedLayer:
     conv: ConvWeights | None = None  # or this
     shared: PackedMlp | None = None  # beside the experts of a mixture
     choice_bias: Tensor | None = None  # float32 [experts]
+    output_scale: Tensor | None = None  # float32 [1]
+    inputs: InputWeights | None = None
+    beside: BesideWeights | None = None  # then `shared` is the MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +127,7 @@ class PackedWeights:
     norm: Tensor
     head: PackedMatrix
     screen: HeadScreen | None = None
+    token_inputs: TokenInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +174,8 @@ class PackedWeightPlan:
         self._after: list[Callable[[], object]] = []
         self._compressed: list[CompressedMatrix] = []
 
+        inputs = layout.token_inputs
+        self.token_inputs = self._token_inputs(inputs) if inputs is not None else None
         self.layers = tuple(self._layer(parts) for parts in layout.layers)
         self.norm = self._norm(layout.norm)
         self.screen = HeadScreen(native, self.memory, *_shape((head,)), screened) if screened is not None else None
@@ -156,7 +195,7 @@ class PackedWeightPlan:
         if self._compressed:
             count = sum(matrix.compressed for matrix in self._compressed)
             log.info("%d of %d matrices are in 12 bits", count, len(self._compressed))
-        return PackedWeights(self.embedding, self.layers, self.norm, self.head, self.screen)
+        return PackedWeights(self.embedding, self.layers, self.norm, self.head, self.screen, self.token_inputs)
 
     def _matrices(
         self, layout: DecoderLayout, head: Part
@@ -164,8 +203,12 @@ class PackedWeightPlan:
         """What each matrix is made of, its scheme, whether it is paired, and whether it may take 12 bits: experts are
         small and many, which codes they take would cost more than it gives."""
         yield (head,), self.source.head_scheme(head), False, True
+        if layout.token_inputs is not None:
+            projection = layout.token_inputs.projection.weight
+            yield projection, self.source.scheme(projection), False, True
         for parts in layout.layers:
-            for linear in (parts.qkv, parts.o):
+            inputs = (parts.inputs.gate, parts.inputs.output) if parts.inputs is not None else ()
+            for linear in (parts.qkv, parts.o, *inputs):
                 yield linear.weight, self.source.scheme(linear.weight), False, True
             if parts.delta is not None:
                 yield parts.delta.gates.weight, self.source.as_stored(parts.delta.gates.weight), False, False
@@ -201,6 +244,30 @@ class PackedWeightPlan:
             conv=self._conv(parts.conv) if parts.conv is not None else None,
             shared=self._mlp(parts.shared, compress=False) if parts.shared is not None else None,
             choice_bias=self._choice_bias(parts.choice_bias),
+            output_scale=self._float32(parts.output_scale),
+            inputs=self._inputs(parts.inputs) if parts.inputs is not None else None,
+            beside=self._beside(parts.beside) if parts.beside is not None else None,
+        )
+
+    def _inputs(self, parts: InputParts) -> InputWeights:
+        return InputWeights(self._linear(parts.gate), self._linear(parts.output), self._norm(parts.norm))
+
+    def _beside(self, parts: BesideParts) -> BesideWeights:
+        scale = self.load.tensor(parts.router_scale, dtype=torch.float32)
+        self._after.append(lambda: scale.mul_(self.spec.hidden_size**-0.5))
+        return BesideWeights(
+            router_norm=scale,
+            experts_norm=self._norm(parts.experts_norm),
+            mlp_norm=self._norm(parts.mlp_norm),
+            made_norm=self._norm(parts.made_norm),
+            expert_scales=self.load.tensor(parts.expert_scales, dtype=torch.float32),
+        )
+
+    def _token_inputs(self, parts: TokenInputParts) -> TokenInputs:
+        return TokenInputs(
+            table=RowReader(self.load.stays(parts.table), torch.bfloat16),
+            projection=self._linear(parts.projection),
+            norm=self._norm(parts.norm),
         )
 
     def _mlp(self, parts: MlpParts, *, compress: bool) -> PackedMlp:

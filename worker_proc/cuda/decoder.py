@@ -8,10 +8,10 @@ from worker_proc.cuda.attention import TritonAttention
 from worker_proc.cuda.interface import CudaAttention
 from worker_proc.cuda.layers import Rotation, add_rms_norm, multiply, multiply_gated, rope_store
 from worker_proc.kv_cache import KVCache, KVSpec
-from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights
 from worker_proc.models.layers import RMSNorm, look_up
 from worker_proc.models.rope import inverse_frequencies
+from worker_proc.models.shard import Shard
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from worker_proc.attention.interface import AttentionBackend, ForwardBatch
 from worker_proc.kv_cache import KVCache, KVSpec
-from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeights, LayerWeights
 from worker_proc.models.layers import ACTIVATION_FUNCTIONS, Linear, Norm, cap, embedding_scale, gated, look_up
 from worker_proc.models.rope import Rope, rotate
+from worker_proc.models.shard import Shard
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
 

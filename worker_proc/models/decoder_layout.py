@@ -5,136 +5,25 @@ embedding and the head by vocabulary rows. Norms and learned positions are on ev
 projections on rank 0 only, because the partial results are summed.
 """
 
-import math
-from dataclasses import dataclass
 from itertools import chain
 
-from worker_proc.errors import ModelError
+from worker_proc.models.layout_parts import (
+    BesideParts,
+    ConvParts,
+    DeltaParts,
+    InputParts,
+    LayerParts,
+    LinearParts,
+    MlpParts,
+    NormParts,
+    TokenInputParts,
+)
 from worker_proc.models.loading import Part, same_data
-from worker_proc.models.spec import ConvSpec, DecoderSpec
+from worker_proc.models.shard import Shard, Span, moved, scaled
+from worker_proc.models.spec import ConvSpec, DecoderSpec, Gemma4Spec
 from worker_proc.weights import Checkpoint
 
-CONV_LANES = 16  # channels of a short convolution that ranks divide among them, and kernels take together
-Span = tuple[int, int]
 Block = tuple[str, int, Span]  # of a stored matrix: its name, its rows, and which of them
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part of a model that `rank` of `size` computes: half-open ranges of heads, channels and vocabulary."""
-
-    rank: int
-    size: int
-    heads: Span
-    kv_heads: Span  # one head, shared with other ranks, when there are more ranks than KV heads
-    channels: Span  # of the MLP
-    vocab: Span  # may end past the vocabulary on the last ranks: padded with zero rows
-    delta_keys: Span = (0, 0)  # heads of Gated DeltaNets
-    delta_values: Span = (0, 0)
-    conv: Span = (0, 0)  # channels of gated short convolutions
-    shared: Span = (0, 0)  # channels of the shared expert
-    dense: Span = (0, 0)  # of MLPs where other layers have mixtures
-
-    @classmethod
-    def of(cls, spec: DecoderSpec, rank: int, size: int) -> "Shard":
-        """Raises ModelError naming what does not divide by `size`."""
-        delta, mixture = spec.delta, spec.mixture
-        shared, dense = (mixture.shared, mixture.dense_size) if mixture is not None else (0, 0)
-        divided = [("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)]
-        delta_keys = delta_values = (0, 0)
-        if delta is not None and delta.tiled:  # the value heads of a key head lie apart: each rank has all keys
-            divided.append(("linear_num_value_heads", delta.value_heads))
-            delta_keys, delta_values = (0, delta.key_heads), _span(delta.value_heads // size, rank)
-        elif delta is not None:  # as many value heads go with each key head
-            divided.append(("linear_num_key_heads", delta.key_heads))
-            delta_keys, delta_values = (_span(count // size, rank) for count in (delta.key_heads, delta.value_heads))
-        divided += [("shared_expert_intermediate_size", shared), ("intermediate_size", dense)]
-        conv = spec.hidden_size // CONV_LANES if spec.conv is not None else 0
-        divided.append((f"hidden_size / {CONV_LANES}", conv))
-        for key, value in divided:
-            if value % size:
-                raise ModelError(key, value, f"cannot be split over tp = {size} ranks")
-        if spec.num_kv_heads % size and size % spec.num_kv_heads:
-            reason = f"can be neither split over tp = {size} ranks nor replicated evenly"
-            raise ModelError("num_key_value_heads", spec.num_kv_heads, reason)
-        kv_count = max(1, spec.num_kv_heads // size)
-        kv_first = rank * spec.num_kv_heads // size
-        return cls(
-            rank=rank,
-            size=size,
-            heads=_span(spec.num_heads // size, rank),
-            kv_heads=(kv_first, kv_first + kv_count),
-            channels=_span(spec.intermediate_size // size, rank),
-            vocab=_span(math.ceil(spec.vocab_size / size), rank),
-            delta_keys=delta_keys,
-            delta_values=delta_values,
-            conv=_scaled(_span(conv // size, rank), CONV_LANES),
-            shared=_span(shared // size, rank),
-            dense=_span(dense // size, rank),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LinearParts:
-    """A projection `[out, in]` and its bias: blocks that are stacked along the outputs. Biases are read on every rank,
-    which checks them, and used where `adds_bias`."""
-
-    weight: tuple[Part, ...]
-    bias: tuple[Part, ...] = ()
-    adds_bias: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class NormParts:
-    weight: Part
-    bias: Part | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MlpParts:
-    up: LinearParts
-    down: LinearParts
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaParts:
-    """What a Gated DeltaNet has beside its large projections."""
-
-    gates: LinearParts  # b and a of all value heads, without biases
-    conv: tuple[Part, ...]  # [channels, 1, kernel]
-    rate: Part  # [value heads]: the logarithm
-    step_bias: Part
-    norm: Part  # [value_dim]
-
-
-@dataclass(frozen=True, slots=True)
-class ConvParts:
-    """What a gated short convolution has beside its projections."""
-
-    taps: Part  # [channels, 1, kernel]
-    bias: Part | None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """One layer, see `LayerWeights`. In place of attention's projections, a Gated DeltaNet has those of q, k, v and z,
-    a gated short convolution those of its gates and of what goes in, and both their output's."""
-
-    input_norm: NormParts
-    qkv: LinearParts
-    q_norm: NormParts | None
-    k_norm: NormParts | None
-    o: LinearParts
-    attention_norm: NormParts | None
-    post_norm: NormParts
-    router: LinearParts | None  # of a mixture, on every rank; its last output is the gate of the shared expert
-    mlps: tuple[MlpParts, ...]  # one, or the experts of a mixture
-    mlp_norm: NormParts | None
-    sinks: Part | None = None  # of attention, one number for each query head
-    delta: DeltaParts | None = None
-    conv: ConvParts | None = None
-    shared: MlpParts | None = None  # the expert of a mixture that all tokens go through
-    choice_bias: Part | None = None  # of a mixture's experts, on every rank
 
 
 class DecoderLayout:
@@ -162,8 +51,13 @@ class DecoderLayout:
         tied = spec.tied and (head not in checkpoint.tensors or same_data(entry(head), entry(self.embedding.name)))
         self.head = None if tied else self._vocabulary(head)
         self.unread = {head} if tied else set()
+        self.token_inputs = self._token_inputs(spec.gemma4) if spec.gemma4 is not None and spec.gemma4.inputs else None
         if spec.delta is not None:  # Qwen 3.5's layers that guess further tokens
             self.unread |= {name for name in checkpoint.tensors if name.startswith("mtp.")}
+        for index in range(spec.num_layers):  # those that others' keys and values are read in place of
+            if spec.keys_of(index) != index:
+                base = f"{self.prefix}layers.{index}.self_attn."
+                self.unread |= {base + f"{name}.weight" for name in ("k_proj", "v_proj", "k_norm")}
         # rotary frequencies and causal masks were stored as buffers by old versions of transformers
         self.harmless = (".attn.bias", ".attn.masked_bias") if gpt2 else (".rotary_emb.inv_freq",)
 
@@ -172,12 +66,14 @@ class DecoderLayout:
         lfm2, attention, attends = spec.layout == "lfm2", base + "self_attn.", spec.attends(index)
         head_norm = "_layernorm.weight" if lfm2 else "_norm.weight"
         q_norm, k_norm = (
-            NormParts(Part(attention + name + head_norm, (spec.head_dim,))) if spec.qk_norm and attends else None
+            NormParts(Part(attention + name + head_norm, (spec.head_dim_of(index),)))
+            if spec.qk_norm and attends and (name == "q" or spec.keys_of(index) == index)
+            else None
             for name in ("q", "k")
         )
         delta = conv = None
         if attends:
-            qkv, o = self._attention(attention)
+            qkv, o = self._attention(attention, index)
         elif spec.conv is not None:
             qkv, o, conv = self._conv(base + "conv.", spec.conv)
         else:
@@ -198,22 +94,30 @@ class DecoderLayout:
             sinks=Part(attention + "sinks", (spec.num_heads,), self.shard.heads) if spec.sinks else None,
             delta=delta,
             conv=conv,
-            shared=self._shared(base + "mlp.shared_expert."),
+            shared=self._shared(base, index),
             choice_bias=self._choice_bias(base) if router is not None else None,
+            output_scale=Part(base + "layer_scalar", (1,)) if spec.gemma4 is not None else None,
+            inputs=self._inputs(base, spec.gemma4.inputs) if spec.gemma4 is not None and spec.gemma4.inputs else None,
+            beside=self._beside(base) if spec.mixture is not None and spec.mixture.beside else None,
         )
 
-    def _attention(self, base: str) -> tuple[LinearParts, LinearParts]:
+    def _attention(self, base: str, index: int) -> tuple[LinearParts, LinearParts]:
         """The projections into attention and that of what it gives."""
-        spec, shard, dim = self.spec, self.shard, self.spec.head_dim
-        heads, kv_heads = _scaled(shard.heads, dim), _scaled(shard.kv_heads, dim)
-        all_heads, all_kv_heads = spec.num_heads * dim, spec.num_kv_heads * dim
+        spec, shard, dim = self.spec, self.shard, self.spec.head_dim_of(index)
+        heads, kv_heads = scaled(shard.heads, dim), scaled(shard.kv_heads_of(spec, index), dim)
+        all_heads, all_kv_heads = spec.num_heads * dim, spec.kv_heads_of(index) * dim
+        keys: tuple[str, ...] = ("k_proj", "v_proj")
+        if spec.keys_of(index) != index:
+            keys = ()
+        elif spec.gemma4 is not None and spec.gemma4.keys_as_values and spec.windows[index] is None:
+            keys = ("k_proj", "k_proj")
         queries, gates = [(base + "q_proj", all_heads, heads)], list[Block]()
         if spec.gated_attention:
             queries, gates = _head_by_head(base + "q_proj", spec.num_heads, (dim, dim), shard.heads)
-        qkv = queries + [(base + name, all_kv_heads, kv_heads) for name in ("k_proj", "v_proj")] + gates
+        qkv = queries + [(base + name, all_kv_heads, kv_heads) for name in keys] + gates
         if spec.layout == "phi3":  # stacked: a rank takes its heads from each part
             starts = (0, all_heads, all_heads + all_kv_heads)
-            spans = [_moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
+            spans = [moved(span, start) for (_, _, span), start in zip(qkv, starts, strict=True)]
             qkv = [(base + "qkv_proj", all_heads + 2 * all_kv_heads, span) for span in spans]
         projected = self._columns(qkv, spec.hidden_size, spec.qkv_bias)
         output = base + ("out_proj" if spec.layout == "lfm2" else "o_proj")
@@ -222,7 +126,7 @@ class DecoderLayout:
     def _conv(self, base: str, conv: ConvSpec) -> tuple[LinearParts, LinearParts, ConvParts]:
         """The projections into a gated short convolution, that of what it gives, and the rest."""
         hidden, channels = self.spec.hidden_size, self.shard.conv
-        projected = [(base + "in_proj", 3 * hidden, _moved(channels, part * hidden)) for part in range(3)]
+        projected = [(base + "in_proj", 3 * hidden, moved(channels, part * hidden)) for part in range(3)]
         return (
             self._columns(projected, hidden, conv.bias),
             self._rows(base + "out_proj", hidden, channels, conv.bias),
@@ -232,17 +136,50 @@ class DecoderLayout:
             ),
         )
 
-    def _shared(self, base: str) -> MlpParts | None:
+    def _shared(self, base: str, index: int) -> MlpParts | None:
+        """The expert of a mixture that all tokens go through, or the MLP beside it."""
         mixture = self.spec.mixture
-        return self._mlp(base, mixture.shared, self.shard.shared) if mixture is not None and mixture.shared else None
+        if mixture is not None and mixture.beside:
+            return self._mlp(base + "mlp.", mixture.dense_size, self.shard.dense, self.spec.widening_of(index))
+        if mixture is None or not mixture.shared:
+            return None
+        return self._mlp(base + "mlp.shared_expert.", mixture.shared, self.shard.shared)
+
+    def _inputs(self, base: str, size: int) -> InputParts:
+        gate = (base + "per_layer_input_gate", size, self.shard.inputs)
+        return InputParts(
+            gate=self._columns([gate], self.spec.hidden_size, False),
+            output=self._rows(base + "per_layer_projection", size, self.shard.inputs, False),
+            norm=self._norm(base + "post_per_layer_input_norm"),
+        )
+
+    def _token_inputs(self, gemma4: Gemma4Spec) -> TokenInputParts:
+        """On every rank: all inputs of a layer are normed together."""
+        width = self.spec.num_layers * gemma4.inputs
+        projected = (self.prefix + "per_layer_model_projection", width, (0, width))
+        return TokenInputParts(
+            table=Part(self.prefix + "embed_tokens_per_layer.weight", (gemma4.inputs_vocab, width)),
+            projection=self._columns([projected], self.spec.hidden_size, False),
+            norm=NormParts(Part(self.prefix + "per_layer_projection_norm.weight", (gemma4.inputs,))),
+        )
+
+    def _beside(self, base: str) -> BesideParts:
+        assert self.spec.mixture is not None
+        return BesideParts(
+            experts_norm=self._norm(base + "pre_feedforward_layernorm_2"),
+            mlp_norm=self._norm(base + "post_feedforward_layernorm_1"),
+            made_norm=self._norm(base + "post_feedforward_layernorm_2"),
+            router_scale=Part(base + "router.scale", (self.spec.hidden_size,)),
+            expert_scales=Part(base + "router.per_expert_scale", (self.spec.mixture.experts,)),
+        )
 
     def _delta(self, base: str) -> tuple[LinearParts, LinearParts, DeltaParts]:
         """The projections into a Gated DeltaNet, that of what it gives, and the rest."""
         delta, shard, hidden = self.spec.delta, self.shard, self.spec.hidden_size
         assert delta is not None
-        keys, values = _scaled(shard.delta_keys, delta.key_dim), _scaled(shard.delta_values, delta.value_dim)
+        keys, values = scaled(shard.delta_keys, delta.key_dim), scaled(shard.delta_values, delta.value_dim)
         channels = 2 * delta.keys + delta.values
-        mixed = [_moved(keys, 0), _moved(keys, delta.keys), _moved(values, 2 * delta.keys)]
+        mixed = [moved(keys, 0), moved(keys, delta.keys), moved(values, 2 * delta.keys)]
         heads = delta.value_heads, shard.delta_values
         projected = [(base + "in_proj_qkv", channels, span) for span in mixed]
         projected.append((base + "in_proj_z", delta.values, values))
@@ -277,12 +214,14 @@ class DecoderLayout:
         mixture, mlp = self.spec.mixture, base + ("feed_forward." if self.spec.layout == "lfm2" else "mlp.")
         channels = self.spec.intermediate_size, self.shard.channels
         if mixture is None:
-            return None, (self._mlp(mlp, *channels),)
+            return None, (self._mlp(mlp, *channels, self.spec.widening_of(index)),)
         if index < mixture.dense:
             return None, (self._mlp(mlp, mixture.dense_size, self.shard.dense),)
         if self.spec.layout == "mixtral":
             mlp = base + "block_sparse_moe."
         gate = mlp + ("router" if self.spec.layout == "gpt_oss" else "gate")
+        if mixture.beside:
+            mlp, gate = base, base + "router.proj"
         bias = (Part(gate + ".bias", (mixture.experts,)),) if mixture.router_bias else ()
         gates = [Part(gate + ".weight", (mixture.experts, self.spec.hidden_size))]
         if mixture.shared:
@@ -319,28 +258,28 @@ class DecoderLayout:
         up, down = base + "gate_up_proj", base + "down_proj"
         shapes = [self.stored[name].shape for name in (up, down) if name in self.stored]
         turned = shapes != [(count, 2 * inner, hidden), (count, hidden, inner)]
-        spans = [_moved(channels, start) for start in (0, inner)]
+        spans = [moved(channels, start) for start in (0, inner)]
         weights = tuple(Part(up, (2 * inner, hidden), span, None, turned, (expert, count)) for span in spans)
         down_weight = Part(down, (hidden, inner), None, channels, turned, (expert, count))
         return MlpParts(LinearParts(weights), LinearParts((down_weight,)))
 
-    def _mlp(self, base: str, inner: int, channels: Span) -> MlpParts:
-        """One of `inner` channels, of which the rank has `channels`."""
-        spec = self.spec
+    def _mlp(self, base: str, inner: int, channels: Span, times: int = 1) -> MlpParts:
+        """One of `times` as many channels as `inner`, of which the rank has `channels`."""
+        spec, inner, channels = self.spec, times * inner, scaled(channels, times)
         numbered = spec.layout in ("mixtral", "lfm2")
         gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
         gate_up = [(base + name, inner, channels) for name in (gate, up)]
         if spec.layout == "phi3":  # stacked, as its q, k and v
-            gate_up = [(base + "gate_up_proj", 2 * inner, _moved(channels, start)) for start in (0, inner)]
+            gate_up = [(base + "gate_up_proj", 2 * inner, moved(channels, start)) for start in (0, inner)]
         columns = self._columns(gate_up, spec.hidden_size, spec.mlp_bias)
         return MlpParts(columns, self._rows(base + down, inner, channels, spec.mlp_bias))
 
     def _gpt2_layer(self, index: int) -> LayerParts:
         spec, shard, base = self.spec, self.shard, f"{self.prefix}h.{index}."
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        heads = _scaled(shard.heads, spec.head_dim)
+        heads = scaled(shard.heads, spec.head_dim)
         # c_attn stacks all queries, all keys, all values: a rank takes its heads from each third
-        thirds = [_moved(heads, start) for start in (0, hidden, 2 * hidden)]
+        thirds = [moved(heads, start) for start in (0, hidden, 2 * hidden)]
         qkv = [(base + "attn.c_attn", 3 * hidden, third) for third in thirds]
         return LayerParts(
             input_norm=self._norm(base + "ln_1"),
@@ -389,18 +328,6 @@ def _head_by_head(name: str, count: int, sizes: tuple[int, ...], heads: Span) ->
     """Of a matrix with so many rows of several kinds for each of `count` heads: those of `heads`, kind by kind."""
     whole, starts = sum(sizes), [sum(sizes[:kind]) for kind in range(len(sizes))]
     return [
-        [(name, count * whole, _moved((start, start + size), head * whole)) for head in range(*heads)]
+        [(name, count * whole, moved((start, start + size), head * whole)) for head in range(*heads)]
         for start, size in zip(starts, sizes, strict=True)
     ]
-
-
-def _span(count: int, rank: int) -> Span:
-    return (rank * count, (rank + 1) * count)
-
-
-def _moved(span: Span, start: int) -> Span:
-    return (start + span[0], start + span[1])
-
-
-def _scaled(span: Span, factor: int) -> Span:
-    return (span[0] * factor, span[1] * factor)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker_proc.models.decoder_layout import DecoderLayout, LayerParts, LinearParts, NormParts, Shard
+from worker_proc.models.decoder_layout import DecoderLayout
 from worker_proc.models.layers import LayerNorm, Linear, Norm, RMSNorm, Table
+from worker_proc.models.layout_parts import LayerParts, LinearParts, NormParts
 from worker_proc.models.loading import Part, WeightLoader
+from worker_proc.models.shard import Shard
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.quantization.rows import QuantizedWeight
 from worker_proc.quantization.scheme import Scheme

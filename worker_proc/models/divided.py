@@ -38,6 +38,7 @@ MODEL_TYPES = (
     "ernie4_5_moe",
     "exaone4",
     "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
     "glm4_moe",

@@ -24,7 +24,7 @@ from worker_proc.weights import Checkpoint, TensorEntry
 
 Progress = Callable[[int, int], None]
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CODE_DTYPES = {  # of quantized weights
     "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.uint8
 }  # fmt: skip
@@ -158,6 +158,11 @@ class WeightLoader:
         entry = self.find(part)
         self.add(_PartRead(entry.of_stack(part.stack), part, target), [entry.name])
 
+    def stays(self, part: Part) -> TensorEntry:
+        """A whole stored tensor that is not read now. Raises ModelError as `tensor` does."""
+        self._used.add(part.name)
+        return self.find(part)
+
     def find(self, part: Part) -> TensorEntry:
         """The stored tensor. Raises ModelError as `tensor` does."""
         entry = self.checkpoint.entry(part.name)
@@ -204,7 +209,7 @@ class WeightLoader:
 
 def read_tensor(file: FileIO, entry: TensorEntry) -> Tensor:
     """A whole stored tensor, codes in integers included. Raises ModelError for another type."""
-    dtype = (_DTYPES | _CODE_DTYPES).get(entry.dtype)
+    dtype = (DTYPES | _CODE_DTYPES).get(entry.dtype)
     if dtype is None or math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
         raise ModelError(entry.name, entry.dtype, f"unexpected type or size of a tensor in {entry.file.name}")
     tensor = torch.empty(entry.shape, dtype=dtype)
@@ -264,7 +269,7 @@ def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
         if not all(math.isfinite(edge) for edge in numbers.aminmax()):
             raise ModelError(entry.name, "infinity or NaN", "a scale is not a finite number")
         return in_order(entry, numbers)[(slice(None, None, rows.step), *columns)] + entry.shift
-    read = torch.empty((rows.stop - rows.start, *part.matrix_shape[1:]), dtype=_DTYPES[entry.dtype])
+    read = torch.empty((rows.stop - rows.start, *part.matrix_shape[1:]), dtype=DTYPES[entry.dtype])
     row_bytes = read.nbytes // max(1, len(read))
     _fill(read, file, entry.begin + rows.start * row_bytes)
     if entry.shift:

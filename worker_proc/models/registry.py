@@ -16,13 +16,13 @@ from worker_proc.errors import ModelError
 from worker_proc.gguf.names import gguf_files
 from worker_proc.models.config_fields import Config
 from worker_proc.models.decoder import Decoder
-from worker_proc.models.decoder_layout import Shard
 from worker_proc.models.decoder_weights import DecoderWeightPlan
 from worker_proc.models.describe import read_config
 from worker_proc.models.families import is_native, parse_spec
 from worker_proc.models.hybrid_families import hybrid_spec
 from worker_proc.models.interface import LanguageModel
 from worker_proc.models.loading import Progress, WeightLoader
+from worker_proc.models.shard import Shard
 from worker_proc.models.spec import DecoderSpec
 from worker_proc.parallel import TensorParallel
 from worker_proc.quantization.rows import QuantizedWeight, quantize_rows

@@ -46,6 +46,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
             return plain
         case "linear":
             return plain / spec.factor
+        case "proportional":  # of whole heads, whose last numbers do not turn (Gemma 4)
+            return torch.where(torch.arange(len(plain)) < spec.turning, plain, 0.0) / spec.factor
         case "llama3":
             return _llama3(plain, spec)
         case "yarn":

@@ -17,6 +17,7 @@ _KEYS: dict[str, set[str]] = {
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
+    "proportional": {"factor"},
 }
 
 
@@ -36,6 +37,7 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
+    turning: int = 0  # proportional: so many of the frequencies are not 0
     query_beta: float = 0.0  # yarn: queries are multiplied by 1 + this * log(1 + position // original_context)
     max_positions: int | None = None  # beyond this many positions the frequencies would depend on the length
 
@@ -63,18 +65,21 @@ def parse_rope(
         if key not in allowed and given[key] is not None:
             raise ModelError(f"{field}.{key}", given[key], f"unknown for rope type {kind!r}")
     part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if part not in (None, 1, 1.0) and not partial:
+    proportional = kind == "proportional"
+    if part not in (None, 1, 1.0) and not partial and not proportional:
         raise ModelError("partial_rotary_factor", part, "this model rotates whole heads")
     part = 1.0 if part is None else part
     if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
         raise ModelError("partial_rotary_factor", part, "must be a number above 0, at most 1")
-    dim = int(head_dim * part)
+    dim = head_dim if proportional else int(head_dim * part)
     if dim % 2 or not dim:
         reason = f"rotary embeddings need an even number of dimensions, not {dim}"
         raise ModelError("head_dim", head_dim, reason)
     theta = _number(given, "rope_theta", config.get("rope_theta") or 10000.0, field)
     original = _original_context(config, given, context, field) if scaled_from_original else context
     spec = RopeSpec(kind=kind, dim=dim, theta=theta, original_context=original)
+    if proportional:
+        spec = replace(spec, turning=int(part * head_dim // 2))
     if tempered and given.get(_QUERY_BETA) not in (None, 0):
         spec = replace(spec, query_beta=_number(given, _QUERY_BETA, None, field))
     return _with_kind(spec, given, context, field)
@@ -84,7 +89,7 @@ def _with_kind(spec: RopeSpec, given: Mapping[str, Any], context: int, field: st
     if spec.kind == "default":
         return spec
     stretched = context / spec.original_context
-    default_factor = stretched if spec.kind in ("yarn", "longrope") else None
+    default_factor = stretched if spec.kind in ("yarn", "longrope") else 1.0 if spec.kind == "proportional" else None
     factor = _number(given, "factor", default_factor, field)
     spec = replace(spec, factor=factor)
     match spec.kind:

@@ -25,6 +25,7 @@ class MixtureSpec:
     scale: float = 1.0  # of shares
     dense: int = 0  # so many layers before the others have an MLP instead
     dense_size: int = 0  # channels of theirs
+    beside: bool = False  # each is beside an MLP of `dense_size` channels; both have norms of their own (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,20 @@ class ConvSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Spec:
+    """What the layers of Gemma 4 (Google, 2026) have beyond those of Gemma 3. All values are normed, and what a layer
+    gives is scaled by a number of its own."""
+
+    full_kv_heads: int  # of layers without a window
+    full_head_dim: int
+    keys_as_values: bool  # in those: as they are projected, before they are normed and rotated
+    borrowing: int = 0  # so many last layers read keys and values of the last other one with, or without, a window
+    widens: bool = False  # those have MLPs of twice the channels
+    inputs: int = 0  # numbers that each layer has of a token itself (per-layer embeddings)
+    inputs_vocab: int = 0  # tokens that have such
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A pre-norm decoder-only transformer."""
 
@@ -105,6 +120,7 @@ class DecoderSpec:
     gated_attention: bool = False  # what it gives is multiplied by the sigmoid of gates, projected with the queries
     delta: DeltaSpec | None = None
     conv: ConvSpec | None = None  # or this one
+    gemma4: Gemma4Spec | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -120,6 +136,27 @@ class DecoderSpec:
         """Whether a layer has attention."""
         mixers = self.delta or self.conv
         return mixers is None or not mixers.layers[layer]
+
+    def kv_heads_of(self, layer: int) -> int:
+        """Heads of the keys and values that a layer reads."""
+        full = self.gemma4 is not None and self.windows[layer] is None
+        return self.gemma4.full_kv_heads if self.gemma4 is not None and full else self.num_kv_heads
+
+    def head_dim_of(self, layer: int) -> int:
+        """Numbers of its heads."""
+        full = self.gemma4 is not None and self.windows[layer] is None
+        return self.gemma4.full_head_dim if self.gemma4 is not None and full else self.head_dim
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values it reads."""
+        first = self.num_layers - (self.gemma4.borrowing if self.gemma4 is not None else 0)
+        if layer < first:
+            return layer
+        return max(other for other in range(first) if self.windows[other] == self.windows[layer])
+
+    def widening_of(self, layer: int) -> int:
+        """By what the channels of its MLP are multiplied."""
+        return 2 if self.gemma4 is not None and self.gemma4.widens and self.keys_of(layer) != layer else 1
 
     @property
     def recurrent(self) -> bool:

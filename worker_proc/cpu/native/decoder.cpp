@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
-#include <numeric>
+#include <optional>
 
 #include "decoder_buffers.h"
+#include "decoder_heads.h"
+#include "decoder_inputs.h"
 #include "decoder_last.h"
-#include "experts.h"
-#include "kv_int8.h"
+#include "decoder_mixture.h"
 #include "norm.h"
 #include "rows.h"
 #include "stopwatch.h"
@@ -53,7 +53,6 @@ void embed(const DecoderModel& model, const DecoderStep& step, const Buffers& bu
     }
   });
   clear_rows(buffers.normed, model.hidden, buffers.normed_stride, step.tokens);
-  clear_rows(buffers.inner, model.inner, buffers.inner_stride, step.tokens);
 }
 
 // What was kept apart and is not yet in the hidden states.
@@ -61,10 +60,26 @@ struct Pending {
   bool any;
   const float* norm;  // of it, or null
   float scale;
+  float after = 1.0f;  // of the hidden states with it
+  const DecoderLayer* beside = nullptr;  // whose MLP and experts have made two parts of it
 };
+
+// Norms what an MLP and the experts beside it have made, and adds them up.
+void add_made(const DecoderModel& model, const DecoderLayer& layer, const Buffers& buffers, int64_t row) {
+  float* const partial = buffers.partial + row * model.hidden;
+  const float* const made = buffers.made + row * model.hidden;
+  const float scale = inverse_rms(partial, model.hidden, model.norm_eps);
+  const float made_scale = inverse_rms(made, model.hidden, model.norm_eps);
+  for_lanes(model.hidden, [&](int64_t i, int count) {
+    const floats sum = load_lanes(partial + i, count) * scale * load_lanes(layer.beside_norm + i, count) +
+                       load_lanes(made + i, count) * made_scale * load_lanes(layer.made_norm + i, count);
+    store_lanes(partial + i, sum, count);
+  });
+}
 
 void add_pending(const DecoderModel& model, const Pending& pending, const Buffers& buffers, int64_t token) {
   if (!pending.any) return;
+  if (pending.beside != nullptr) add_made(model, *pending.beside, buffers, token);
   const float* const partial = buffers.partial + token * model.hidden;
   float* const x = buffers.x + token * buffers.x_stride;
   if (pending.norm == nullptr) {
@@ -74,8 +89,19 @@ void add_pending(const DecoderModel& model, const Pending& pending, const Buffer
   const float scale = inverse_rms(partial, model.hidden, model.norm_eps) * pending.scale;
   for_lanes(model.hidden, [&](int64_t i, int count) {
     const floats added = load_lanes(partial + i, count) * scale * load_lanes(pending.norm + i, count);
-    store_lanes(x + i, load_lanes(x + i, count) + added, count);
+    store_lanes(x + i, (load_lanes(x + i, count) + added) * pending.after, count);
   });
+}
+
+// What the MLP of a layer has made.
+Pending of_mlp(const DecoderModel& model, const DecoderLayer& layer) {
+  const float after = model.inputs > 0 ? 1.0f : layer.output_scale;
+  return {apart(model), layer.mlp_norm, model.residual_scale, after, layer.made_norm != nullptr ? &layer : nullptr};
+}
+
+// What the last stage of a layer has made.
+Pending of_layer(const DecoderModel& model, const DecoderLayer& layer) {
+  return model.inputs > 0 ? Pending{true, layer.inputs_norm, 1.0f, layer.output_scale} : of_mlp(model, layer);
 }
 
 void norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const Pending& pending,
@@ -97,100 +123,10 @@ void add(const DecoderModel& model, const PackedMatrix& weights, const bf16* x, 
     linear(weights, x, x_stride, tokens, buffers.x, buffers.x_stride, Finish::kAdd);
 }
 
-// What becomes of the heads of a token: queries are normed, rotated and kept, keys and values go to their pages, gates stay.
-class Rotation {
- public:
-  Rotation(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer)
-      : model_(model), step_(step), buffers_(buffers), layer_(layer), pages_(*step.attention),
-        whole_(model.rotated == model.head_dim),
-        past_(kWritesPast && step.tokens >= kStreamRows && whole_ && model.head_dim == 128 && aligned(buffers.qkv) &&
-              aligned(layer.k_pages) && aligned(layer.v_pages)) {}
-
-  // Head `head` of queries, keys, values and gates one after another, of a token: its numbers, which may be where queries
-  // and gates are kept, and are not wanted afterwards.
-  void take(int64_t head, int64_t token, bf16* numbers) const {
-    const int64_t dim = model_.head_dim;
-    bf16* const own = buffers_.qkv + token * buffers_.qkv_stride + head * dim;
-    if (head < model_.heads) return turn(numbers, layer_.query_rope, layer_.q_norm, token, past_, own);
-    if (head >= model_.heads + 2 * model_.kv_heads) {
-      if (numbers != own) memcpy(own, numbers, dim * sizeof(bf16));
-      return;
-    }
-    head -= model_.heads;
-    const bool is_key = head < model_.kv_heads;
-    if (!is_key) head -= model_.kv_heads;
-    const int64_t page = step_.slots[token] / pages_.page_size, offset = step_.slots[token] % pages_.page_size;
-    const int64_t at = is_key ? page * pages_.k_page_stride + offset * pages_.k_token_stride + head * pages_.k_head_stride
-                              : page * pages_.v_page_stride + offset * pages_.v_token_stride + head * pages_.v_head_stride;
-    void* const memory = is_key ? layer_.k_pages : layer_.v_pages;
-    if (pages_.kv_int8) {
-      if (is_key) turn(numbers, layer_.rope, layer_.k_norm, token, false, numbers);
-      float* const scales = is_key ? layer_.k_scales : layer_.v_scales;
-      scales[(page * model_.kv_heads + head) * pages_.page_size + offset] =
-          quantize_head(numbers, dim, static_cast<int8_t*>(memory) + at);
-    } else if (is_key) {
-      turn(numbers, layer_.rope, layer_.k_norm, token, past_, static_cast<bf16*>(memory) + at);
-    } else if (past_) {
-      copy_lines<true>(numbers, dim, static_cast<bf16*>(memory) + at);
-    } else {
-      copy_lines<false>(numbers, dim, static_cast<bf16*>(memory) + at);
-    }
-  }
-
- private:
-  static bool aligned(const void* memory) { return reinterpret_cast<uintptr_t>(memory) % 64 == 0; }
-
-  void turn(const bf16* numbers, int64_t rope, const float* norm, int64_t token, bool past, bf16* to) const {
-    const int64_t dim = model_.head_dim, half = model_.rotated / 2;
-    const int64_t row = (rope * step_.tokens + token) * half;
-    const float* const cos = buffers_.cos + row;
-    const float* const sin = buffers_.sin + row;
-    if (past)
-      norm_and_rotate_lines<128, true>(numbers, norm, model_.norm_eps, cos, sin, to);
-    else if (whole_ && dim == 128)
-      norm_and_rotate_lines<128, false>(numbers, norm, model_.norm_eps, cos, sin, to);
-    else if (whole_ && dim == 64)
-      norm_and_rotate_lines<64, false>(numbers, norm, model_.norm_eps, cos, sin, to);
-    else
-      norm_and_rotate(numbers, norm, model_.norm_eps, cos, sin, dim, model_.rotated, to);
-  }
-
-  const DecoderModel& model_;
-  const DecoderStep& step_;
-  const Buffers& buffers_;
-  const DecoderLayer& layer_;
-  const AttentionBatch& pages_;
-  const bool whole_;  // heads are rotated
-  const bool past_;  // they are many, so that they need not go to a cache
-};
-
-// Projects to queries, keys and values, and puts them where attention finds them.
-void project_heads(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers,
-                   const DecoderLayer& layer) {
-  const Rotation rotation(model, step, buffers, layer);
-  if (whole_heads(model.head_dim)) {
-    const Stopwatch time(step.op_ns, kQkv);
-    linear_heads(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, model.head_dim,
-                 [&](int64_t head, int64_t row, int count, bf16* numbers) {
-                   for (int i = 0; i < count; ++i) rotation.take(head, row + i, numbers + i * model.head_dim);
-                 });
-    return;
-  }
-  {
-    const Stopwatch time(step.op_ns, kQkv);
-    linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride,
-           Finish::kStore);
-  }
-  const Stopwatch time(step.op_ns, kRotate);
-  for_rows(step.tokens, 2 * buffers.qkv_stride, [&](int64_t token) {
-    bf16* const from = buffers.qkv + token * buffers.qkv_stride;
-    for (int64_t head = 0; head < layer.qkv.outputs / model.head_dim; ++head)
-      rotation.take(head, token, from + head * model.head_dim);
-  });
-}
-
 // Where the gates of a token begin.
-int64_t first_gate(const DecoderModel& model) { return (model.heads + 2 * model.kv_heads) * model.head_dim; }
+int64_t first_gate(const DecoderModel& model, const DecoderLayer& layer) {
+  return int64_t{model.heads + 2 * layer.kv_heads} * layer.head_dim;
+}
 
 // `tokens` queries of `batch`, which lie in the first rows.
 void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer,
@@ -202,10 +138,10 @@ void attend(const DecoderModel& model, const DecoderStep& step, const Buffers& b
   const Stopwatch time(step.op_ns, kAttend);
   rhizome_attention(&batch, &attention);
   if (!model.gated) return;
-  const int64_t width = int64_t{model.heads} * model.head_dim;
+  const int64_t width = int64_t{model.heads} * layer.head_dim;
   for_rows(tokens, 2 * width, [&](int64_t token) {
     bf16* const to = buffers.attended + token * buffers.attended_stride;
-    const bf16* const gates = buffers.qkv + token * buffers.qkv_stride + first_gate(model);
+    const bf16* const gates = buffers.qkv + token * buffers.qkv_stride + first_gate(model, layer);
     for_lanes(width, [&](int64_t i, int count) {
       store_lanes(to + i, times_sigmoid(load_lanes(to + i, count), load_lanes(gates + i, count)), count);
     });
@@ -262,117 +198,93 @@ void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& la
   layer.delta != nullptr ? delta_net(step, buffers, layer) : short_conv(step, buffers, layer);
 }
 
-// Moves the rows of the tokens that the last layer keeps to the front. One after another: they go where others lay.
+// Moves the rows of the tokens that go on to the front. One after another: they go where others lay.
 void keep_rows(const DecoderModel& model, const LastTokens& last, const Buffers& buffers, const DecoderLayer& layer) {
   const auto move = [&](auto* rows, int64_t stride, int64_t count) {
     for (int64_t row = 0; row < last.count(); ++row)
       if (last.token(row) != row) memcpy(rows + row * stride, rows + last.token(row) * stride, count * sizeof(*rows));
   };
-  const int64_t width = int64_t{model.heads} * model.head_dim;
+  const int64_t width = int64_t{model.heads} * layer.head_dim;
   move(buffers.x, buffers.x_stride, model.hidden);
   if (!attends(layer)) return move(buffers.attended, buffers.attended_stride, layer.o.inputs);
   move(buffers.qkv, buffers.qkv_stride, width);
-  if (model.gated) move(buffers.qkv + first_gate(model), buffers.qkv_stride, width);
+  if (model.gated) move(buffers.qkv + first_gate(model, layer), buffers.qkv_stride, width);
 }
 
-// In the last layer, only tokens whose logits are wanted go further than to their keys and values.
+// Only tokens whose logits are wanted go further than to their keys and values in the last layer that writes some.
 void attention_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
   // the embedding of several ranks, or what the layer before has made
-  const Pending pending = index == 0 ? Pending{model.several != 0, nullptr, 1.0f}
-                                     : Pending{apart(model), model.layers[index - 1].mlp_norm, model.residual_scale};
-  norm(model, step, buffers, pending, layer.input_norm, step.tokens);
-  attends(layer) ? project_heads(model, step, buffers, layer) : mix(step, buffers, layer);
-  int64_t tokens = step.tokens;
-  if (index + 1 < model.num_layers) {
-    if (attends(layer)) attend(model, step, buffers, layer, *step.attention, tokens);
-  } else {
-    const LastTokens last(step);
-    tokens = last.count();
-    keep_rows(model, last, buffers, layer);
-    if (attends(layer)) attend(model, step, buffers, layer, last.batch(), tokens);
+  Pending pending = index == 0 ? Pending{model.several != 0, nullptr, 1.0f} : of_layer(model, model.layers[index - 1]);
+  std::optional<LastTokens> last;
+  if (index >= model.last_whole) last.emplace(step);
+  const LastTokens* const before = index > model.last_whole ? &*last : nullptr;
+  int64_t tokens = before != nullptr ? last->count() : step.tokens;
+  if (index == 0 && model.inputs > 0) {
+    const Stopwatch time(step.op_ns, kEmbed);
+    for_rows(tokens, model.hidden, [&](int64_t token) {
+      add_pending(model, pending, buffers, token);
+      round_row(model, buffers, token);
+    });
+    make_inputs(model, step, buffers);
+    pending.any = false;
+  }
+  norm(model, step, buffers, pending, layer.input_norm, tokens);
+  attends(layer) ? project_heads(model, step, buffers, layer, before) : mix(step, buffers, layer);
+  if (index == model.last_whole) {
+    tokens = last->count();
+    keep_rows(model, *last, buffers, layer);
+  }
+  if (attends(layer)) {
+    const AttentionBatch batch = last ? last->batch(layer.batch) : *step.attention[layer.batch];
+    attend(model, step, buffers, layer, batch, tokens);
   }
   const Stopwatch time(step.op_ns, kO);
   clear_rows(buffers.attended, layer.o.inputs, buffers.attended_stride, tokens);
   add(model, layer.o, buffers.attended, buffers.attended_stride, tokens, buffers);
 }
 
-// Which experts a token goes through, and with which shares: the likeliest ones by a softmax over all, or by the sigmoid of
-// each. They are distinct, as two threads would add to one row; where outputs of the router are not finite, the first ones,
-// with NaN.
-void choose_experts(const DecoderModel& model, const Buffers& buffers, const float* bias, int64_t tokens) {
-  constexpr float taken = -std::numeric_limits<float>::infinity();  // biases are finite
-  const int64_t experts = model.experts, each = model.experts_each;
-  for_rows(tokens, 16 * experts, [&](int64_t token) {
-    float* const routes = buffers.routes + token * (experts + model.shared);
-    float* const shares = buffers.shares + token * each;
-    int64_t* const chosen = buffers.chosen + token * each;
-    const float most = *std::max_element(routes, routes + experts);
-    float total = 0.0f, of_chosen = model.sigmoid ? 1e-6f : 0.0f;
-    for (int64_t i = 0; i < experts; ++i)
-      total += routes[i] = model.sigmoid ? 1.0f / (1.0f + expf(-routes[i])) : expf(routes[i] - most);
-    if (!std::isfinite(total)) {
-      std::iota(chosen, chosen + each, 0);
-      std::fill(shares, shares + each, total);
-      return;
-    }
-    for (int64_t j = 0; j < each; ++j) {
-      int64_t best = 0;
-      float most_likely = taken;
-      for (int64_t i = 0; i < experts; ++i) {
-        const float likely = bias == nullptr ? routes[i] : routes[i] + bias[i];
-        if (likely > most_likely) best = i, most_likely = likely;
-      }
-      chosen[j] = best;
-      of_chosen += shares[j] = routes[best];
-      routes[best] = taken;
-    }
-    const float scale = model.share_scale / (model.renormalizes ? of_chosen : model.sigmoid ? 1.0f : total);
-    for (int64_t j = 0; j < each; ++j) shares[j] *= scale;
-  });
-}
-
-void mixture(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer,
-             int64_t tokens) {
-  const Stopwatch time(step.op_ns, kGateUp);
-  const int64_t stride = model.experts + model.shared;
-  linear(layer.router, buffers.normed, buffers.normed_stride, tokens, buffers.routes, stride, Finish::kStoreFloat);
-  choose_experts(model, buffers, layer.choice_bias, tokens);
-  rhizome_experts(layer.expert_gate_ups, layer.expert_downs, model.experts, buffers.normed, buffers.normed_stride, tokens,
-                  buffers.chosen, buffers.shares, model.experts_each,
-                  model.gate, buffers.partial);
-  if (!model.shared) return;
-  linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,
-         static_cast<Finish>(model.gate));
-  for_rows(tokens, model.inner, [&](int64_t token) {
-    bf16* const inner = buffers.inner + token * buffers.inner_stride;
-    const float share = 1.0f / (1.0f + expf(-buffers.routes[token * stride + model.experts]));
-    for_lanes(model.inner, [&](int64_t i, int count) {
-      store_lanes(inner + i, share * load_lanes(inner + i, count), count);
-    });
-  });
-  linear(layer.down, buffers.inner, buffers.inner_stride, tokens, buffers.partial, model.hidden, Finish::kAdd);
+int64_t tokens_behind(const DecoderModel& model, const DecoderStep& step, int index) {
+  return index < model.last_whole ? step.tokens : LastTokens(step).count();
 }
 
 void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
-  const int64_t tokens = index + 1 < model.num_layers ? step.tokens : LastTokens(step).count();
+  const int64_t tokens = tokens_behind(model, step, index);
   norm(model, step, buffers, {apart(model), layer.attention_norm, model.residual_scale}, layer.post_norm, tokens);
-  if (layer.router.outputs > 0) return mixture(model, step, buffers, layer, tokens);
+  if (layer.router.outputs > 0 && !model.beside) return mixture(model, step, buffers, layer, tokens);
   {
     const Stopwatch time(step.op_ns, kGateUp);
     linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,
            static_cast<Finish>(model.gate));
   }
+  {
+    const Stopwatch time(step.op_ns, kDown);
+    clear_rows(buffers.inner, layer.down.inputs, buffers.inner_stride, tokens);
+    add(model, layer.down, buffers.inner, buffers.inner_stride, tokens, buffers);
+  }
+  if (model.beside) mixture_beside(model, step, buffers, layer, tokens);
+}
+
+// What a layer makes of a token's own inputs, where there are any.
+void inputs_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
+  const DecoderLayer& layer = model.layers[index];
+  std::optional<LastTokens> last;
+  if (index >= model.last_whole) last.emplace(step);
+  const int64_t rows = last ? last->count() : step.tokens;
   const Stopwatch time(step.op_ns, kDown);
-  add(model, layer.down, buffers.inner, buffers.inner_stride, tokens, buffers);
+  for_rows(rows, model.hidden, [&](int64_t row) {
+    add_pending(model, of_mlp(model, layer), buffers, row);
+    round_row(model, buffers, row);
+  });
+  use_inputs(model, buffers, index, last ? &*last : nullptr, rows);
 }
 
 // The normed hidden states of the tokens whose logits are wanted, as the first rows of `normed`.
 void final_norm(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers) {
   const LastTokens last(step);
   const Stopwatch time(step.op_ns, kNorm);
-  const Pending pending{apart(model), model.layers[model.num_layers - 1].mlp_norm, model.residual_scale};
+  const Pending pending = of_layer(model, model.layers[model.num_layers - 1]);
   for_rows(last.count(), model.hidden, [&](int64_t row) { add_pending(model, pending, buffers, row); });
   for_rows(step.num_logits, model.hidden, [&](int64_t row) {
     rms_norm(buffers.x + last.row(step.logit_rows[row]) * buffers.x_stride, model.norm, model.hidden, model.norm_eps,
@@ -399,6 +311,10 @@ void rhizome_decoder_attention(const DecoderModel* model, const DecoderStep* ste
 
 void rhizome_decoder_mlp(const DecoderModel* model, const DecoderStep* step, int layer) {
   mlp_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer);
+}
+
+void rhizome_decoder_inputs(const DecoderModel* model, const DecoderStep* step, int layer) {
+  inputs_stage(*model, *step, Buffers(*model, step->tokens, step->workspace), layer);
 }
 
 int64_t rhizome_decoder_last_tokens(const DecoderStep* step) { return LastTokens(*step).count(); }
@@ -433,5 +349,6 @@ void rhizome_decoder_layers(const DecoderModel* model, const DecoderStep* step) 
   for (int layer = 0; layer < model->num_layers; ++layer) {
     attention_stage(*model, *step, buffers, layer);
     mlp_stage(*model, *step, buffers, layer);
+    if (model->inputs > 0) inputs_stage(*model, *step, buffers, layer);
   }
 }

@@ -1,4 +1,5 @@
-// Which tokens of a step the last layer computes to the end: of the others nothing but keys and values is wanted any more.
+// Which tokens of a step are computed to the end: of the others nothing but keys and values is wanted any more in the last
+// layer that writes some.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,8 @@ namespace rhizome {
 // as others may share its part of the plan.
 class LastTokens {
  public:
-  explicit LastTokens(const DecoderStep& step) : batch_(*step.attention), rows_(step.tokens, -1), starts_(1, 0) {
-    const AttentionBatch& all = *step.attention;
+  explicit LastTokens(const DecoderStep& step) : step_(step), rows_(step.tokens, -1), starts_(1, 0) {
+    const AttentionBatch& all = *step.attention[0];
     std::vector<bool> wanted(step.tokens, false);
     for (int64_t i = 0; i < step.num_logits; ++i) wanted[step.logit_rows[i]] = true;
     kv_lens_.assign(all.kv_lens, all.kv_lens + all.num_rows);
@@ -30,8 +31,6 @@ class LastTokens {
       }
       starts_.push_back(static_cast<int32_t>(count()));
     }
-    batch_.q_starts = starts_.data();
-    batch_.kv_lens = kv_lens_.data();
   }
 
   LastTokens(const LastTokens&) = delete;
@@ -43,11 +42,16 @@ class LastTokens {
   int64_t token(int64_t row) const { return tokens_[row]; }
   int64_t row(int64_t token) const { return rows_[token]; }
 
-  // Their queries.
-  const AttentionBatch& batch() const { return batch_; }
+  // Their queries, with heads of this kind.
+  AttentionBatch batch(int kind) const {
+    AttentionBatch batch = *step_.attention[kind];
+    batch.q_starts = starts_.data();
+    batch.kv_lens = kv_lens_.data();
+    return batch;
+  }
 
  private:
-  AttentionBatch batch_;
+  const DecoderStep& step_;
   std::vector<int64_t> tokens_, rows_;
   std::vector<int32_t> starts_, kv_lens_;
 };

@@ -52,7 +52,7 @@ struct PackedMatrix {
 };
 
 constexpr int64_t kStreamRows = 16;  // whose results go past the caches, where other cores hold what they replace
-constexpr int64_t kMaxHead = 256;  // numbers of a head that `linear_heads` can hold
+constexpr int64_t kMaxHead = 512;  // numbers of a head that `linear_heads` can hold
 
 inline int64_t blocks(int64_t inputs) { return (inputs + 31) / 32; }
 inline int64_t panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }

@@ -1,0 +1,52 @@
+"""A table whose rows are read from its file when they are wanted, so that it takes no memory of the process: of the
+per-layer embeddings of Gemma 4, which are as large as the rest of the model, a token needs one row.
+"""
+
+import ctypes
+import math
+import os
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from worker_proc.errors import ModelError
+from worker_proc.gguf.blocks import dequantize
+from worker_proc.gguf.kinds import CODED, KINDS
+from worker_proc.models.loading import DTYPES
+from worker_proc.weights import TensorEntry
+
+
+class RowReader:
+    """The rows of one stored matrix. The file stays open, so that it may be moved or deleted meanwhile."""
+
+    def __init__(self, entry: TensorEntry, dtype: torch.dtype) -> None:
+        """`dtype` is that of the rows that are given. Raises ModelError where the file cannot be opened, or holds
+        another type."""
+        if entry.dtype not in DTYPES and entry.dtype not in CODED:
+            raise ModelError(entry.name, entry.dtype, f"unexpected type of a tensor in {entry.file.name}")
+        try:
+            self._file = FileIO(str(entry.file))
+        except OSError as error:
+            raise ModelError(entry.name, str(entry.file), f"cannot be read ({error})") from None
+        kind = KINDS[entry.dtype]
+        self._row_bytes = math.prod(entry.shape[1:]) // kind.numbers * kind.nbytes
+        self._entry, self._dtype = entry, dtype
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Those rows of the table, int64 `[N]` to `[N, columns]`. Raises OSError where they cannot be read."""
+        raw = torch.empty(len(indices), self._row_bytes, dtype=torch.uint8)
+        memory = memoryview((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
+        for place, index in enumerate(indices.tolist()):
+            self._fill(memory[place * self._row_bytes :][: self._row_bytes], index)
+        if self._entry.dtype in CODED:
+            return dequantize(self._entry.dtype, raw).to(self._dtype)
+        return raw.view(DTYPES[self._entry.dtype]).to(self._dtype)
+
+    def _fill(self, memory: memoryview, index: int) -> None:
+        at = self._entry.begin + index * self._row_bytes
+        while len(memory):
+            count = os.preadv(self._file.fileno(), [memory], at)
+            if not count:
+                raise OSError(f"{self._entry.file.name} ends too early")
+            memory, at = memory[count:], at + count
