@@ -88,6 +88,18 @@ def _experts(base: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 _MLP_EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 _LLAMA: dict[str, Any] = {"turned": True, "may_have_biases": True}
+_GEMMA4 = _OUTPUT_NORMS | {
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
 _GEMMA: dict[str, Any] = {"norm_offset": 1.0, "names": _OUTPUT_NORMS}
 _QWEN3_5: dict[str, Any] = {"norm_offset": 1.0, "names": _DELTA | _GATES, "more": {"linear_value_heads_tiled": True}}
 ARCHITECTURES = {
@@ -123,6 +135,12 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", **_GEMMA),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", **_GEMMA),
+    "gemma4": Architecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        names=_GEMMA4,
+        experts=_experts("experts", "gate_proj", "up_proj", "down_proj"),
+    ),
     "granite": Architecture("granite", "GraniteForCausalLM", **_LLAMA),
     # llama.cpp rotates in all but each fourth layer, whatever the model says
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", more={"no_rope_layer_interval": 4}, **_LLAMA),

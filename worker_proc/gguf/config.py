@@ -6,6 +6,7 @@ from typing import Any
 
 from worker_proc.errors import ModelError
 from worker_proc.gguf.architectures import Architecture, architecture_of
+from worker_proc.gguf.gemma4 import experts_of_gemma4, gemma4, layers_of_gemma4
 from worker_proc.gguf.header import Header
 from worker_proc.gguf.kinds import CODED
 from worker_proc.gguf.rope import Factors, rope_scaling
@@ -20,13 +21,17 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     if "token_embd.weight" not in shapes:
         raise ModelError("token_embd.weight", None, "the file lacks this tensor")
+    more: dict[str, Any] = {}
     hidden, heads, layers = settings.whole("embedding_length"), settings.heads(keys=False), layers_of(settings)
+    if architecture.model_type == "gemma4_text":
+        more = layers_of_gemma4(settings, layers, factors, shapes)
+        more["vocab_size_per_layer_input"] = shapes.get("per_layer_token_embd.weight", (0,))[0]
+        factors = {}
     head_dim = settings.whole("attention.key_length", hidden // heads)
     settings.must_be("attention.value_length", head_dim)
     settings.must_be("attention.causal", True)
-    kinds = None
     if architecture.model_type in _WITH_CONVOLUTIONS:
-        kinds = ["full_attention" if attends else "conv" for attends in settings.attending(layers)]
+        more["layer_types"] = ["full_attention" if attends else "conv" for attends in settings.attending(layers)]
     config = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
@@ -41,9 +46,8 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_theta": settings.number("rope.freq_base", 10000.0),
         **architecture.more,
+        **more,
     }
-    if kinds is not None:
-        config["layer_types"] = kinds
     config |= _mlp(architecture, settings)
     if scaling := rope_scaling(settings, factors, head_dim, config["rope_theta"]):
         config["rope_scaling"] = scaling
@@ -67,6 +71,8 @@ def eos_token_ids(header: Header) -> list[int]:
 
 def _mlp(architecture: Architecture, settings: Settings) -> dict[str, Any]:
     """Channels, and experts where there are any."""
+    if architecture.model_type == "gemma4_text":
+        return {"intermediate_size": settings.whole("feed_forward_length")} | experts_of_gemma4(settings)
     if not architecture.experts:
         settings.must_be("expert_count", 0)
         settings.must_be("expert_used_count", 0)
@@ -217,5 +223,6 @@ _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = 
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": gemma4,
     "gpt_oss": _gpt_oss,
 }

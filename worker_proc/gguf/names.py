@@ -20,6 +20,12 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _OUTSIDE |= {"output.weight": "lm_head.weight"}
 _OUTSIDE |= {"token_embd_norm.weight": "model.embedding_norm.weight"}  # LFM2's name for the norm before the head
+_OUTSIDE |= {  # inputs of layers of Gemma 4
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
+_GATES_AND_UPS = "ffn_gate_up_exps.weight"  # all gates of an expert before its ups
 _EXPERTS = re.compile(r"(ffn_\w+)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"(ffn_\w+)\.(\d+)\.weight")  # a tensor each, in files of early 2024 and before
 
@@ -120,6 +126,12 @@ def _of_experts(architecture: Architecture, entry: TensorEntry, rest: str, base:
         for expert in range(entry.shape[0]):
             name = architecture.experts[several[1]].format(expert=expert)
             yield entry.of_stack((expert, entry.shape[0])).renamed(f"{base}{name}.{several[2]}")
+    if rest == _GATES_AND_UPS and architecture.experts and len(entry.shape) == 3 and entry.shape[1] % 2 == 0:
+        count, rows, width = entry.shape
+        halves = entry.renamed(entry.name, shape=(2 * count, rows // 2, width))
+        for part in range(2 * count):
+            name = architecture.experts[("ffn_gate", "ffn_up")[part % 2]].format(expert=part // 2)
+            yield halves.of_stack((part, 2 * count)).renamed(f"{base}{name}.weight")
 
 
 def _undone(architecture: Architecture, settings: Settings, entry: TensorEntry, name: str) -> dict[str, Any]:

@@ -59,6 +59,14 @@ class Settings:
         self.values[key] = [count for count in counts if count != 0]
         return [count != 0 for count in counts]
 
+    def by_layer(self, key: str, layers: int, kind: type[int] = int) -> list[Any]:
+        """A whole number above 0 (or a flag) for each layer: of a list, or the one of all."""
+        value = self.get(key)
+        values: list[Any] = value if isinstance(value, list) else [value] * layers
+        if len(values) < layers or any(type(each) is not kind or (kind is int and each <= 0) for each in values):
+            raise ModelError(self.prefix + key, value, "must say so for each layer")
+        return values[:layers]
+
     def refuse_others(self) -> None:
         for key in sorted(set(self.values) - self.used):
             raise ModelError(self.prefix + key, self.values[key], "an unknown setting of this architecture")

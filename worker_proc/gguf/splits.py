@@ -47,14 +47,16 @@ SPLITS = {
     "smaug-bpe": _LLAMA3_PLAIN, "tekken": _TEKKEN, "gpt-4o": _GPT4O,
 }  # fmt: skip
 
+MERGED = "gemma4"  # SentencePiece's BPE with a list of merges in place of scores
+
 
 def splits_of(header: Header) -> Splits | None:
     """None for SentencePiece, which does not split. Raises ModelError for other tokenizers, and unknown ways."""
     model = header.settings.get("tokenizer.ggml.model")
-    if model == "llama":
+    if model in ("llama", MERGED):
         return None
     if model != "gpt2":
-        reason = "the tokenizer must be a byte-level BPE (gpt2) or SentencePiece's BPE (llama)"
+        reason = "the tokenizer must be a byte-level BPE (gpt2) or SentencePiece's BPE (llama, gemma4)"
         raise ModelError("tokenizer.ggml.model", model, reason)
     name = header.settings.get("tokenizer.ggml.pre", "default")
     if name == "default" and str(header.settings.get("general.architecture")).startswith("qwen"):

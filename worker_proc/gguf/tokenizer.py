@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from common.harmony import CALL, END, RETURN
 from worker_proc.errors import ModelError
 from worker_proc.gguf.header import Header, read_header
-from worker_proc.gguf.splits import Splits, splits_of
+from worker_proc.gguf.splits import MERGED, Splits, splits_of
 
 _SPECIAL = {2: True, 3: True, 4: False}  # by type, of tokens that are found in texts as they are: unknown, control, own
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other tokens take those behind them
@@ -21,6 +21,7 @@ _SPACE = "\u2581"  # as SentencePiece writes it
 # Tokens that end a turn, as llama.cpp has them: files name one or two of a model's
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>",
+    "<turn|>", "<|tool_response>", "<eos>",
     CALL, RETURN,
 )  # fmt: skip
 
@@ -82,8 +83,7 @@ def _named(header: Header, name: str) -> str | None:
 
 
 def _byte_level(header: Header, vocabulary: dict[str, int], splits: Splits) -> Tokenizer:
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(header, "merges")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splits.ignore_merges))
+    tokenizer = Tokenizer(models.BPE(vocabulary, _merges(header), ignore_merges=splits.ignore_merges))
     steps: list[pre_tokenizers.PreTokenizer] = []
     if splits.words:
         steps.append(pre_tokenizers.Split(Regex(splits.words), behavior="isolated"))
@@ -96,16 +96,9 @@ def _byte_level(header: Header, vocabulary: dict[str, int], splits: Splits) -> T
 
 
 def _sentencepiece(header: Header, vocabulary: dict[str, int]) -> Tokenizer:
-    """Two tokens are merged where theirs is one, those with the highest score first."""
-    scores = _list(header, "scores")
-    merges = []
-    for token, index in vocabulary.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
-                merges.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
-    merges.sort()
-    pairs = [(left, right) for *_, left, right in merges]
+    """Two tokens are merged as the file says, or where theirs is one, those with the highest score first."""
+    listed = header.settings.get("tokenizer.ggml.model") == MERGED
+    pairs = _merges(header) if listed else _merges_by_score(header, vocabulary)
     unknown = _named(header, "unknown")
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
@@ -116,6 +109,27 @@ def _sentencepiece(header: Header, vocabulary: dict[str, int]) -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence(spaces)
     tokenizer.decoder = decoders.Sequence(back)
     return tokenizer
+
+
+def _merges(header: Header) -> list[tuple[str, str]]:
+    """As the file lists them. The first of two may begin with a space."""
+    found = []
+    for merge in _list(header, "merges"):
+        cut = merge.find(" ", 1)
+        found.append((merge[:cut], merge[cut + 1 :]))
+    return found
+
+
+def _merges_by_score(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    scores = _list(header, "scores")
+    merges = []
+    for token, index in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
 
 
 def _set_ends(tokenizer: Tokenizer, header: Header, bos: bool) -> None:
