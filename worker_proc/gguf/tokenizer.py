@@ -111,13 +111,9 @@ def _sentencepiece(header: Header, vocabulary: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(header: Header) -> list[tuple[str, str]]:
-    """As the file lists them. The first of two may begin with a space."""
-    found = []
-    for merge in _list(header, "merges"):
-        cut = merge.find(" ", 1)
-        found.append((merge[:cut], merge[cut + 1 :]))
-    return found
+def _merges(header: Header) -> list[Any]:
+    """Pairs, as the file lists them."""
+    return [tuple(merge.split(" ", 1)) for merge in _list(header, "merges")]
 
 
 def _merges_by_score(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
