@@ -81,6 +81,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 2, "num_experts_per_tok": 4, "norm_topk_prob": False, "routed_scaling_factor": 2.5,
         "use_expert_bias": False, "layer_types": ["conv", _FULL, "conv", _FULL],
     },
+    "state-spaces": ALL | {
+        "kind": "granitemoehybrid", "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+    },
+    "state-spaces-odd": {
+        "kind": "granitemoehybrid", "num_local_experts": 0, "hidden_size": 72, "mamba_n_heads": 6, "mamba_d_head": 48,
+        "mamba_expand": 4, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_d_conv": 3, "mamba_conv_bias": False,
+        "mamba_proj_bias": True, "shared_intermediate_size": 50, "head_dim": 20, "position_embedding_type": "rope",
+        "time_step_limit": [0.05, 0.4], "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL], "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "state-spaces-dense": {
+        "kind": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+    },
     "attention-at-both-ends": {
         "layer_types": [_FULL, _LINEAR, _FULL], "num_hidden_layers": 3, "head_dim": 64, "attention_bias": True,
         "tie_word_embeddings": True, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3,
@@ -163,11 +178,10 @@ def test_tokens_do_not_depend_on_chunks_and_pages(shape: str, level: Level, tmp_
         assert generate(model, PROMPTS, NEW_TOKENS, page_size=page_size, chunk=chunk) == want
 
 
-@pytest.fixture(scope="module", params=[_LINEAR, "conv"])
+@pytest.fixture(scope="module", params=[(KIND, _LINEAR), ("lfm2", "conv"), ("granitemoehybrid", _LINEAR)], ids=str)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind = KIND if request.param == _LINEAR else "lfm2"
-    path = tmp_path_factory.mktemp("model")
-    return make_hybrid(kind, path, layer_types=[request.param, _FULL, request.param, _FULL])
+    kind, mixer = request.param
+    return make_hybrid(kind, tmp_path_factory.mktemp("model"), layer_types=[mixer, _FULL, mixer, _FULL])
 
 
 @given(data=st.data())
@@ -211,8 +225,12 @@ def test_bits_do_not_depend_on_batches_cuts_and_saves(checkpoint: Path, data: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "mixer", "ends_with"), [(KIND, _LINEAR, _FULL), (KIND, _LINEAR, _LINEAR), ("lfm2", "conv", "conv")]
-)
+    ("kind", "mixer", "ends_with"),
+    [
+        (KIND, _LINEAR, _FULL), (KIND, _LINEAR, _LINEAR), ("lfm2", "conv", "conv"),
+        ("granitemoehybrid", _LINEAR, _LINEAR),
+    ],
+)  # fmt: skip
 def test_wanted_logits_have_the_bits_of_all(kind: str, mixer: str, ends_with: str, tmp_path: Path) -> None:
     """The last layer leaves out tokens whose logits are not wanted, but none that its state would miss."""
     path = make_hybrid(kind, tmp_path, layer_types=[mixer, _FULL, mixer, ends_with])
@@ -247,7 +265,7 @@ def test_a_scheduler_gets_the_tokens_of_each_request_alone(checkpoint: Path) -> 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32)], ids=str)
-@pytest.mark.parametrize("shape", ["plain", "mixture", "convolutions", "convolutions-mixture"])
+@pytest.mark.parametrize("shape", ["plain", "mixture", "convolutions", "convolutions-mixture", "state-spaces"])
 def test_codes_are_made_of_projections_but_not_of_gates(
     shape: str, scheme: Scheme, level: Level, tmp_path: Path
 ) -> None:
@@ -276,7 +294,7 @@ def dense(matrix: PackedMatrix) -> list[list[float]]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8"])
-@pytest.mark.parametrize("shape", ["plain", "next", "convolutions", "convolutions-mixture"])
+@pytest.mark.parametrize("shape", ["plain", "next", "convolutions", "convolutions-mixture", "state-spaces-dense"])
 def test_stored_codes_are_what_they_stand_for(shape: str, method: str, level: Level, tmp_path: Path) -> None:
     inner = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if shape == "next" else {}
     inner |= {"moe_intermediate_size": 64} if shape == "convolutions-mixture" else {}
@@ -351,6 +369,8 @@ def test_what_it_keeps_is_known_by_its_config(checkpoint: Path) -> None:
 def test_what_a_config_leaves_out_is_what_transformers_takes(model_type: str) -> None:
     sizes = {"vocab_size": 320, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 8,
              "num_attention_heads": 32, "model_type": model_type}  # fmt: skip
+    if model_type == "granitemoehybrid":  # whose layers are all state spaces otherwise
+        sizes["layer_types"] = [_LINEAR, _FULL] * 4
     whole = AutoConfig.for_model(**sizes).to_dict() | {"model_type": model_type}
     assert hybrid_spec(sizes) is not None and hybrid_spec(sizes) == hybrid_spec(whole)
 
@@ -388,7 +408,7 @@ def test_heads_that_the_kernels_do_not_know_are_left_to_transformers(tmp_path: P
     assert isinstance(load(make_hybrid(KIND, tmp_path, linear_key_head_dim=24)), TransformersModel)
 
 
-@pytest.mark.parametrize("shape", ["next", "convolutions", "convolutions-mixture"])
+@pytest.mark.parametrize("shape", ["next", "convolutions", "convolutions-mixture", "state-spaces"])
 def test_its_steps_are_measured_beside_floors(shape: str, tmp_path: Path) -> None:
     model, case = load_native(make(shape, tmp_path)), (3, 1, 40, 0)
     batch, pages = make_step(*case)

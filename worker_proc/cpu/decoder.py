@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.attention.interface import ForwardBatch
-from worker_proc.cpu import delta_net, short_conv
+from worker_proc.cpu import delta_net, short_conv, state_space
 from worker_proc.cpu.attention import AttentionStep, NativeAttention
 from worker_proc.cpu.decoder_recurrent import Waves, recurrent_layers
 from worker_proc.cpu.decoder_structs import LayerStruct, ModelStruct, StepStruct
@@ -47,14 +47,14 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 def supports(spec: DecoderSpec, dtype: torch.dtype) -> bool:
     """Whether `CpuDecoder` computes this model: families with RMSNorm, gated MLPs and rotations, in bfloat16."""
     gated = spec.gated_mlp and spec.activation in _GATES
-    rotations = [rope for rope in spec.ropes if rope is not None]
-    delta, conv = spec.delta, spec.conv
+    delta, conv, space = spec.delta, spec.conv, spec.space
     known = delta is None or delta_net.knows_sizes(delta.key_dim, delta.value_dim, delta.kernel)
+    known &= space is None or state_space.knows_sizes(space.head_dim, space.state_size, space.kernel)
     known &= conv is None or short_conv.knows_sizes(spec.hidden_size, conv.kernel)
     known &= all(rope is None or not rope.query_beta or rope.dim == spec.head_dim for rope in spec.ropes)
     if spec.gemma4 is not None and spec.gemma4.inputs:
         known &= _GATES.get(spec.activation) is Finish.GELU_MUL
-    return dtype == torch.bfloat16 and spec.norm == "rms" and gated and bool(rotations) and known
+    return dtype == torch.bfloat16 and spec.norm == "rms" and gated and known
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _Rotations:
     @classmethod
     def of(cls, spec: DecoderSpec) -> "_Rotations":
         ropes = tuple(dict.fromkeys((*spec.ropes, *map(_of_keys, spec.ropes))))
-        frequencies = torch.zeros(len(ropes), max(rope.dim for rope in ropes if rope is not None) // 2)
+        frequencies = torch.zeros(len(ropes), max((rope.dim for rope in ropes if rope is not None), default=0) // 2)
         for row, rope in zip(frequencies, ropes, strict=True):
             if rope is not None:
                 row[: rope.dim // 2] = inverse_frequencies(rope)
@@ -253,6 +253,7 @@ class CpuDecoder:
             projected=max([*projected, *recurrent[:1]]),
             mixed=max([*(self._heads * heads.v_dim for heads in self._kinds), *recurrent[1:]]),
             shared=int(mixture is not None and mixture.shared > 0),
+            shared_gate=int(mixture is not None and mixture.shared > 0 and mixture.shared_gate),
             sigmoid=int(mixture is not None and mixture.sigmoid),
             beside=int(mixture is not None and mixture.beside),
             inputs=self._inputs,

@@ -11,9 +11,10 @@ from torch import Tensor
 from worker_proc.attention.interface import ForwardBatch
 from worker_proc.cpu.delta_net import DeltaStruct
 from worker_proc.cpu.short_conv import ConvStruct
+from worker_proc.cpu.state_space import SpaceStruct
 from worker_proc.cpu.weights import PackedLayer
 from worker_proc.models.shard import Shard
-from worker_proc.models.spec import ConvSpec, DecoderSpec, DeltaSpec
+from worker_proc.models.spec import ConvSpec, DecoderSpec, DeltaSpec, SpaceSpec
 from worker_proc.recurrent import RecurrentStates, StateKey, StateSpec
 from worker_proc.waves import waves
 
@@ -145,10 +146,61 @@ class ConvLayers(RecurrentLayers):
             struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
 
 
+class SpaceLayers(RecurrentLayers):
+    """Mamba-2 layers, of one rank."""
+
+    field = "space"
+
+    def __init__(self, spec: SpaceSpec, layers: Sequence[PackedLayer], norm_eps: float) -> None:
+        self._spec = spec
+        structs = {
+            index: SpaceStruct(
+                conv_weight=layer.space.taps.data_ptr(),
+                conv_bias=layer.space.conv_bias.data_ptr(),
+                rate=layer.space.rate.data_ptr(),
+                dt_bias=layer.space.step_bias.data_ptr(),
+                skip=layer.space.skip.data_ptr(),
+                norm=layer.space.norm.data_ptr(),
+                heads=spec.heads,
+                head_dim=spec.head_dim,
+                groups=spec.groups,
+                state_size=spec.state_size,
+                norm_groups=spec.groups,
+                kernel=spec.kernel,
+                eps=norm_eps,
+                least_dt=spec.least_step,
+                most_dt=spec.most_step,
+            )
+            for index, layer in enumerate(layers)
+            if layer.space is not None
+        }
+        super().__init__(structs, spec.width + spec.channels + spec.heads, spec.width)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        spec = self._spec
+        conv, state = (spec.channels, spec.kernel), (spec.heads, spec.head_dim, spec.state_size)
+        return tuple(
+            kept
+            for index in self.structs
+            for kept in (
+                StateSpec(StateKey(index, "conv", 0), conv, torch.bfloat16),
+                StateSpec(StateKey(index, "recurrent", 0), state, torch.float32),
+            )
+        )
+
+    def use(self, states: RecurrentStates) -> None:
+        for index, struct in self.structs.items():
+            struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
+            struct.state = states.tensors[StateKey(index, "recurrent", 0)].data_ptr()
+
+
 def recurrent_layers(spec: DecoderSpec, shard: Shard, layers: Sequence[PackedLayer]) -> RecurrentLayers | None:
     """None where there are none."""
     if spec.delta is not None:
         return DeltaLayers(spec.delta, shard, layers, spec.norm_eps)
+    if spec.space is not None:
+        return SpaceLayers(spec.space, layers, spec.norm_eps)
     return ConvLayers(spec.conv, shard, layers) if spec.conv is not None else None
 
 

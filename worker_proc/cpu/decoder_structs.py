@@ -14,7 +14,7 @@ class LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "o", "gate_up", "down", "router")),
         *((name, c_void_p) for name in ("expert_gate_ups", "expert_downs", "delta")),
         ("gates", MatrixStruct),
-        *((name, c_void_p) for name in ("conv", "choice_bias")),
+        *((name, c_void_p) for name in ("conv", "space", "choice_bias")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "attention_norm", "mlp_norm")),
         *((name, c_void_p) for name in ("router_norm", "experts_norm", "beside_norm", "made_norm", "expert_scales")),
         *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm")),
@@ -42,7 +42,7 @@ class ModelStruct(ctypes.Structure):
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "ropes", "rotated")),
         *((name, c_int32) for name in ("gate", "inner", "experts", "experts_each", "renormalizes")),
         *((name, c_int32) for name in ("vocab_first", "vocab_count", "several")),
-        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared", "sigmoid", "beside")),
+        *((name, c_int32) for name in ("gated", "projected", "mixed", "shared", "shared_gate", "sigmoid", "beside")),
         *((name, c_int32) for name in ("inputs", "first_input", "last_whole")),
     )
 

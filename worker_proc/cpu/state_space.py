@@ -24,16 +24,22 @@ _PARTS = (
 _SCALED = "mup_vector"  # Falcon-H1 multiplies what is projected
 
 
-class _SpaceStruct(ctypes.Structure):
+class SpaceStruct(ctypes.Structure):
     """`SpaceBatch` of native/state_space.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("projected", "conv_weight", "conv_bias", "rate", "dt_bias", "skip", "norm")),
         *((name, c_void_p) for name in ("conv", "state", "segments", "out", "squares")),
+        *((name, c_int64) for name in ("projected_stride", "out_stride")),
         *((name, c_int64) for name in ("num_segments", "heads", "head_dim", "groups", "state_size", "norm_groups")),
         ("kernel", c_int64),
         *((name, c_float) for name in ("eps", "least_dt", "most_dt")),
     )
+
+
+def knows_sizes(head_dim: int, state_size: int, kernel: int) -> bool:
+    """Whether native code computes heads of these sizes."""
+    return head_dim % 16 == state_size % 16 == 0 and kernel <= MOST_KERNEL
 
 
 def supports(module: nn.Module) -> bool:
@@ -46,10 +52,9 @@ def supports(module: nn.Module) -> bool:
         layer.intermediate_size == layer.num_heads * layer.head_dim
         and layer.conv_dim == layer.intermediate_size + 2 * layer.n_groups * layer.ssm_state_size
         and layer.num_heads % layer.n_groups == 0
-        and layer.head_dim % 16 == layer.ssm_state_size % 16 == 0
+        and knows_sizes(layer.head_dim, layer.ssm_state_size, layer.conv1d.weight.shape[-1])
         and group % 16 == layer.intermediate_size % group == 0
         and layer.time_step_limit is not None
-        and layer.conv1d.weight.shape[-1] <= MOST_KERNEL
         and layer.conv1d.weight.dtype == torch.bfloat16
         and layer.activation == "silu"
     )
@@ -87,10 +92,11 @@ class StateSpace:
         conv = states.tensors[StateKey(self._index, "conv", 0)]
         state = states.tensors[StateKey(self._index, "recurrent", 0)]
 
-        def struct(segments: int, count: int) -> _SpaceStruct:
+        def struct(segments: int, count: int) -> SpaceStruct:
             pointers = (x.data_ptr() for x in (projected, *self._held, conv, state))
             sums = None if squares is None else squares.data_ptr()
-            return _SpaceStruct(*pointers, segments, out.data_ptr(), sums, count, *self._sizes, *self._limits)
+            strides = projected.shape[-1], out.shape[-1]
+            return SpaceStruct(*pointers, segments, out.data_ptr(), sums, *strides, count, *self._sizes, *self._limits)
 
         run_natively(self._run, struct, batch, states, self._index)
         if self._shared is not None and squares is not None:

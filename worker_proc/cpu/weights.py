@@ -26,6 +26,7 @@ from worker_proc.models.layout_parts import (
     LinearParts,
     MlpParts,
     NormParts,
+    SpaceParts,
     TokenInputParts,
 )
 from worker_proc.models.loading import Part, WeightLoader
@@ -63,6 +64,18 @@ class ConvWeights:
 
     taps: Tensor  # [kernel, channels of the rank]
     bias: Tensor  # [channels of the rank]
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceWeights:
+    """What a Mamba-2 layer has beside its projections, in float32."""
+
+    taps: Tensor  # [kernel, channels]
+    conv_bias: Tensor  # [channels]
+    rate: Tensor  # [heads], as `step_bias` and `skip`
+    step_bias: Tensor
+    skip: Tensor
+    norm: Tensor  # [heads * head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ class PackedLayer:
     sinks: Tensor | None  # float32 [query heads of the rank]
     delta: DeltaWeights | None = None  # in place of attention
     conv: ConvWeights | None = None  # or this
+    space: SpaceWeights | None = None  # or this
     shared: PackedMlp | None = None  # beside the experts of a mixture
     choice_bias: Tensor | None = None  # float32 [experts]
     output_scale: Tensor | None = None  # float32 [1]
@@ -242,6 +256,7 @@ class PackedWeightPlan:
             sinks=self._float32(parts.sinks),
             delta=self._delta(parts.delta) if parts.delta is not None else None,
             conv=self._conv(parts.conv) if parts.conv is not None else None,
+            space=self._space(parts.space) if parts.space is not None else None,
             shared=self._mlp(parts.shared, compress=False) if parts.shared is not None else None,
             choice_bias=self._choice_bias(parts.choice_bias),
             output_scale=self._float32(parts.output_scale),
@@ -276,19 +291,32 @@ class PackedWeightPlan:
         )
 
     def _delta(self, parts: DeltaParts) -> DeltaWeights:
-        rate = self.load.tensor(parts.rate, dtype=torch.float32)
-        self._after.append(lambda: rate.exp_().neg_())
         return DeltaWeights(
             gates=self._matrix(parts.gates.weight, self.source.as_stored(parts.gates.weight), compress=False),
             conv=self._taps(parts.conv),
-            rate=rate,
+            rate=self._rate(parts.rate),
             step_bias=self.load.tensor(parts.step_bias, dtype=torch.float32),
             norm=self.load.tensor(parts.norm, dtype=torch.float32),
         )
 
     def _conv(self, parts: ConvParts) -> ConvWeights:
-        taps, bias = self._taps((parts.taps,)), self._float32(parts.bias)
-        return ConvWeights(taps, torch.zeros(taps.shape[1]) if bias is None else bias)
+        taps = self._taps((parts.taps,))
+        return ConvWeights(taps, self._bias_of(taps, parts.bias))
+
+    def _space(self, parts: SpaceParts) -> SpaceWeights:
+        taps = self._taps((parts.taps,))
+        conv_bias = self._bias_of(taps, parts.conv_bias)
+        others = (self.load.tensor(part, dtype=torch.float32) for part in (parts.step_bias, parts.skip, parts.norm))
+        return SpaceWeights(taps, conv_bias, self._rate(parts.rate), *others)
+
+    def _bias_of(self, taps: Tensor, part: Part | None) -> Tensor:
+        bias = self._float32(part)
+        return torch.zeros(taps.shape[1]) if bias is None else bias
+
+    def _rate(self, part: Part) -> Tensor:
+        rate = self.load.tensor(part, dtype=torch.float32)
+        self._after.append(lambda: rate.exp_().neg_())
+        return rate
 
     def _choice_bias(self, part: Part | None) -> Tensor | None:
         """Finite: experts that are chosen must differ."""

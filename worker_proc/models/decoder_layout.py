@@ -16,11 +16,12 @@ from worker_proc.models.layout_parts import (
     LinearParts,
     MlpParts,
     NormParts,
+    SpaceParts,
     TokenInputParts,
 )
 from worker_proc.models.loading import Part, same_data
 from worker_proc.models.shard import Shard, Span, moved, scaled
-from worker_proc.models.spec import ConvSpec, DecoderSpec, Gemma4Spec
+from worker_proc.models.spec import ConvSpec, DecoderSpec, Gemma4Spec, SpaceSpec
 from worker_proc.weights import Checkpoint
 
 Block = tuple[str, int, Span]  # of a stored matrix: its name, its rows, and which of them
@@ -71,11 +72,13 @@ class DecoderLayout:
             else None
             for name in ("q", "k")
         )
-        delta = conv = None
+        delta = conv = space = None
         if attends:
             qkv, o = self._attention(attention, index)
         elif spec.conv is not None:
             qkv, o, conv = self._conv(base + "conv.", spec.conv)
+        elif spec.space is not None:
+            qkv, o, space = self._space(base + "mamba.", spec.space)
         else:
             qkv, o, delta = self._delta(base + "linear_attn.")
         router, mlps = self._mlps(base, index)
@@ -94,6 +97,7 @@ class DecoderLayout:
             sinks=Part(attention + "sinks", (spec.num_heads,), self.shard.heads) if spec.sinks else None,
             delta=delta,
             conv=conv,
+            space=space,
             shared=self._shared(base, index),
             choice_bias=self._choice_bias(base) if router is not None else None,
             output_scale=Part(base + "layer_scalar", (1,)) if spec.gemma4 is not None else None,
@@ -136,6 +140,22 @@ class DecoderLayout:
             ),
         )
 
+    def _space(self, base: str, space: SpaceSpec) -> tuple[LinearParts, LinearParts, SpaceParts]:
+        """The projections into a Mamba-2 layer, that of what it gives, and the rest. One rank has all of it."""
+        projected, heads = space.width + space.channels + space.heads, (space.heads,)
+        return (
+            self._columns([(base + "in_proj", projected, (0, projected))], self.spec.hidden_size, space.bias),
+            self._rows(base + "out_proj", space.width, (0, space.width), space.bias),
+            SpaceParts(
+                taps=Part(base + "conv1d.weight", (space.channels, 1, space.kernel)),
+                conv_bias=Part(base + "conv1d.bias", (space.channels,)) if space.conv_bias else None,
+                rate=Part(base + "A_log", heads),
+                step_bias=Part(base + "dt_bias", heads),
+                skip=Part(base + "D", heads),
+                norm=Part(base + "norm.weight", (space.width,)),
+            ),
+        )
+
     def _shared(self, base: str, index: int) -> MlpParts | None:
         """The expert of a mixture that all tokens go through, or the MLP beside it."""
         mixture = self.spec.mixture
@@ -143,7 +163,8 @@ class DecoderLayout:
             return self._mlp(base + "mlp.", mixture.dense_size, self.shard.dense, self.spec.widening_of(index))
         if mixture is None or not mixture.shared:
             return None
-        return self._mlp(base + "mlp.shared_expert.", mixture.shared, self.shard.shared)
+        name = "shared_mlp." if self.spec.layout == "granite_hybrid" else "mlp.shared_expert."
+        return self._mlp(base + name, mixture.shared, self.shard.shared)
 
     def _inputs(self, base: str, size: int) -> InputParts:
         gate = (base + "per_layer_input_gate", size, self.shard.inputs)
@@ -213,25 +234,30 @@ class DecoderLayout:
         """The router of a mixture and its experts, or the MLP."""
         mixture, mlp = self.spec.mixture, base + ("feed_forward." if self.spec.layout == "lfm2" else "mlp.")
         channels = self.spec.intermediate_size, self.shard.channels
+        if self.spec.layout == "granite_hybrid":
+            mlp = base + "shared_mlp."
         if mixture is None:
             return None, (self._mlp(mlp, *channels, self.spec.widening_of(index)),)
         if index < mixture.dense:
             return None, (self._mlp(mlp, mixture.dense_size, self.shard.dense),)
-        if self.spec.layout == "mixtral":
+        if self.spec.layout in ("mixtral", "granite_hybrid"):
             mlp = base + "block_sparse_moe."
-        gate = mlp + ("router" if self.spec.layout == "gpt_oss" else "gate")
+        gate = mlp + {"gpt_oss": "router", "granite_hybrid": "router.layer"}.get(self.spec.layout, "gate")
         if mixture.beside:
             mlp, gate = base, base + "router.proj"
         bias = (Part(gate + ".bias", (mixture.experts,)),) if mixture.router_bias else ()
         gates = [Part(gate + ".weight", (mixture.experts, self.spec.hidden_size))]
-        if mixture.shared:
+        if mixture.shared and mixture.shared_gate:
             gates.append(Part(mlp + "shared_expert_gate.weight", (1, self.spec.hidden_size)))
         router = LinearParts(tuple(gates), bias)
         apart = mlp + "experts.0.gate_proj.weight" in self.stored  # in GGUF files
         if self.spec.layout == "gpt_oss" and not apart:
             return router, tuple(self._stacked(mlp + "experts.", expert) for expert in range(mixture.experts))
-        if mlp + "experts.gate_up_proj" in self.stored and not apart:
-            return router, tuple(self._stacked_halves(mlp + "experts.", expert) for expert in range(mixture.experts))
+        up, down = mlp + "experts.gate_up_proj", mlp + "experts.down_proj"
+        if self.spec.layout == "granite_hybrid":
+            up, down = mlp + "input_linear.weight", mlp + "output_linear.weight"
+        if up in self.stored and not apart:
+            return router, tuple(self._stacked_halves(up, down, expert) for expert in range(mixture.experts))
         return router, tuple(self._mlp(f"{mlp}experts.{expert}.", *channels) for expert in range(mixture.experts))
 
     def _stacked(self, base: str, expert: int) -> MlpParts:
@@ -249,13 +275,12 @@ class DecoderLayout:
         first = self.shard.rank == 0
         return MlpParts(LinearParts(weights, biases), LinearParts((down_weight,), (down_bias,), adds_bias=first))
 
-    def _stacked_halves(self, base: str, expert: int) -> MlpParts:
+    def _stacked_halves(self, up: str, down: str, expert: int) -> MlpParts:
         """An expert of Qwen3-VL: those of a layer are one tensor, all gates before all ups. Published checkpoints have
         them `[in, out]`, those that newer transformers writes `[out, in]`."""
         assert self.spec.mixture is not None
         hidden, inner, channels = self.spec.hidden_size, self.spec.intermediate_size, self.shard.channels
         count = self.spec.mixture.experts
-        up, down = base + "gate_up_proj", base + "down_proj"
         shapes = [self.stored[name].shape for name in (up, down) if name in self.stored]
         turned = shapes != [(count, 2 * inner, hidden), (count, hidden, inner)]
         spans = [moved(channels, start) for start in (0, inner)]
@@ -269,8 +294,11 @@ class DecoderLayout:
         numbered = spec.layout in ("mixtral", "lfm2")
         gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
         gate_up = [(base + name, inner, channels) for name in (gate, up)]
-        if spec.layout == "phi3":  # stacked, as its q, k and v
-            gate_up = [(base + "gate_up_proj", 2 * inner, moved(channels, start)) for start in (0, inner)]
+        stacked = {"phi3": "gate_up_proj", "granite_hybrid": "input_linear"}.get(spec.layout)
+        if stacked is not None:
+            gate_up = [(base + stacked, 2 * inner, moved(channels, start)) for start in (0, inner)]
+        if spec.layout == "granite_hybrid":
+            down = "output_linear"
         columns = self._columns(gate_up, spec.hidden_size, spec.mlp_bias)
         return MlpParts(columns, self._rows(base + down, inner, channels, spec.mlp_bias))
 

@@ -16,10 +16,10 @@ from worker_proc.models.spec import DecoderSpec
 
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-NATIVE_ON_CPUS = (*DELTA_NETS, "lfm2", "lfm2_moe", "ministral3", *GEMMA4)  # see hybrid_families
+NATIVE_ON_CPUS = (*DELTA_NETS, "lfm2", "lfm2_moe", "ministral3", "granitemoehybrid", *GEMMA4)  # see hybrid_families
 _MAY_HAVE_BIAS = (
-    "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text", *GEMMA4,
-    *DELTA_NETS,
+    "gpt_oss", "llama", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma", "gemma2", "gemma3_text",
+    "granitemoehybrid", *GEMMA4, *DELTA_NETS,
 )  # fmt: skip
 _MAY_ROTATE_PARTS = ("phi3", *DELTA_NETS)
 _ATTENTION = "full_attention", "sliding_attention"

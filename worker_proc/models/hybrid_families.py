@@ -9,6 +9,7 @@ from worker_proc.models.config_fields import Config, boolean, divide, positive_f
 from worker_proc.models.families import Family, parse_family
 from worker_proc.models.family_parts import but_each, experts, layer_types, parse_llama, windows_of
 from worker_proc.models.gemma4_family import GEMMA4, GEMMA4_UNIFIED, parse_gemma4
+from worker_proc.models.granite_family import GRANITE_HYBRID, parse_granite_hybrid
 from worker_proc.models.language_part import without_sections
 from worker_proc.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MixtureSpec
 
@@ -197,6 +198,7 @@ HYBRID_FAMILIES = {
     "lfm2": Family("Lfm2ForCausalLM", _parse_lfm2, _LFM2),
     "ministral3": Family("Ministral3ForCausalLM", _parse_ministral3, _MINISTRAL3),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", _parse_lfm2_moe, _LFM2_MOE),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", parse_granite_hybrid, GRANITE_HYBRID),
     "gemma4_text": Family("Gemma4ForCausalLM", parse_gemma4, GEMMA4),
     "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", parse_gemma4, GEMMA4_UNIFIED),
 }

@@ -47,6 +47,18 @@ class ConvParts:
 
 
 @dataclass(frozen=True, slots=True)
+class SpaceParts:
+    """What a Mamba-2 layer has beside its projections."""
+
+    taps: Part  # [channels, 1, kernel]
+    conv_bias: Part | None
+    rate: Part  # [heads]: the logarithm
+    step_bias: Part
+    skip: Part
+    norm: Part  # [heads * head_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class InputParts:
     """What a layer of Gemma 4 has for the inputs of a token itself."""
 
@@ -78,7 +90,7 @@ class TokenInputParts:
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """One layer, see `LayerWeights`. In place of attention's projections, a Gated DeltaNet has those of q, k, v and z,
-    a gated short convolution those of its gates and of what goes in, and both their output's."""
+    a gated short convolution those of its gates and of what goes in, a Mamba-2 layer all, and each its output's."""
 
     input_norm: NormParts
     qkv: LinearParts
@@ -93,6 +105,7 @@ class LayerParts:
     sinks: Part | None = None  # of attention, one number for each query head
     delta: DeltaParts | None = None
     conv: ConvParts | None = None
+    space: SpaceParts | None = None
     shared: MlpParts | None = None  # the expert of a mixture that all tokens go through
     choice_bias: Part | None = None  # of a mixture's experts, on every rank
     output_scale: Part | None = None  # one number

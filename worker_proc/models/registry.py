@@ -56,13 +56,14 @@ def load_model(
     directory, device = Path(path), torch.device(device)
     config = read_config(directory)
     compresses = native is not None and native.compresses and dtype == torch.bfloat16
-    spec = _native_spec(config, native, dtype)
+    spec = _native_spec(config, native, dtype, tp.size)
     if compression == "on" and not (compresses and (spec is None or supports(spec, dtype))):
         reason = "needs a processor with AVX2 or AVX512 and kernels for it, bfloat16, and a model that they compute"
         raise ModelError("weight_compression", compression, reason)
     stored = parse_stored(config)
     if spec is None:
         only = f"of {config['model_type']} are read for the native CPU kernels in bfloat16 only"
+        only += ", on one rank" if (other := hybrid_spec(config)) is not None and other.space is not None else ""
         if gguf_files(directory):
             raise ModelError("model", str(directory), f"GGUF files {only}")
         if stored is not None:
@@ -100,12 +101,14 @@ def load_model(
         return Decoder(spec, shard, plan.finish(), tp, attention)
 
 
-def _native_spec(config: Config, native: NativeLibrary | None, dtype: torch.dtype) -> DecoderSpec | None:
-    """Of a model that the native decoder computes."""
+def _native_spec(config: Config, native: NativeLibrary | None, dtype: torch.dtype, ranks: int) -> DecoderSpec | None:
+    """Of a model that the native decoder computes. Of Mamba-2 layers, whose norm goes over all heads, on one rank."""
     if is_native(config):
         return parse_spec(config)
     spec = hybrid_spec(config) if native is not None else None
-    return spec if spec is not None and supports(spec, dtype) else None
+    if spec is None or not supports(spec, dtype) or (spec.space is not None and ranks > 1):
+        return None
+    return spec
 
 
 def has_recurrent_layers(path: str | Path) -> bool:

@@ -1,5 +1,6 @@
 """What the native decoder needs to know about a model. Needs no torch; `families` parses it from config.json."""
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -19,7 +20,8 @@ class MixtureSpec:
     each: int
     renormalizes: bool  # shares of the chosen ones add up to 1
     router_bias: bool = False
-    shared: int = 0  # channels of an expert that all tokens go through, times the sigmoid of a gate
+    shared: int = 0  # channels of an expert that all tokens go through
+    shared_gate: bool = True  # times the sigmoid of a gate
     sigmoid: bool = False  # of each output instead
     choice_bias: bool = False  # what is likely is added to for choosing, but not for shares
     scale: float = 1.0  # of shares
@@ -68,6 +70,32 @@ class ConvSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SpaceSpec:
+    """Mamba-2 layers (Dao and Gu, 2024) in place of the attention of some layers."""
+
+    layers: tuple[bool, ...]  # which
+    heads: int
+    head_dim: int
+    groups: int  # of heads, which have B and C in common, and are normed together
+    state_size: int  # numbers that are kept for each number of a head
+    kernel: int  # tokens that their convolution sees
+    conv_bias: bool
+    bias: bool  # of projections
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    @property
+    def width(self) -> int:
+        """Numbers of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all heads, then B and C of all groups."""
+        return self.width + 2 * self.groups * self.state_size
+
+
+@dataclass(frozen=True, slots=True)
 class Gemma4Spec:
     """What the layers of Gemma 4 (Google, 2026) have beyond those of Gemma 3. All values are normed, and what a layer
     gives is scaled by a number of its own."""
@@ -85,7 +113,9 @@ class Gemma4Spec:
 class DecoderSpec:
     """A pre-norm decoder-only transformer."""
 
-    layout: Literal["llama", "phi3", "mixtral", "gpt_oss", "gpt2", "lfm2"]  # tensor names and their storage order
+    layout: Literal[
+        "llama", "phi3", "mixtral", "gpt_oss", "gpt2", "lfm2", "granite_hybrid"
+    ]  # tensor names and their storage order
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of an expert, where there are several
@@ -120,6 +150,7 @@ class DecoderSpec:
     gated_attention: bool = False  # what it gives is multiplied by the sigmoid of gates, projected with the queries
     delta: DeltaSpec | None = None
     conv: ConvSpec | None = None  # or this one
+    space: SpaceSpec | None = None  # or this one
     gemma4: Gemma4Spec | None = None
 
     @property
@@ -134,7 +165,7 @@ class DecoderSpec:
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        mixers = self.delta or self.conv
+        mixers = self.delta or self.conv or self.space
         return mixers is None or not mixers.layers[layer]
 
     def kv_heads_of(self, layer: int) -> int:
@@ -161,4 +192,4 @@ class DecoderSpec:
     @property
     def recurrent(self) -> bool:
         """Whether some layers keep states instead of keys and values."""
-        return self.delta is not None or self.conv is not None
+        return self.delta is not None or self.conv is not None or self.space is not None

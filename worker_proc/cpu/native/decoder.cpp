@@ -187,7 +187,19 @@ void short_conv(const DecoderStep& step, const Buffers& buffers, const DecoderLa
   recur(step, batch, rhizome_short_conv);
 }
 
-bool attends(const DecoderLayer& layer) { return layer.delta == nullptr && layer.conv == nullptr; }
+void state_space(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
+  const Stopwatch time(step.op_ns, kRecur);
+  SpaceBatch batch = *layer.space;
+  batch.projected = buffers.qkv;
+  batch.out = buffers.attended;
+  batch.projected_stride = buffers.qkv_stride;
+  batch.out_stride = buffers.attended_stride;
+  recur(step, batch, rhizome_state_space);
+}
+
+bool attends(const DecoderLayer& layer) {
+  return layer.delta == nullptr && layer.conv == nullptr && layer.space == nullptr;
+}
 
 // What stands in place of attention.
 void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
@@ -195,7 +207,12 @@ void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& la
     const Stopwatch time(step.op_ns, kQkv);
     linear(layer.qkv, buffers.normed, buffers.normed_stride, step.tokens, buffers.qkv, buffers.qkv_stride, Finish::kStore);
   }
-  layer.delta != nullptr ? delta_net(step, buffers, layer) : short_conv(step, buffers, layer);
+  if (layer.delta != nullptr)
+    delta_net(step, buffers, layer);
+  else if (layer.conv != nullptr)
+    short_conv(step, buffers, layer);
+  else
+    state_space(step, buffers, layer);
 }
 
 // Moves the rows of the tokens that go on to the front. One after another: they go where others lay.

@@ -12,6 +12,7 @@
 #include "linear.h"
 #include "screen.h"
 #include "short_conv.h"
+#include "state_space.h"
 
 namespace rhizome {
 
@@ -29,6 +30,7 @@ struct DecoderLayer {
   PackedMatrix gates;  // its b and a
   // The same of a gated short convolution. `qkv` has its two gates and what goes in then.
   const ConvBatch* conv;
+  const SpaceBatch* space;  // and of a Mamba-2 layer; `qkv` has all that is projected
   const float* choice_bias;  // [experts] of a mixture: what choosing adds to what is likely; or null
   const float* input_norm;  // [hidden]
   const float* post_norm;
@@ -97,7 +99,8 @@ struct DecoderModel {
   int32_t gated;              // 1: what attention gives is multiplied by the sigmoid of gates
   int32_t projected;          // most numbers that `qkv` and `gates` of a layer make of a token
   int32_t mixed;              // most that its `o` takes
-  int32_t shared;             // 1: all tokens go through one more expert, as far as its gate lets them
+  int32_t shared;             // 1: all tokens go through one more expert
+  int32_t shared_gate;        // 1: as far as its gate lets them
   int32_t sigmoid;            // 1: an expert is as likely as the sigmoid of its output; 0: a softmax over all
   int32_t beside;             // 1: mixtures are beside MLPs
   int32_t inputs;             // numbers of a layer's input, or 0

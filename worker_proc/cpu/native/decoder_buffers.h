@@ -26,7 +26,7 @@ struct Buffers {
   bf16* attended;   // [tokens, mixed]
   bf16* inner;      // [tokens, inner]; begins where `qkv` does, as nothing of an attention is needed in the MLP after it
   bf16* inputs;     // [tokens, layers, inputs]
-  float* routes;    // [tokens, experts + shared]: outputs of the router, and then places for a sort
+  float* routes;    // [tokens, experts + shared_gate]: outputs of the router, and then places for a sort
   float* shares;    // [tokens, experts_each]
   int64_t* chosen;  // [tokens, experts_each]
   int64_t x_stride, normed_stride, qkv_stride, attended_stride, inner_stride, inputs_stride;
@@ -57,7 +57,7 @@ struct Buffers {
     char* const end = next;
     next = attention;
     take(inner, tokens * inner_stride);
-    take(routes, tokens * (model.experts + model.shared));
+    take(routes, tokens * (model.experts + model.shared_gate));
     take(shares, tokens * model.experts_each);
     take(chosen, tokens * model.experts_each);
     bytes = std::max(next, end) - static_cast<char*>(workspace);

@@ -24,7 +24,7 @@ inline void choose_experts(const DecoderModel& model, const DecoderLayer& layer,
   const int64_t experts = model.experts, each = model.experts_each;
   const float* const bias = layer.choice_bias;
   for_rows(tokens, 16 * experts, [&](int64_t token) {
-    float* const routes = buffers.routes + token * (experts + model.shared);
+    float* const routes = buffers.routes + token * (experts + model.shared_gate);
     float* const shares = buffers.shares + token * each;
     int64_t* const chosen = buffers.chosen + token * each;
     const float most = *std::max_element(routes, routes + experts);
@@ -57,7 +57,7 @@ inline void choose_experts(const DecoderModel& model, const DecoderLayer& layer,
 template <class Between>
 void route(const DecoderModel& model, const DecoderLayer& layer, const Buffers& buffers, int64_t tokens, float* out,
            Between&& between) {
-  linear(layer.router, buffers.normed, buffers.normed_stride, tokens, buffers.routes, model.experts + model.shared,
+  linear(layer.router, buffers.normed, buffers.normed_stride, tokens, buffers.routes, model.experts + model.shared_gate,
          Finish::kStoreFloat);
   choose_experts(model, layer, buffers, tokens);
   between();
@@ -70,15 +70,17 @@ inline void mixture(const DecoderModel& model, const DecoderStep& step, const Bu
   const Stopwatch time(step.op_ns, kGateUp);
   route(model, layer, buffers, tokens, buffers.partial, [] {});
   if (!model.shared) return;
-  const int64_t channels = layer.down.inputs, stride = model.experts + model.shared;
+  const int64_t channels = layer.down.inputs, stride = model.experts + model.shared_gate;
   linear(layer.gate_up, buffers.normed, buffers.normed_stride, tokens, buffers.inner, buffers.inner_stride,
          static_cast<Finish>(model.gate));
   for_rows(tokens, channels, [&](int64_t token) {
     bf16* const inner = buffers.inner + token * buffers.inner_stride;
-    const float share = 1.0f / (1.0f + expf(-buffers.routes[token * stride + model.experts]));
-    for_lanes(channels, [&](int64_t i, int count) {
-      store_lanes(inner + i, share * load_lanes(inner + i, count), count);
-    });
+    if (model.shared_gate) {
+      const float share = 1.0f / (1.0f + expf(-buffers.routes[token * stride + model.experts]));
+      for_lanes(channels, [&](int64_t i, int count) {
+        store_lanes(inner + i, share * load_lanes(inner + i, count), count);
+      });
+    }
     clear_padding(inner, channels);
   });
   linear(layer.down, buffers.inner, buffers.inner_stride, tokens, buffers.partial, model.hidden, Finish::kAdd);

@@ -1,6 +1,7 @@
 #include "state_space.h"
 
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "causal_conv.h"
@@ -23,7 +24,7 @@ class StateSpace {
       : b_(batch),
         width_(batch.heads * batch.head_dim),
         channels_(width_ + 2 * batch.groups * batch.state_size),
-        stride_(width_ + channels_ + batch.heads),
+        stride_(batch.projected_stride),
         mixed_stride_(float_stride(channels_)) {}
 
   void run() {
@@ -111,7 +112,7 @@ class StateSpace {
   void finish(const Piece& piece, int64_t t) {
     float* x = values(piece, t);
     const bf16* gate = projected(piece, t);
-    bf16* out = b_.out + (piece.token + t) * width_;
+    bf16* out = b_.out + (piece.token + t) * b_.out_stride;
     const int64_t size = width_ / b_.norm_groups;
     for (int64_t begin = 0; begin < width_; begin += size) {
       floats squares = {};
@@ -137,6 +138,17 @@ class StateSpace {
 };
 
 }  // namespace
+
+void copy_states(const SpaceBatch& batch, const int64_t* copies, int64_t count) {
+  const int64_t width = batch.heads * batch.head_dim;
+  const int64_t conv = (width + 2 * batch.groups * batch.state_size) * batch.kernel, state = width * batch.state_size;
+  parallel_for(count, [&](int64_t copy, int) {
+    const int64_t from = copies[2 * copy], to = copies[2 * copy + 1];
+    memcpy(batch.conv + to * conv, batch.conv + from * conv, conv * sizeof(bf16));
+    memcpy(batch.state + to * state, batch.state + from * state, state * sizeof(float));
+  });
+}
+
 }  // namespace rhizome
 
 void rhizome_state_space(const rhizome::SpaceBatch* batch) { rhizome::StateSpace(*batch).run(); }

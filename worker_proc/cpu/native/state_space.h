@@ -24,9 +24,13 @@ struct SpaceBatch {
   const int64_t* segments;   // [num_segments, 3]: row of conv and state, first token, tokens
   bf16* out;                 // [T, heads * head_dim]
   float* squares;            // [T] or null: sums over what the norm divides by their root, which is left undivided
+  int64_t projected_stride, out_stride;  // from token to token
   int64_t num_segments, heads, head_dim, groups, state_size, norm_groups, kernel;
   float eps, least_dt, most_dt;
 };
+
+// Copies states: `copies` [count, 2] says from which row of conv and state to which.
+void copy_states(const SpaceBatch& batch, const int64_t* copies, int64_t count);
 
 }  // namespace rhizome
 
