@@ -6,7 +6,6 @@ import pytest
 
 from common.sampling_params import SamplingParams
 from tests.helpers_gemma4 import make_gemma4
-from tests.helpers_gguf import directory_of
 from tests.helpers_gguf_gemma4 import write_gemma4_gguf
 from tests.helpers_models import VOCAB_SIZE
 from tests.helpers_paged import generate, make_prompts
@@ -14,6 +13,7 @@ from tests.integration.cluster import running
 from tests.integration.test_cluster import collect
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_hybrid_decoder import load_native
+from worker_proc.gguf.directory import directory_for
 
 pytestmark = needs_compiler
 PROMPTS = make_prompts(VOCAB_SIZE)
@@ -44,7 +44,8 @@ def test_answers_are_those_of_each_request_alone(shape: str, flags: tuple[str, .
 
 def test_ranks_serve_a_file(tmp_path: Path) -> None:
     source = make_gemma4("all", tmp_path / "source", tie_word_embeddings=True)
-    path = directory_of(write_gemma4_gguf(source, tmp_path / "m.gguf", lambda name: "BF16"))
+    file = write_gemma4_gguf(source, tmp_path / "m.gguf", lambda name: "BF16")
+    path = directory_for(file, tmp_path / "cache")
     flags = ("--dtype", "bfloat16", "--tp", "2", "--kv-tokens", "4096")
     with running(path, *flags) as cluster, cluster.connect() as connection:
         found = []
