@@ -34,13 +34,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # in float32 through transformers, in bfloat16 by the native decoder
-KINDS = [("float32", 1), ("float32", 2), pytest.param(("bfloat16", 1), marks=needs_compiler)]
+KINDS = [
+    ("qwen3_5_text", "float32", 1),
+    ("qwen3_5_text", "float32", 2),
+    pytest.param(("qwen3_5_text", "bfloat16", 1), marks=needs_compiler),
+    pytest.param(("granitemoehybrid", "bfloat16", 1), marks=needs_compiler),
+]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "{} tp {}".format(*kind))
-def served(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, Greedy]]:
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "{} {} tp {}".format(*kind))
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, Greedy]]:
     """A cluster, and what it is to answer."""
-    dtype, ranks = request.param
+    kind, dtype, ranks = request.param
+    checkpoint = make_hybrid(kind, tmp_path_factory.mktemp("m") / "model")
     with running(checkpoint, *FLAGS, "--dtype", dtype, "--tp", str(ranks)) as cluster:
         yield cluster, partial(greedy, checkpoint) if dtype == "float32" else partial(alone, load_native(checkpoint))
 
