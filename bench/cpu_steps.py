@@ -92,23 +92,24 @@ def make_step(rows: int, new: int, total: int, shared: int) -> tuple[ForwardBatc
 
 def floors(model: CpuDecoder, rows: int, new: int, total: int, shared: int, most: Limits) -> dict[str, float]:
     """Seconds that each operation takes at least; those that are not named move nothing but activations. The last layer
-    computes one token of a row to the end, and of the others keys and values. A mixture's MLPs are all in "gate_up"."""
-    spec, tokens, layers = model.spec, rows * new, model.weights.layers
+    that writes keys and values computes one token of a row to the end, as do those behind it, and of the others these
+    alone. A mixture's MLPs are all in "gate_up", what comes of a layer's inputs in "down"."""
+    spec, tokens, layers, last = model.spec, rows * new, model.weights.layers, model.last_whole
 
     def product(matrix: PackedMatrix, index: int) -> float:
-        return most.product(matrix, rows if index == len(layers) - 1 else tokens)
+        return most.product(matrix, rows if index >= last else tokens)
 
     def mlp(matrix: PackedMatrix, index: int) -> float:
         if spec.mixture is None or not layers[index].experts:
             return product(matrix, index)
         experts, each = spec.mixture.experts, spec.mixture.each
-        count = rows if index == len(layers) - 1 else tokens
+        count = rows if index >= last else tokens
         taken = experts * (1 - (1 - each / experts) ** count)  # of a router that prefers none
         return most.product(matrix, count * each, taken)
 
     qkv, o, up, down, arithmetic, read = (0.0,) * 6
     for index, (layer, window) in enumerate(zip(layers, spec.windows, strict=True)):
-        qkv += most.product(layer.qkv, tokens)
+        qkv += most.product(layer.qkv, rows if index > last else tokens)
         o += product(layer.o, index)
         up += mlp(layer.up, index)
         down += mlp(layer.down, index)
@@ -117,16 +118,20 @@ def floors(model: CpuDecoder, rows: int, new: int, total: int, shared: int, most
             down += product(layer.shared.down, index)
         if layer.delta is not None:
             qkv += most.product(layer.delta.gates, tokens)
+        if layer.inputs is not None:
+            down += product(layer.inputs.gate, index) + product(layer.inputs.output, index)
         if not spec.attends(index):
             continue
         reach = total if window is None else window  # a token sees itself and so many before it, less one
         seen = [min(position + 1, reach) for position in range(total - new, total)]
-        pairs = rows * (seen[-1] if index == len(layers) - 1 else sum(seen))
-        arithmetic += 4 * pairs * spec.num_heads * spec.head_dim
+        pairs = rows * (seen[-1] if index >= last else sum(seen))
+        arithmetic += 4 * pairs * spec.num_heads * spec.head_dim_of(index)
         first = max(0, total - new + 1 - reach)
         tokens_read = max(0, shared - first) + rows * (total - max(first, shared))
-        read += tokens_read * model.kv_spec.bytes_per_token / model.kv_spec.num_layers
+        read += tokens_read * 2 * spec.kv_heads_of(index) * spec.head_dim_of(index) * model.kv_spec.dtype.itemsize
+    inputs = model.weights.token_inputs
     return {
+        **({"embed": most.product(inputs.projection, tokens)} if inputs is not None else {}),
         "qkv": qkv,
         "o": o,
         **({"gate_up": up + down} if spec.mixture is not None else {"gate_up": up, "down": down}),

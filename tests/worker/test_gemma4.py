@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bench.cpu_steps import filled_cache, floors, make_step, measure
+from bench.limits import Limits
 from tests.helpers_divided import check_native, reports_of
 from tests.helpers_gemma4 import SHAPES, gemma4_config, make_gemma4
 from tests.helpers_models import VOCAB_SIZE
@@ -31,6 +33,7 @@ from tests.worker.test_hybrid_decoder import (
     round_weights,
     rounds,
 )
+from worker_proc.cpu.decoder_structs import OPERATIONS
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.linear import Format
 from worker_proc.errors import ModelError
@@ -193,6 +196,7 @@ def test_inputs_of_tokens_are_read_when_they_are_wanted(tmp_path: Path) -> None:
     assert model.weights.token_inputs is not None
     rows = torch.tensor([5, 5, 0, VOCAB_SIZE - 1])
     assert torch.equal(model.weights.token_inputs.table.rows(rows), table[rows].bfloat16())
+    assert not model.weights.token_inputs.table.rows(torch.tensor([VOCAB_SIZE, -1])).any()
 
 
 def test_projections_that_nobody_reads_may_be_stored(tmp_path: Path) -> None:
@@ -276,3 +280,18 @@ def test_inputs_with_another_activation_are_left_to_transformers(tmp_path: Path)
     model = load(make_gemma4("inputs", tmp_path / "inputs", hidden_activation="silu"))
     assert isinstance(model, TransformersModel)
     load_native(make_gemma4("plain", tmp_path / "plain", hidden_activation="silu"))
+
+
+@pytest.mark.parametrize("shape", ["inputs", "all"])
+def test_its_steps_are_measured_beside_floors(shape: str, tmp_path: Path) -> None:
+    """Of layers behind the last one that writes keys and values, those of a row's last token alone."""
+    model, case, most = load_native(make_gemma4(shape, tmp_path)), (3, 20, 40, 0), Limits(1e12, 1e12, 1e9, 1e-7)
+    batch, pages = make_step(*case)
+    parts, whole = measure(model, batch, filled_cache(model, pages, 3), 1)
+    least = floors(model, *case, most)
+    assert set(least) <= set(OPERATIONS) and min(parts[OPERATIONS.index(name)] for name in least if least[name]) > 0
+    assert sum(parts) <= whole
+    behind = [layer.o for layer in model.weights.layers[model.last_whole :]]
+    before = [layer.o for layer in model.weights.layers[: model.last_whole]]
+    want = sum(most.product(o, 3) for o in behind) + sum(most.product(o, 60) for o in before)
+    assert least["o"] == pytest.approx(want) and len(behind) > 1

@@ -157,7 +157,8 @@ class CpuDecoder:
         self._inputs = spec.gemma4.inputs if spec.gemma4 is not None else 0
         self._token_inputs: Tensor | None = None  # of the last step
         self._beside = spec.mixture is not None and spec.mixture.beside
-        self._last_whole = max(
+        # the last layer that writes what others read: from it on, only tokens are computed whose logits are wanted
+        self.last_whole = max(
             index for index in range(spec.num_layers) if not spec.attends(index) or spec.keys_of(index) == index
         )
         self._layers = (LayerStruct * spec.num_layers)(*map(self._layer_struct, range(spec.num_layers)))
@@ -258,7 +259,7 @@ class CpuDecoder:
             beside=int(mixture is not None and mixture.beside),
             inputs=self._inputs,
             first_input=shard.inputs[0],
-            last_whole=self._last_whole,
+            last_whole=self.last_whole,
         )
 
     @property
@@ -341,7 +342,7 @@ class CpuDecoder:
         functions.rhizome_decoder_embed(model, step)
         self.tp.all_reduce(partial)
         for layer in range(self.spec.num_layers):
-            if layer == self._last_whole:
+            if layer == self.last_whole:
                 left = functions.rhizome_decoder_last_tokens(step) * self.spec.hidden_size
                 partial, made = partial[:left], made[:left]
             functions.rhizome_decoder_attention(model, step, layer)

@@ -31,14 +31,16 @@ class RowReader:
             raise ModelError(entry.name, str(entry.file), f"cannot be read ({error})") from None
         kind = KINDS[entry.dtype]
         self._row_bytes = math.prod(entry.shape[1:]) // kind.numbers * kind.nbytes
-        self._entry, self._dtype = entry, dtype
+        self._entry, self._dtype, self._count = entry, dtype, entry.shape[0]
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Those rows of the table, int64 `[N]` to `[N, columns]`. Raises OSError where they cannot be read."""
-        raw = torch.empty(len(indices), self._row_bytes, dtype=torch.uint8)
+        """Those rows of the table, int64 `[N]` to `[N, columns]`; zeros where it has none, as an embedding of several
+        ranks gives. Raises OSError where they cannot be read."""
+        raw = torch.zeros(len(indices), self._row_bytes, dtype=torch.uint8)
         memory = memoryview((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
         for place, index in enumerate(indices.tolist()):
-            self._fill(memory[place * self._row_bytes :][: self._row_bytes], index)
+            if 0 <= index < self._count:
+                self._fill(memory[place * self._row_bytes :][: self._row_bytes], index)
         if self._entry.dtype in CODED:
             return dequantize(self._entry.dtype, raw).to(self._dtype)
         return raw.view(DTYPES[self._entry.dtype]).to(self._dtype)
