@@ -4,16 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.helpers_divided import PROMPTS, Reports, check_native, check_tokens, reports_of
+from tests.helpers_divided import LEVEL, PROMPTS, Reports, check_native, check_tokens, reports_of
 from tests.helpers_divided_rank import native_modules
 from tests.helpers_hybrid import HYBRIDS, WITHOUT_ATTENTION, make_hybrid
 from tests.helpers_multimodal import make_multimodal
 from tests.helpers_paged import NEW_TOKENS, generate
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_hybrid_models import load
+from worker_proc.attention.cpu import CpuAttention
+from worker_proc.cpu.library import load_library
 from worker_proc.errors import ModelError
+from worker_proc.models.describe import read_config
 from worker_proc.models.divided import MODEL_TYPES
+from worker_proc.models.transformers_backend import load_transformers_model
 from worker_proc.parallel import TensorParallel
 
 pytestmark = needs_compiler
@@ -54,6 +59,12 @@ def test_two_ranks_compute_what_one_computes(kind: str, two_ranks: Reports) -> N
 def test_native_layers_compute_what_one_rank_computes(kind: str, two_ranks: Reports) -> None:
     path, reports = two_ranks[kind]
     one = check_native(path, reports)
+    if kind == "granitemoehybrid":  # which one rank computes in the native decoder
+        library = load_library(LEVEL)
+        one = load_transformers_model(
+            path, read_config(path), dtype=torch.bfloat16, device=torch.device("cpu"), tp=TensorParallel(),
+            attention=CpuAttention(library), native=library,
+        )  # fmt: skip
     assert reports[0]["native_modules"] == native_modules(one)
 
 
