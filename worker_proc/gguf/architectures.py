@@ -74,6 +74,7 @@ class Architecture:
     turned: bool = False
     norm_offset: float = 0.0
     may_have_biases: bool = False
+    other_layers: str = ""  # what layers are called that have no heads of keys, where there are such
     factors: tuple[str, ...] = SHARED_FACTORS
     more: dict[str, Any] = field(default_factory=dict)  # of config.json
 
@@ -88,6 +89,22 @@ def _experts(base: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 _MLP_EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 _LLAMA: dict[str, Any] = {"turned": True, "may_have_biases": True}
+_SPACE = {  # of Granite 4: Mamba-2 layers, and an MLP that is the shared expert where there are others
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    "ffn_gate": "shared_mlp.gate_proj",
+    "ffn_up": "shared_mlp.up_proj",
+    "ffn_down": "shared_mlp.down_proj",
+    "ffn_gate_shexp": "shared_mlp.gate_proj",
+    "ffn_up_shexp": "shared_mlp.up_proj",
+    "ffn_down_shexp": "shared_mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+}
 _GEMMA4 = _OUTPUT_NORMS | {
     "layer_output_scale.weight": "layer_scalar",
     "inp_gate": "per_layer_input_gate",
@@ -122,12 +139,15 @@ ARCHITECTURES = {
         norm_offset=1.0,
         more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
-    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", names=_CONV, more={"block_auto_adjust_ff_dim": False}),
+    "lfm2": Architecture(
+        "lfm2", "Lfm2ForCausalLM", names=_CONV, other_layers="conv", more={"block_auto_adjust_ff_dim": False}
+    ),
     "lfm2moe": Architecture(
         "lfm2_moe",
         "Lfm2MoeForCausalLM",
         names=_CONV | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
         experts=_experts("feed_forward.experts", "w1", "w3", "w2"),
+        other_layers="conv",
         more={"norm_topk_prob": True, "use_expert_bias": True},
     ),
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", turned=True),
@@ -140,6 +160,14 @@ ARCHITECTURES = {
         "Gemma4ForCausalLM",
         names=_GEMMA4,
         experts=_experts("experts", "gate_proj", "up_proj", "down_proj"),
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        names=_SPACE,
+        experts=_experts("block_sparse_moe.experts", "gate_proj", "up_proj", "down_proj"),
+        turned=True,
+        other_layers="linear_attention",
     ),
     "granite": Architecture("granite", "GraniteForCausalLM", **_LLAMA),
     # llama.cpp rotates in all but each fourth layer, whatever the model says

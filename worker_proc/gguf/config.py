@@ -30,8 +30,8 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
     head_dim = settings.whole("attention.key_length", hidden // heads)
     settings.must_be("attention.value_length", head_dim)
     settings.must_be("attention.causal", True)
-    if architecture.model_type in _WITH_CONVOLUTIONS:
-        more["layer_types"] = ["full_attention" if attends else "conv" for attends in settings.attending(layers)]
+    if other := architecture.other_layers:
+        more["layer_types"] = ["full_attention" if attends else other for attends in settings.attending(layers)]
     config = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
@@ -53,6 +53,9 @@ def config_of(header: Header, factors: Factors) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     if architecture.model_type not in _ROTATED_IN_PART:
         settings.must_be("rope.dimension_count", head_dim)
+    if architecture.model_type == "granitemoehybrid":
+        config["attention_bias"] = any(name.endswith("attn_q.bias") for name in shapes)
+        config["mamba_conv_bias"] = any(name.endswith("ssm_conv1d.bias") for name in shapes)
     if architecture.may_have_biases:
         config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_up.bias" in shapes}
     config |= _OF_FAMILIES.get(architecture.model_type, _without_window)(settings, config)
@@ -73,6 +76,8 @@ def _mlp(architecture: Architecture, settings: Settings) -> dict[str, Any]:
     """Channels, and experts where there are any."""
     if architecture.model_type == "gemma4_text":
         return {"intermediate_size": settings.whole("feed_forward_length")} | experts_of_gemma4(settings)
+    if architecture.model_type == "granitemoehybrid":
+        return _granite_mlp(settings)
     if not architecture.experts:
         settings.must_be("expert_count", 0)
         settings.must_be("expert_used_count", 0)
@@ -170,8 +175,47 @@ def _ministral3(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     return found | {"rope_scaling": scaling | more}
 
 
+def _granite_mlp(settings: Settings) -> dict[str, Any]:
+    """Of its hybrids: the MLP of a layer is the shared expert where there are others."""
+    channels = settings.whole("feed_forward_length")
+    settings.must_be("expert_gating_func", 1)
+    count = settings.get("expert_count", 0)
+    found = {
+        "num_local_experts": count and settings.whole("expert_count"),
+        "intermediate_size": channels,
+        "shared_intermediate_size": settings.whole("expert_shared_feed_forward_length", channels),
+    }
+    if not count:
+        settings.must_be("expert_used_count", 0)
+        settings.must_be("expert_shared_feed_forward_length", channels)
+        return found
+    return found | {"num_experts_per_tok": settings.whole("expert_used_count")}
+
+
+def _granite_hybrid(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    inner, hidden, heads = settings.whole("ssm.inner_size"), config["hidden_size"], settings.whole("ssm.time_step_rank")
+    if inner % hidden or inner % heads:
+        reason = f"must be a multiple of the hidden size ({hidden}) and of the heads ({heads})"
+        raise ModelError(f"{settings.prefix}ssm.inner_size", inner, reason)
+    return _granite_scales(settings, config) | {
+        "position_embedding_type": "rope" if settings.get("rope.scaling.finetuned", True) else "nope",
+        "mamba_expand": inner // hidden,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": settings.whole("ssm.group_count"),
+        "mamba_d_state": settings.whole("ssm.state_size"),
+        "mamba_d_conv": settings.whole("ssm.conv_kernel"),
+        "mamba_proj_bias": False,
+        "time_step_limit": None,
+    }
+
+
 def _granite(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     settings.must_be("rope.scaling.finetuned", True)  # else queries and keys are not rotated
+    return _granite_scales(settings, config)
+
+
+def _granite_scales(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     return _without_window(settings, config) | {
         "attention_multiplier": settings.number("attention.scale", config["head_dim"] ** -0.5),
         "embedding_multiplier": settings.number("embedding_scale", 1.0),
@@ -213,14 +257,14 @@ def _gemma_windows(settings: Settings, config: dict[str, Any], *, every: int, la
     return {"sliding_window": settings.whole("attention.sliding_window"), "query_pre_attn_scalar": scale}
 
 
-_WITH_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 _ROTATED_IN_PART = ("phi3", *DELTA_NETS)
 _OF_FAMILIES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "phi3": _phi3,
     **dict.fromkeys(DELTA_NETS, _delta),
-    **dict.fromkeys(_WITH_CONVOLUTIONS, _lfm2),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _lfm2),
     "ministral3": _ministral3,
     "granite": _granite,
+    "granitemoehybrid": _granite_hybrid,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gemma4_text": gemma4,

@@ -1,5 +1,6 @@
 """What tensors of GGUF files are called in Hugging Face checkpoints, and what llama.cpp's converter did to them."""
 
+import math
 import re
 from array import array
 from collections.abc import Iterator
@@ -64,6 +65,8 @@ class GgufModel:
     def entries(self) -> Iterator[TensorEntry]:
         """The tensors under their names in Hugging Face's checkpoints. Raises ModelError for one that is unknown."""
         architecture, settings = architecture_of(self.header), Settings(self.header)
+        if architecture.other_layers:  # from then on, all layers have the heads of keys that some have
+            settings.attending(layers_of(settings))
         for tensor in self.header.tensors:
             if tensor.name not in architecture.factors:
                 yield from _entries(architecture, settings, tensor, self.files[tensor.name])
@@ -139,9 +142,11 @@ def _undone(architecture: Architecture, settings: Settings, entry: TensorEntry, 
     if architecture.turned and name in ("attn_q", "attn_k"):
         return {"heads": settings.heads(keys=name == "attn_k")}
     if name == "ssm_a":
-        return {"logarithm": True}
+        return {"logarithm": True, "shape": entry.shape[:1]}
+    if name in ("ssm_d", "ssm_norm"):  # of a column, or of groups
+        return {"shape": (math.prod(entry.shape),)}
     if name in ("ssm_conv1d", "shortconv.conv") and len(entry.shape) == 2:
         return {"shape": (entry.shape[0], 1, entry.shape[1])}
     if name == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
         return {"shape": (1, *entry.shape)}
-    return {"shift": -architecture.norm_offset} if "norm" in name and name != "ssm_norm" else {}
+    return {"shift": -architecture.norm_offset} if "norm" in name else {}

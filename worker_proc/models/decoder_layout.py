@@ -24,6 +24,8 @@ from worker_proc.models.shard import Shard, Span, moved, scaled
 from worker_proc.models.spec import ConvSpec, DecoderSpec, Gemma4Spec, SpaceSpec
 from worker_proc.weights import Checkpoint
 
+# gates and ups as one matrix, as Phi-3's q, k and v; and what comes of them
+_STACKED = {"phi3": ("gate_up_proj", "down_proj"), "granite_hybrid": ("input_linear", "output_linear")}
 Block = tuple[str, int, Span]  # of a stored matrix: its name, its rows, and which of them
 
 
@@ -294,11 +296,9 @@ class DecoderLayout:
         numbered = spec.layout in ("mixtral", "lfm2")
         gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
         gate_up = [(base + name, inner, channels) for name in (gate, up)]
-        stacked = {"phi3": "gate_up_proj", "granite_hybrid": "input_linear"}.get(spec.layout)
-        if stacked is not None:
+        if spec.layout in _STACKED and base + "gate_proj.weight" not in self.stored:  # which it is in GGUF files
+            stacked, down = _STACKED[spec.layout]
             gate_up = [(base + stacked, 2 * inner, moved(channels, start)) for start in (0, inner)]
-        if spec.layout == "granite_hybrid":
-            down = "output_linear"
         columns = self._columns(gate_up, spec.hidden_size, spec.mlp_bias)
         return MlpParts(columns, self._rows(base + down, inner, channels, spec.mlp_bias))
 
