@@ -66,7 +66,9 @@ def test_codes_are_what_they_stand_for(case: str, kind: str, level: Level, tmp_p
 
 
 @pytest.mark.parametrize(
-    "settings", [{"dtype": torch.float32}, {"level": None}, {"tp": TensorParallel(0, 2, group=object())}], ids=str
+    "settings",
+    [{"dtype": torch.float32}, {"level": None}, {"tp": TensorParallel(0, 2, group=object())}],
+    ids=["float32", "torch alone", "two ranks"],
 )
 def test_elsewhere_a_file_is_refused_by_name(settings: dict[str, Any], tmp_path: Path) -> None:
     source = make_hybrid(KIND, tmp_path / "source", **DENSE)
