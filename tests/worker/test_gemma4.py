@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from bench.cpu_steps import filled_cache, floors, make_step, measure
 from bench.limits import Limits
@@ -18,18 +16,21 @@ from tests.helpers_divided import check_native, reports_of
 from tests.helpers_gemma4 import SHAPES, gemma4_config, make_gemma4
 from tests.helpers_models import VOCAB_SIZE
 from tests.helpers_multimodal import make_multimodal
-from tests.helpers_paged import NEW_TOKENS, Row, generate, make_batch, make_prompts, poison
+from tests.helpers_paged import NEW_TOKENS, Row, generate, make_batch, make_prompts
 from tests.helpers_quantized import quantize_checkpoint, store_bytes
 from tests.worker.test_cpu_build import needs_compiler
 from tests.worker.test_hybrid_decoder import (
     COMPRESSING,
     FP8_BLOCKS,
     LEVELS,
+    all_logits,
+    check_against_transformers,
     dense,
     error,
     load,
     load_native,
     matrices,
+    new_cache,
     round_weights,
     rounds,
 )
@@ -37,10 +38,8 @@ from worker_proc.cpu.decoder_structs import OPERATIONS
 from worker_proc.cpu.features import Level
 from worker_proc.cpu.linear import Format
 from worker_proc.errors import ModelError
-from worker_proc.kv_cache import KVCache
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.hybrid_families import hybrid_spec
-from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import has_recurrent_layers, keys_hold_positions
 from worker_proc.models.transformers_backend import TransformersModel
 from worker_proc.quantization.scheme import Scheme
@@ -61,33 +60,10 @@ def config_of(shape: str = "plain", **changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-def new_cache(model: LanguageModel, rows: int = 1) -> KVCache:
-    cache = KVCache(model.kv_spec, 20 * rows, 8)
-    poison(cache)
-    return cache
-
-
-def all_logits(model: LanguageModel, prompt: list[int]) -> Tensor:
-    batch = make_batch([Row(prompt, list(range(20)))], [len(prompt)], 8)
-    return model.forward(replace(batch, logit_rows=torch.arange(len(prompt))), new_cache(model))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_transformers(shape: str, level: Level, tmp_path: Path) -> None:
-    path = round_weights(make_gemma4(shape, tmp_path))
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    native, half = load_native(path, level), load(path, None)
-    assert isinstance(half, TransformersModel) and native.kv_spec == half.kv_spec
-    errors = []
-    for prompt in PROMPTS:
-        with torch.inference_mode():
-            want = reference(torch.tensor([prompt])).logits[0]
-        got = all_logits(native, prompt)
-        assert got.dtype == torch.float32 and got.shape == want.shape
-        errors.append((error(got, want), error(all_logits(half, prompt), want)))
-    assert all(own < 0.02 for own, _ in errors), errors
-    assert sum(own for own, _ in errors) < sum(torch_s for _, torch_s in errors), "no worse than torch in bfloat16"
+    check_against_transformers(round_weights(make_gemma4(shape, tmp_path)), level, 0.02)
 
 
 @pytest.mark.parametrize("level", LEVELS)

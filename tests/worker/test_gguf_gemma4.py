@@ -16,9 +16,8 @@ from tests.helpers_gguf_gemma4 import write_gemma4_gguf
 from tests.helpers_models import VOCAB_SIZE
 from tests.helpers_paged import make_prompts
 from tests.worker.test_cpu_build import needs_compiler
-from tests.worker.test_gemma4 import all_logits
 from tests.worker.test_gguf_hybrids import mostly_k
-from tests.worker.test_hybrid_decoder import LEVELS, error, load, load_native
+from tests.worker.test_hybrid_decoder import LEVELS, all_logits, error, load, load_native
 from worker_proc.cpu.features import Level
 from worker_proc.errors import ModelError
 from worker_proc.gguf.directory import GgufError, directory_for

@@ -14,8 +14,7 @@ from tests.helpers_models import VOCAB_SIZE
 from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
 from tests.helpers_quantized import quantize_checkpoint
 from tests.worker.test_cpu_build import needs_compiler
-from tests.worker.test_gemma4 import all_logits
-from tests.worker.test_hybrid_decoder import CALM, error, load, load_native, round_weights
+from tests.worker.test_hybrid_decoder import CALM, all_logits, error, load, load_native, round_weights
 from worker_proc.errors import ModelError
 from worker_proc.models.hybrid_families import hybrid_spec
 from worker_proc.models.registry import has_recurrent_layers

@@ -128,8 +128,8 @@ def new_cache(model: LanguageModel, slots: int, pages: int = 60, page_size: int 
     """Of sequences that begin; everything else is not a number."""
     cache = KVCache(model.kv_spec, pages, page_size, slots=slots, snapshots=snapshots)
     poison(cache)
-    assert cache.states is not None
-    cache.states.clear(range(slots))
+    if cache.states is not None:
+        cache.states.clear(range(slots))
     return cache
 
 
@@ -150,10 +150,9 @@ def round_weights(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_transformers(shape: str, level: Level, tmp_path: Path) -> None:
-    path = round_weights(make(shape, tmp_path, **CALM))
+def check_against_transformers(path: Path, level: Level, most: float) -> None:
+    """The logits of a checkpoint whose weights are rounded are those of transformers in float32, but for `most`, and no
+    farther from them than those of transformers in bfloat16."""
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     native, half = load_native(path, level), load(path, None)
     assert isinstance(half, TransformersModel) and native.kv_spec == half.kv_spec
@@ -164,8 +163,14 @@ def test_logits_are_those_of_transformers(shape: str, level: Level, tmp_path: Pa
         got = all_logits(native, prompt)
         assert got.dtype == torch.float32 and got.shape == want.shape
         errors.append((error(got, want), error(all_logits(half, prompt), want)))
-    assert all(own < 0.04 for own, _ in errors), errors
+    assert all(own < most for own, _ in errors), errors
     assert sum(own for own, _ in errors) < sum(torch_s for _, torch_s in errors), "no worse than torch in bfloat16"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_transformers(shape: str, level: Level, tmp_path: Path) -> None:
+    check_against_transformers(round_weights(make(shape, tmp_path, **CALM)), level, 0.04)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,7 +1,6 @@
 """Ministral 3 in the native decoder and in GGUF files: queries are scaled by their positions."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,14 @@ from tests.helpers_gguf import directory_of, write_gguf
 from tests.helpers_models import VOCAB_SIZE, make_model, make_tokenizer
 from tests.helpers_multimodal import KINDS as MULTIMODAL
 from tests.helpers_multimodal import make_multimodal
-from tests.helpers_paged import NEW_TOKENS, Row, generate, make_batch, make_prompts, poison
+from tests.helpers_paged import NEW_TOKENS, generate, make_prompts
 from tests.helpers_quantized import store_bytes
 from tests.worker.test_cpu_build import needs_compiler
-from tests.worker.test_hybrid_decoder import LEVELS, error, load, load_native, matrices, round_weights
+from tests.worker.test_hybrid_decoder import LEVELS, all_logits, error, load, load_native, matrices, round_weights
 from worker_proc.cpu.features import Level
 from worker_proc.gguf.directory import GgufError, directory_for
-from worker_proc.kv_cache import KVCache
 from worker_proc.models.describe import describe, read_config
 from worker_proc.models.hybrid_families import hybrid_spec
-from worker_proc.models.interface import LanguageModel
 from worker_proc.models.registry import has_recurrent_layers, keys_hold_positions
 
 pytestmark = needs_compiler
@@ -58,13 +55,6 @@ def reference(path: Path, prompt: list[int]) -> Tensor:
     with torch.inference_mode():
         wanted: Tensor = model(torch.tensor([prompt])).logits[0]
     return wanted
-
-
-def all_logits(model: LanguageModel, prompt: list[int]) -> Tensor:
-    batch = make_batch([Row(prompt, list(range(20)))], [len(prompt)], 8)
-    cache = KVCache(model.kv_spec, 20, 8)
-    poison(cache)
-    return model.forward(replace(batch, logit_rows=torch.arange(len(prompt))), cache)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -48,11 +48,23 @@ class RecurrentLayers:
 
     field: ClassVar[str]
 
-    def __init__(self, structs: dict[int, Any], projected: int, mixed: int) -> None:
-        """`projected` numbers are made of a token by a layer's first product, `mixed` by the layer."""
+    def __init__(
+        self,
+        structs: dict[int, Any],
+        projected: int,
+        mixed: int,
+        conv: tuple[int, ...],
+        state: tuple[int, ...] | None = None,
+    ) -> None:
+        """`projected` numbers are made of a token by a layer's first product, `mixed` by the layer. Of a sequence, a
+        layer keeps what its convolution saw last, bfloat16 in the shape `conv`, and, where it has one, a float32
+        `state`."""
         self.structs = structs
         self.projected = projected
         self.mixed = mixed
+        self._kept = [("conv", "conv", conv, torch.bfloat16)]  # field of the struct, name of the state, and what it is
+        if state is not None:
+            self._kept.append(("state", "recurrent", state, torch.float32))
 
     def fields(self, layer: int) -> dict[str, int]:
         """What says in the struct of a layer that it is one of these, if it is."""
@@ -61,11 +73,17 @@ class RecurrentLayers:
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """What is kept of a sequence."""
-        raise NotImplementedError
+        return tuple(
+            StateSpec(StateKey(index, name, 0), shape, dtype)
+            for index in self.structs
+            for _, name, shape, dtype in self._kept
+        )
 
     def use(self, states: RecurrentStates) -> None:
         """From now on."""
-        raise NotImplementedError
+        for index, struct in self.structs.items():
+            for field, name, _, _ in self._kept:
+                setattr(struct, field, states.tensors[StateKey(index, name, 0)].data_ptr())
 
 
 class DeltaLayers(RecurrentLayers):
@@ -75,8 +93,7 @@ class DeltaLayers(RecurrentLayers):
 
     def __init__(self, spec: DeltaSpec, shard: Shard, layers: Sequence[PackedLayer], norm_eps: float) -> None:
         keys, values = (last - first for first, last in (shard.delta_keys, shard.delta_values))
-        self._channels = 2 * keys * spec.key_dim + values * spec.value_dim
-        self._spec, self._values = spec, values
+        channels, mixed = 2 * keys * spec.key_dim + values * spec.value_dim, values * spec.value_dim
         structs = {
             index: DeltaStruct(
                 conv_weight=layer.delta.conv.data_ptr(),
@@ -95,26 +112,8 @@ class DeltaLayers(RecurrentLayers):
             for index, layer in enumerate(layers)
             if layer.delta is not None
         }
-        mixed = values * spec.value_dim
-        super().__init__(structs, self._channels + mixed + 2 * values, mixed)  # q, k, v, z, b and a
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        spec = self._spec
-        conv, state = (self._channels, spec.kernel), (self._values, spec.key_dim, spec.value_dim)
-        return tuple(
-            kept
-            for index in self.structs
-            for kept in (
-                StateSpec(StateKey(index, "conv", 0), conv, torch.bfloat16),
-                StateSpec(StateKey(index, "recurrent", 0), state, torch.float32),
-            )
-        )
-
-    def use(self, states: RecurrentStates) -> None:
-        for index, struct in self.structs.items():
-            struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
-            struct.state = states.tensors[StateKey(index, "recurrent", 0)].data_ptr()
+        projected = channels + mixed + 2 * values  # q, k, v, z, b and a
+        super().__init__(structs, projected, mixed, (channels, spec.kernel), (values, spec.key_dim, spec.value_dim))
 
 
 class ConvLayers(RecurrentLayers):
@@ -124,7 +123,6 @@ class ConvLayers(RecurrentLayers):
 
     def __init__(self, spec: ConvSpec, shard: Shard, layers: Sequence[PackedLayer]) -> None:
         channels = shard.conv[1] - shard.conv[0]
-        self._kept = channels, spec.kernel
         structs = {
             index: ConvStruct(
                 weight=layer.conv.taps.data_ptr(),
@@ -135,15 +133,7 @@ class ConvLayers(RecurrentLayers):
             for index, layer in enumerate(layers)
             if layer.conv is not None
         }
-        super().__init__(structs, 3 * channels, channels)
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        return tuple(StateSpec(StateKey(index, "conv", 0), self._kept, torch.bfloat16) for index in self.structs)
-
-    def use(self, states: RecurrentStates) -> None:
-        for index, struct in self.structs.items():
-            struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
+        super().__init__(structs, 3 * channels, channels, (channels, spec.kernel))
 
 
 class SpaceLayers(RecurrentLayers):
@@ -152,7 +142,6 @@ class SpaceLayers(RecurrentLayers):
     field = "space"
 
     def __init__(self, spec: SpaceSpec, layers: Sequence[PackedLayer], norm_eps: float) -> None:
-        self._spec = spec
         structs = {
             index: SpaceStruct(
                 conv_weight=layer.space.taps.data_ptr(),
@@ -174,25 +163,8 @@ class SpaceLayers(RecurrentLayers):
             for index, layer in enumerate(layers)
             if layer.space is not None
         }
-        super().__init__(structs, spec.width + spec.channels + spec.heads, spec.width)
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        spec = self._spec
-        conv, state = (spec.channels, spec.kernel), (spec.heads, spec.head_dim, spec.state_size)
-        return tuple(
-            kept
-            for index in self.structs
-            for kept in (
-                StateSpec(StateKey(index, "conv", 0), conv, torch.bfloat16),
-                StateSpec(StateKey(index, "recurrent", 0), state, torch.float32),
-            )
-        )
-
-    def use(self, states: RecurrentStates) -> None:
-        for index, struct in self.structs.items():
-            struct.conv = states.tensors[StateKey(index, "conv", 0)].data_ptr()
-            struct.state = states.tensors[StateKey(index, "recurrent", 0)].data_ptr()
+        projected, state = spec.width + spec.channels + spec.heads, (spec.heads, spec.head_dim, spec.state_size)
+        super().__init__(structs, projected, spec.width, (spec.channels, spec.kernel), state)
 
 
 def recurrent_layers(spec: DecoderSpec, shard: Shard, layers: Sequence[PackedLayer]) -> RecurrentLayers | None:

@@ -28,9 +28,9 @@ class SpaceStruct(ctypes.Structure):
     """`SpaceBatch` of native/state_space.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("projected", "conv_weight", "conv_bias", "rate", "dt_bias", "skip", "norm")),
+        *((name, c_void_p) for name in ("inputs", "conv_weight", "conv_bias", "rate", "dt_bias", "skip", "norm")),
         *((name, c_void_p) for name in ("conv", "state", "segments", "out", "squares")),
-        *((name, c_int64) for name in ("projected_stride", "out_stride")),
+        *((name, c_int64) for name in ("inputs_stride", "out_stride")),
         *((name, c_int64) for name in ("num_segments", "heads", "head_dim", "groups", "state_size", "norm_groups")),
         ("kernel", c_int64),
         *((name, c_float) for name in ("eps", "least_dt", "most_dt")),

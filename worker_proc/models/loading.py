@@ -213,7 +213,7 @@ def read_tensor(file: FileIO, entry: TensorEntry) -> Tensor:
     if dtype is None or math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
         raise ModelError(entry.name, entry.dtype, f"unexpected type or size of a tensor in {entry.file.name}")
     tensor = torch.empty(entry.shape, dtype=dtype)
-    _fill(tensor, file, entry.begin)
+    fill(tensor, file, entry.begin)
     return tensor
 
 
@@ -271,7 +271,7 @@ def _slice(file: FileIO, entry: TensorEntry, part: Part) -> Tensor:
         return in_order(entry, numbers)[(slice(None, None, rows.step), *columns)] + entry.shift
     read = torch.empty((rows.stop - rows.start, *part.matrix_shape[1:]), dtype=DTYPES[entry.dtype])
     row_bytes = read.nbytes // max(1, len(read))
-    _fill(read, file, entry.begin + rows.start * row_bytes)
+    fill(read, file, entry.begin + rows.start * row_bytes)
     if entry.shift:
         read = read.float() + entry.shift
     if entry.logarithm:
@@ -286,7 +286,7 @@ def read_blocks(file: FileIO, entry: TensorEntry, rows: tuple[int, int]) -> Tens
     kind = CODED[entry.dtype]
     width = entry.shape[-1] // kind.numbers * kind.nbytes
     raw = torch.empty((rows[1] - rows[0], width), dtype=torch.uint8)
-    _fill(raw, file, entry.begin + rows[0] * width)
+    fill(raw, file, entry.begin + rows[0] * width)
     return raw
 
 
@@ -298,7 +298,8 @@ def in_order(entry: TensorEntry, rows: Tensor) -> Tensor:
     return rows.view(-1, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _fill(tensor: Tensor, file: FileIO, begin: int) -> None:
+def fill(tensor: Tensor, file: FileIO, begin: int) -> None:
+    """Read all bytes of a contiguous tensor. Raises OSError where the file ends before."""
     buffer = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
     file.seek(begin)
     while len(buffer):

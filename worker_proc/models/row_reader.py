@@ -2,9 +2,7 @@
 per-layer embeddings of Gemma 4, which are as large as the rest of the model, a token needs one row.
 """
 
-import ctypes
 import math
-import os
 from io import FileIO
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from worker_proc.errors import ModelError
 from worker_proc.gguf.blocks import dequantize
 from worker_proc.gguf.kinds import CODED, KINDS
-from worker_proc.models.loading import DTYPES
+from worker_proc.models.loading import DTYPES, fill
 from worker_proc.weights import TensorEntry
 
 
@@ -37,18 +35,9 @@ class RowReader:
         """Those rows of the table, int64 `[N]` to `[N, columns]`; zeros where it has none, as an embedding of several
         ranks gives. Raises OSError where they cannot be read."""
         raw = torch.zeros(len(indices), self._row_bytes, dtype=torch.uint8)
-        memory = memoryview((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
-        for place, index in enumerate(indices.tolist()):
+        for row, index in zip(raw, indices.tolist(), strict=True):
             if 0 <= index < self._count:
-                self._fill(memory[place * self._row_bytes :][: self._row_bytes], index)
+                fill(row, self._file, self._entry.begin + index * self._row_bytes)
         if self._entry.dtype in CODED:
             return dequantize(self._entry.dtype, raw).to(self._dtype)
         return raw.view(DTYPES[self._entry.dtype]).to(self._dtype)
-
-    def _fill(self, memory: memoryview, index: int) -> None:
-        at = self._entry.begin + index * self._row_bytes
-        while len(memory):
-            count = os.preadv(self._file.fileno(), [memory], at)
-            if not count:
-                raise OSError(f"{self._entry.file.name} ends too early")
-            memory, at = memory[count:], at + count

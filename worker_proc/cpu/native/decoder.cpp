@@ -177,24 +177,15 @@ void delta_net(const DecoderStep& step, const Buffers& buffers, const DecoderLay
   recur(step, batch, rhizome_delta_net);
 }
 
-void short_conv(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
+// A layer of which `qkv` makes all that goes into it.
+template <class Batch>
+void recur_alone(const DecoderStep& step, const Buffers& buffers, Batch batch, void (*compute)(const Batch*)) {
   const Stopwatch time(step.op_ns, kRecur);
-  ConvBatch batch = *layer.conv;
   batch.inputs = buffers.qkv;
   batch.out = buffers.attended;
   batch.inputs_stride = buffers.qkv_stride;
   batch.out_stride = buffers.attended_stride;
-  recur(step, batch, rhizome_short_conv);
-}
-
-void state_space(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& layer) {
-  const Stopwatch time(step.op_ns, kRecur);
-  SpaceBatch batch = *layer.space;
-  batch.projected = buffers.qkv;
-  batch.out = buffers.attended;
-  batch.projected_stride = buffers.qkv_stride;
-  batch.out_stride = buffers.attended_stride;
-  recur(step, batch, rhizome_state_space);
+  recur(step, batch, compute);
 }
 
 bool attends(const DecoderLayer& layer) {
@@ -210,9 +201,9 @@ void mix(const DecoderStep& step, const Buffers& buffers, const DecoderLayer& la
   if (layer.delta != nullptr)
     delta_net(step, buffers, layer);
   else if (layer.conv != nullptr)
-    short_conv(step, buffers, layer);
+    recur_alone(step, buffers, *layer.conv, rhizome_short_conv);
   else
-    state_space(step, buffers, layer);
+    recur_alone(step, buffers, *layer.space, rhizome_state_space);
 }
 
 // Moves the rows of the tokens that go on to the front. One after another: they go where others lay.
@@ -261,13 +252,9 @@ void attention_stage(const DecoderModel& model, const DecoderStep& step, const B
   add(model, layer.o, buffers.attended, buffers.attended_stride, tokens, buffers);
 }
 
-int64_t tokens_behind(const DecoderModel& model, const DecoderStep& step, int index) {
-  return index < model.last_whole ? step.tokens : LastTokens(step).count();
-}
-
 void mlp_stage(const DecoderModel& model, const DecoderStep& step, const Buffers& buffers, int index) {
   const DecoderLayer& layer = model.layers[index];
-  const int64_t tokens = tokens_behind(model, step, index);
+  const int64_t tokens = index < model.last_whole ? step.tokens : LastTokens(step).count();
   norm(model, step, buffers, {apart(model), layer.attention_norm, model.residual_scale}, layer.post_norm, tokens);
   if (layer.router.outputs > 0 && !model.beside) return mixture(model, step, buffers, layer, tokens);
   {

@@ -49,7 +49,6 @@ struct DecoderLayer {
   PackedMatrix input_output;   // what comes of it
   const float* inputs_norm;    // [hidden], of that
   void* k_pages;             // of the layer itself, or of the one whose keys and values it reads
-
   void* v_pages;
   float* k_scales;  // where the pages hold int8, see attention.h
   float* v_scales;

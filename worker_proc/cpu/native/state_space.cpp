@@ -24,7 +24,7 @@ class StateSpace {
       : b_(batch),
         width_(batch.heads * batch.head_dim),
         channels_(width_ + 2 * batch.groups * batch.state_size),
-        stride_(batch.projected_stride),
+        stride_(batch.inputs_stride),
         mixed_stride_(float_stride(channels_)) {}
 
   void run() {
@@ -128,7 +128,7 @@ class StateSpace {
     }
   }
 
-  const bf16* projected(const Piece& piece, int64_t t) const { return b_.projected + (piece.token + t) * stride_; }
+  const bf16* projected(const Piece& piece, int64_t t) const { return b_.inputs + (piece.token + t) * stride_; }
   float* mixed(const Piece& piece, int64_t t) const { return mixed_ + (piece.place + t) * mixed_stride_; }
   float* values(const Piece& piece, int64_t t) const { return values_ + (piece.place + t) * width_; }
 

@@ -8,11 +8,11 @@
 
 namespace rhizome {
 
-// `SpaceStruct` of worker_proc/cpu/state_space.py. A row of `projected` has the gate [heads * head_dim], then the
+// `SpaceStruct` of worker_proc/cpu/state_space.py. A row of `inputs` has the gate [heads * head_dim], then the
 // channels: x as wide, B and C [groups, state_size] each, then the step sizes [heads]. Head h goes with group
 // h / (heads / groups).
 struct SpaceBatch {
-  const bf16* projected;     // [T, 2 * heads * head_dim + 2 * groups * state_size + heads]
+  const bf16* inputs;        // [T, 2 * heads * head_dim + 2 * groups * state_size + heads]
   const float* conv_weight;  // [kernel, channels]
   const float* conv_bias;    // [channels]
   const float* rate;         // [heads]: -exp(A_log)
@@ -24,7 +24,7 @@ struct SpaceBatch {
   const int64_t* segments;   // [num_segments, 3]: row of conv and state, first token, tokens
   bf16* out;                 // [T, heads * head_dim]
   float* squares;            // [T] or null: sums over what the norm divides by their root, which is left undivided
-  int64_t projected_stride, out_stride;  // from token to token
+  int64_t inputs_stride, out_stride;  // from token to token
   int64_t num_segments, heads, head_dim, groups, state_size, norm_groups, kernel;
   float eps, least_dt, most_dt;
 };
